@@ -1,0 +1,1 @@
+"""PROCESS: one per node; starts, watches, carries out. Decides nothing."""

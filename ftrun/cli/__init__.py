@@ -1,0 +1,1 @@
+"""PROCESS: the operator's terminal, and the stub that the started process becomes."""

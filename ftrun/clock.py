@@ -1,0 +1,26 @@
+"""The only reader of time.
+
+Runs in: every process. Decisions never import it: time comes to them as `now_s`.
+"""
+
+import time
+
+
+def now_s() -> float:
+    """Seconds on the monotonic clock, which all processes of one machine share."""
+    return time.monotonic()
+
+
+def now_ns() -> int:
+    """Nanoseconds on the same clock as `now_s`."""
+    return time.monotonic_ns()
+
+
+def wall_s() -> float:
+    """Seconds since 1970. For journals and file names only: it may jump."""
+    return time.time()
+
+
+def sleep(seconds: float) -> None:
+    """Give up the processor. Only for bounded back-off; a wait for a thing waits on the thing."""
+    time.sleep(seconds)

@@ -1,0 +1,1 @@
+"""DECISION: what is wrong, and who."""

@@ -1,0 +1,1 @@
+"""DECISION: what to do about it."""

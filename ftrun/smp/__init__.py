@@ -1,0 +1,1 @@
+"""PROCESS: the snapshot manager; outlives its workers and its agent. Never imports torch."""

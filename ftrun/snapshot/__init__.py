@@ -1,0 +1,1 @@
+"""DECISION: which snapshots exist, and what is in them."""

@@ -1,0 +1,278 @@
+"""The memory between worker and SMP: one memfd per rank with two slots.
+
+Runs in:  worker (writes), SMP (creates, reads), agent (keeps a descriptor).
+Takes in: a descriptor.
+Gives:    an `Arena` with its `SlotHeader`s, and views of a slot's bytes.
+Survives: the death of any of the three; the kernel frees it with the last descriptor.
+
+    arena header | slot 0: header | digest table | image | slot 1: header | digest table | image
+
+Each part starts on a page. An image is one safetensors file (see snapshot/layout.py); the table
+holds one xxh3 per piece of it, and the header the xxh3 of the table. A memfd has no name to
+leak and is bounded by no /dev/shm size.
+
+Rule 1: the worker's first write to a slot says COPYING, its last says SEALED.
+Rule 2: a header is whole or it is nothing: it ends in a digest of itself, so a process killed
+        in the middle of writing it leaves a slot that counts as empty.
+Rule 3: nobody but the worker writes images; only a dead worker's slots are voided by others.
+"""
+
+import ctypes
+import mmap
+import os
+import struct
+from dataclasses import dataclass, replace
+from enum import IntEnum
+
+import xxhash
+
+from ftrun.errors import LayoutUnknown, SnapshotCorrupt
+from ftrun.ids import Version, version
+from ftrun.snapshot.layout import PAGE_BYTES, Layout, parse_header
+
+NUM_SLOTS = 2
+_MAGIC = 0x4E524154_46303031
+_ARENA_HEADER = struct.Struct("<QQQQQQQ")
+_SLOT_HEADER = struct.Struct("<QQqqQQQQ")
+_CHECK = struct.Struct("<Q")
+_MADV_POPULATE_WRITE = 23
+
+
+class SlotState(IntEnum):
+    """What a slot holds."""
+
+    EMPTY = 0
+    COPYING = 1
+    SEALED = 2
+    VOID = 3
+
+
+@dataclass(frozen=True, slots=True)
+class SlotHeader:
+    """The fixed-size head of a slot."""
+
+    state: SlotState
+    generation: int
+    step: int
+    image_bytes: int
+    table_digest: int
+    sealed_ns: int
+
+    @property
+    def version(self) -> Version:
+        return version(self.generation, self.step)
+
+
+EMPTY_HEADER = SlotHeader(SlotState.EMPTY, -1, -1, 0, 0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class ArenaShape:
+    """How an arena is divided; written once, at its creation."""
+
+    rank: int
+    world_size: int
+    image_bytes: int
+    num_pieces: int
+    layout_id: int
+
+    @property
+    def table_bytes(self) -> int:
+        return _round_up(8 * self.num_pieces)
+
+    @property
+    def slot_bytes(self) -> int:
+        return PAGE_BYTES + self.table_bytes + _round_up(self.image_bytes)
+
+    @property
+    def total_bytes(self) -> int:
+        return PAGE_BYTES + NUM_SLOTS * self.slot_bytes
+
+
+def arena_bytes(image_bytes: int, num_pieces: int) -> int:
+    """Memory that two slots of an image take, in bytes."""
+    return ArenaShape(0, 1, image_bytes, num_pieces, 0).total_bytes
+
+
+def create_memfd(shape: ArenaShape) -> int:
+    """A populated arena, sealed against resizing.
+
+    Allocated with posix_fallocate: a full memory is an OSError here and not a SIGBUS in the
+    middle of a step.
+
+    Raises:
+        OSError: ENOSPC or ENOMEM, with nothing left behind.
+    """
+    import fcntl  # noqa: PLC0415 - not on Windows, where a session without snapshots is fine
+
+    fd = os.memfd_create(f"ftrun-rank-{shape.rank}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.posix_fallocate(fd, 0, shape.total_bytes)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+        header = _ARENA_HEADER.pack(
+            _MAGIC,
+            PAGE_BYTES,
+            shape.rank,
+            shape.world_size,
+            shape.image_bytes,
+            shape.num_pieces,
+            shape.layout_id,
+        )
+        os.pwrite(fd, header + _CHECK.pack(xxhash.xxh3_64_intdigest(header)), 0)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def read_shape(fd: int) -> ArenaShape:
+    """How the arena behind a descriptor is divided.
+
+    Raises:
+        LayoutUnknown: it is no arena of this format.
+    """
+    raw = os.pread(fd, _ARENA_HEADER.size + _CHECK.size, 0)
+    if len(raw) < _ARENA_HEADER.size + _CHECK.size:
+        raise LayoutUnknown(f"an arena of {len(raw)} bytes has no header")
+    header = raw[: _ARENA_HEADER.size]
+    (check,) = _CHECK.unpack(raw[_ARENA_HEADER.size :])
+    magic, page, rank, world_size, image_bytes, num_pieces, layout_id = _ARENA_HEADER.unpack(header)
+    if magic != _MAGIC or page != PAGE_BYTES or check != xxhash.xxh3_64_intdigest(header):
+        raise LayoutUnknown("the header of an arena is not one of this version of ftrun")
+    return ArenaShape(rank, world_size, image_bytes, num_pieces, layout_id)
+
+
+def read_slot_headers(fd: int) -> list[SlotHeader]:
+    """The headers of both slots, without mapping the arena."""
+    shape = read_shape(fd)
+    size = _SLOT_HEADER.size + _CHECK.size
+    return [
+        _unpack_slot(os.pread(fd, size, PAGE_BYTES + slot * shape.slot_bytes))
+        for slot in range(NUM_SLOTS)
+    ]
+
+
+def void_slots_after(fd: int, newest: Version) -> int:
+    """Mark every sealed slot later than `newest` as void; how many there were.
+
+    Only for arenas whose worker is dead.
+    """
+    shape = read_shape(fd)
+    voided = 0
+    for slot, header in enumerate(read_slot_headers(fd)):
+        if header.state is SlotState.SEALED and header.version > newest:
+            data = _pack_slot(replace(header, state=SlotState.VOID))
+            os.pwrite(fd, data, PAGE_BYTES + slot * shape.slot_bytes)
+            voided += 1
+    return voided
+
+
+class Arena:
+    """A mapped arena. The descriptor stays the caller's."""
+
+    def __init__(self, fd: int, *, writable: bool) -> None:
+        self.shape = read_shape(fd)
+        access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+        self._map = mmap.mmap(fd, self.shape.total_bytes, mmap.MAP_SHARED, access)
+        self.memory = memoryview(self._map)
+
+    def populate(self) -> None:
+        """Map every page now: a first touch costs eight times a warm copy (2026-11).
+
+        Through ctypes, which releases the interpreter lock; mmap.madvise holds it.
+        """
+        address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        ctypes.CDLL(None).madvise(
+            ctypes.c_void_p(address), ctypes.c_size_t(len(self.memory)), _MADV_POPULATE_WRITE
+        )
+
+    def header(self, slot: int) -> SlotHeader:
+        at = self._slot_offset(slot)
+        return _unpack_slot(bytes(self.memory[at : at + _SLOT_HEADER.size + _CHECK.size]))
+
+    def write_header(self, slot: int, header: SlotHeader) -> None:
+        at = self._slot_offset(slot)
+        data = _pack_slot(header)
+        self.memory[at : at + len(data)] = data
+
+    def table(self, slot: int) -> memoryview:
+        """The slot's digest table: u64 per piece."""
+        at = self._slot_offset(slot) + PAGE_BYTES
+        return self.memory[at : at + 8 * self.shape.num_pieces].cast("Q")
+
+    def image(self, slot: int) -> memoryview:
+        """The slot's safetensors file, `image_bytes` long."""
+        at = self._slot_offset(slot) + PAGE_BYTES + self.shape.table_bytes
+        return self.memory[at : at + self.shape.image_bytes]
+
+    def find(self, wanted: Version) -> int | None:
+        """The slot in which this version is sealed."""
+        for slot in range(NUM_SLOTS):
+            header = self.header(slot)
+            if header.state is SlotState.SEALED and header.version == wanted:
+                return slot
+        return None
+
+    def close(self) -> None:
+        """Unmap. Views that are still held keep the mapping until they go."""
+        try:
+            self.memory.release()
+            self._map.close()
+        except BufferError:
+            pass
+
+    def _slot_offset(self, slot: int) -> int:
+        return PAGE_BYTES + slot * self.shape.slot_bytes
+
+
+def table_digest(table: memoryview) -> int:
+    """The digest of a slot: xxh3 over the digests of its pieces."""
+    return xxhash.xxh3_64_intdigest(table)
+
+
+def verify(arena: Arena, slot: int, *, what: str) -> tuple[Layout, memoryview]:
+    """Check every digest of a slot; its layout and its data.
+
+    Raises:
+        SnapshotCorrupt: a digest does not match.
+        LayoutUnknown: the image has no readable header.
+    """
+    header = arena.header(slot)
+    table = arena.table(slot)
+    layout, start = parse_header(arena.image(slot))
+    data = arena.image(slot)[start:]
+    pieces = layout.pieces
+    if len(pieces) != len(table) or table_digest(table) != header.table_digest:
+        raise SnapshotCorrupt(what=f"{what}, digest table", piece=0, pieces=len(table))
+    for index, piece in enumerate(pieces):
+        found = xxhash.xxh3_64_intdigest(data[piece.offset : piece.offset + piece.num_bytes])
+        if found != table[index]:
+            raise SnapshotCorrupt(what=what, piece=index, pieces=len(pieces))
+    return layout, data
+
+
+def _pack_slot(header: SlotHeader) -> bytes:
+    data = _SLOT_HEADER.pack(
+        _MAGIC,
+        header.state,
+        header.generation,
+        header.step,
+        header.image_bytes,
+        header.table_digest,
+        header.sealed_ns,
+        0,
+    )
+    return data + _CHECK.pack(xxhash.xxh3_64_intdigest(data))
+
+
+def _unpack_slot(raw: bytes) -> SlotHeader:
+    data = raw[: _SLOT_HEADER.size]
+    (check,) = _CHECK.unpack(raw[_SLOT_HEADER.size :])
+    magic, state, generation, step, image_bytes, digest, sealed_ns, _ = _SLOT_HEADER.unpack(data)
+    if magic != _MAGIC or check != xxhash.xxh3_64_intdigest(data):
+        return EMPTY_HEADER
+    return SlotHeader(SlotState(state), generation, step, image_bytes, digest, sealed_ns)
+
+
+def _round_up(num_bytes: int) -> int:
+    return -(-num_bytes // PAGE_BYTES) * PAGE_BYTES

@@ -1,0 +1,31 @@
+"""The variables a newborn worker is given, besides torchrun's own.
+
+Runs in: agent (writes), worker (reads).
+"""
+
+RUN_ID = "FTRUN_RUN_ID"
+GENERATION = "FTRUN_GENERATION"
+INCARNATION = "FTRUN_INCARNATION"
+HEARTBEAT_FD = "FTRUN_HEARTBEAT_FD"
+"""Descriptor of this rank's heartbeat page."""
+
+COMMAND_FD = "FTRUN_COMMAND_FD"
+"""Descriptor of the node's command page."""
+
+ARENA_FD = "FTRUN_ARENA_FD"
+"""Descriptor of this rank's arena; absent until a first layout is known."""
+
+SMP_SOCKET = "FTRUN_SMP_SOCKET"
+"""Path of the SMP's socket."""
+
+RESTORE = "FTRUN_RESTORE"
+"""`GENERATION:STEP` of the version to restore; absent when there is none."""
+
+SNAPSHOT = "FTRUN_SNAPSHOT"
+"""The snapshot section of the profile, as JSON."""
+
+START = "FTRUN_START"
+"""`warm` or `fresh`: how this worker was started."""
+
+AGENT_PID = "FTRUN_AGENT_PID"
+"""The process a worker dies with."""

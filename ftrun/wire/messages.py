@@ -1,0 +1,247 @@
+"""Every message there is, with its direction.
+
+Runs in: every process. Pure.
+
+An `Envelope` says for which run, from which generation and from which life of the sender. A
+receiver drops what is older than what it knows. Descriptors travel beside a message
+(SCM_RIGHTS); `Envelope.num_fds` says how many.
+"""
+
+import msgspec
+
+PROTOCOL_VERSION = 1
+
+
+class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
+    """Base of all messages; the tag on the wire is the name of the class."""
+
+
+class Hello(Message):
+    """Anyone -> SMP or agent, first on each connection."""
+
+    role: str  # "worker", "agent" or "cli"
+    pid: int
+    rank: int = -1
+    protocol: int = PROTOCOL_VERSION
+
+
+class Done(Message):
+    """Answer: it is done."""
+
+
+class Refused(Message):
+    """Answer: it is not done, and why, in words for the user."""
+
+    why: str
+
+
+# --- worker -> SMP --------------------------------------------------------------------------
+
+
+class ReserveMemory(Message):
+    """Worker -> SMP, at attach: will two slots of this size fit? Done or MemoryRefused."""
+
+    rank: int
+    image_bytes: int
+
+
+class MemoryRefused(Message):
+    """SMP -> worker: two slots for every rank of the node do not fit."""
+
+    needed_bytes: int
+    available_bytes: int
+    limit: str
+
+
+class RequestArena(Message):
+    """Worker -> SMP: memory for a layout. ArenaGranted with one descriptor, or MemoryRefused."""
+
+    rank: int
+    world_size: int
+    image_bytes: int
+    num_pieces: int
+    layout_id: int
+
+
+class ArenaGranted(Message):
+    """SMP -> worker, with the memfd; also SMP -> agent, which keeps a duplicate."""
+
+    rank: int
+    layout_id: int
+
+
+class ShardSealed(Message):
+    """Worker -> SMP: this rank's shard of a version is sealed. No answer."""
+
+    rank: int
+    generation: int
+    step: int
+    layout_id: int
+
+
+# --- agent -> SMP ---------------------------------------------------------------------------
+
+
+class BeginGeneration(Message):
+    """Agent -> SMP, with the command page: who takes part from now on. Answer: Done."""
+
+    generation: int
+    world_size: int
+    local_ranks: list[int]
+
+
+class TakeInventory(Message):
+    """Agent -> SMP: what can be restored? Answer: Inventory."""
+
+
+class ShardOffer(msgspec.Struct, frozen=True):
+    """One sealed slot."""
+
+    rank: int
+    generation: int
+    step: int
+    world_size: int
+    image_bytes: int
+
+
+class Inventory(Message):
+    """SMP -> agent: every sealed slot it holds."""
+
+    offers: list[ShardOffer]
+
+
+class VoidAfter(Message):
+    """Agent -> SMP: versions later than this one never come back. Answer: Done.
+
+    (-1, -1) voids everything.
+    """
+
+    generation: int
+    step: int
+
+
+class HandOver(Message):
+    """Agent -> SMP: give me duplicates of all your memory. Answer: HandedOver."""
+
+
+class HandedOver(Message):
+    """SMP -> agent, with one memfd per rank of `ranks`, in that order."""
+
+    ranks: list[int]
+    run_state: bytes
+
+
+class Adopt(Message):
+    """Agent -> a new SMP, with one memfd per rank: memory that outlived the last SMP.
+
+    Answer: Done.
+    """
+
+    ranks: list[int]
+
+
+class KeepRunState(Message):
+    """Agent -> SMP: what the next agent must know if this one dies. Answer: Done."""
+
+    run_state: bytes
+
+
+class WriteCheckpoint(Message):
+    """Agent -> SMP: write the newest committed version there. Answer when durable."""
+
+    directory: str
+    keep: int
+
+
+class CheckpointWritten(Message):
+    """SMP -> agent."""
+
+    generation: int
+    step: int
+    path: str
+    total_bytes: int
+    seconds: float
+
+
+class LoadCheckpoint(Message):
+    """Agent -> SMP: fill the arenas from a checkpoint. Answer: CheckpointLoaded or Refused."""
+
+    directory: str
+    world_size: int
+    local_ranks: list[int]
+
+
+class CheckpointLoaded(Message):
+    """SMP -> agent: the arenas now hold this version (generation 0 of this run)."""
+
+    generation: int
+    step: int
+    path: str
+
+
+class VersionCommitted(Message):
+    """SMP -> agent, unasked: every rank has sealed this version."""
+
+    generation: int
+    step: int
+
+
+class Shutdown(Message):
+    """Agent or cli -> SMP: free everything and end. Answer: Done."""
+
+
+# --- cli -> agent or orphaned SMP -------------------------------------------------------------
+
+
+class AskStatus(Message):
+    """Cli -> agent or SMP. Answer: Status."""
+
+
+class Status(Message):
+    """Agent or SMP -> cli: a JSON document, see docs/operations.md."""
+
+    document: bytes
+
+
+class StopRun(Message):
+    """Cli -> agent: stop as on SIGTERM. Answer: Done, before the stop has ended."""
+
+
+
+AnyMessage = (
+    Hello
+    | Done
+    | Refused
+    | ReserveMemory
+    | MemoryRefused
+    | RequestArena
+    | ArenaGranted
+    | ShardSealed
+    | BeginGeneration
+    | TakeInventory
+    | Inventory
+    | VoidAfter
+    | HandOver
+    | HandedOver
+    | Adopt
+    | KeepRunState
+    | WriteCheckpoint
+    | CheckpointWritten
+    | LoadCheckpoint
+    | CheckpointLoaded
+    | VersionCommitted
+    | Shutdown
+    | AskStatus
+    | Status
+    | StopRun
+)
+
+
+class Envelope(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A message with its fencing tokens."""
+
+    run_id: str
+    generation: int
+    incarnation: int
+    body: AnyMessage
+    num_fds: int = 0

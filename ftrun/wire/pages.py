@@ -1,0 +1,134 @@
+"""Small shared pages: what a worker tells without speaking, and what it is told.
+
+Runs in:  worker (writes its heartbeat page, reads the command page), agent and SMP.
+Takes in: a descriptor of one page.
+Gives:    named 8-byte fields. Each is written in one go; no two depend on each other, except
+          where the order of writing is said below.
+Survives: the worker; the agent reads how far a dead worker had come.
+
+All times are nanoseconds of the monotonic clock, which every process of a machine shares; 0
+means "not yet".
+"""
+
+import mmap
+import os
+import struct
+from enum import IntEnum
+
+PAGE_BYTES = 4096
+_NAME_AT, _NAME_BYTES = 2048, 64
+_NOTE_AT, _NOTE_BYTES = 2176, 1024
+NEVER_STEP = (1 << 63) - 1
+
+
+class Beat(IntEnum):
+    """Fields of a heartbeat page: worker -> agent."""
+
+    PID = 0
+    GENERATION = 1
+    STARTED_NS = 2  # the first line of the user's script
+    STEP = 3  # step boundaries passed, or optimizer steps where nothing is attached
+    BEAT_NS = 4  # time of the last of them
+    FIRST_STEP_NS = 5  # end of the first step of this incarnation
+    ATTACHED = 6
+    ATTACH_NS = 7
+    RESTORE_BEGIN_NS = 8
+    RESTORE_END_NS = 9
+    RESTORED_GENERATION = 10  # of the version restored; meaningful when RESTORE_END_NS is set
+    RESTORED_STEP = 11
+    SEALED_GENERATION = 12
+    SEALED_STEP = 13
+    SEALED_NS = 14  # written last of the three
+    SEALED_COUNT = 15
+    SKIPPED_COUNT = 16  # snapshots that fell due before the last one was committed
+    DISCARDED_COUNT = 17  # snapshots given up because a tensor changed under the copy
+    BLOCKED_NS = 18  # training thread stood still for snapshots, in all
+    IMAGE_BYTES = 19
+    UNPROTECTED = 20  # no snapshots, for the reason in the note
+    LOSS = 21  # a float
+    OPTIMIZER_STEPS = 22
+    INIT_GROUP_NS = 23  # end of the first init_process_group
+    FAILED_NS = 24  # an exception reached the top of the script
+    STOPPED_AT_BOUNDARY = 25  # waits at a boundary for the end, last snapshot sealed
+
+
+class Command(IntEnum):
+    """Fields of the command page: agent and SMP -> workers."""
+
+    COMMITTED_GENERATION = 0
+    COMMITTED_STEP = 1
+    STOP_AFTER_STEP = 2  # take a last snapshot at this boundary or the first after it, and wait
+    SNAPSHOT_NOW = 3  # a counter: when it changes, the next boundary takes a snapshot
+    COMMIT_COUNT = 4
+
+
+class Page:
+    """One page of shared memory, by field."""
+
+    def __init__(self, fd: int) -> None:
+        self._map = mmap.mmap(fd, PAGE_BYTES)
+        self._words = memoryview(self._map).cast("q")
+        self._floats = memoryview(self._map).cast("d")
+
+    def get(self, at: Beat | Command) -> int:
+        return self._words[at]
+
+    def set(self, at: Beat | Command, value: int) -> None:
+        self._words[at] = value
+
+    def add(self, at: Beat | Command, value: int) -> None:
+        """Only for fields with one writer."""
+        self._words[at] += value
+
+    @property
+    def loss(self) -> float:
+        return self._floats[Beat.LOSS]
+
+    @loss.setter
+    def loss(self, value: float) -> None:
+        self._floats[Beat.LOSS] = value
+
+    @property
+    def phase(self) -> str:
+        """What the worker says it is doing, such as "train" or "eval"."""
+        return self._text(_NAME_AT, _NAME_BYTES)
+
+    @phase.setter
+    def phase(self, name: str) -> None:
+        self._set_text(_NAME_AT, _NAME_BYTES, name)
+
+    @property
+    def note(self) -> str:
+        """Why snapshots are not taken, or what else the operator should know."""
+        return self._text(_NOTE_AT, _NOTE_BYTES)
+
+    @note.setter
+    def note(self, text: str) -> None:
+        self._set_text(_NOTE_AT, _NOTE_BYTES, text)
+
+    def _text(self, at: int, size: int) -> str:
+        (length,) = struct.unpack_from("<H", self._map, at)
+        raw = self._map[at + 2 : at + 2 + min(length, size - 2)]
+        return raw.decode("utf-8", "replace")
+
+    def _set_text(self, at: int, size: int, text: str) -> None:
+        raw = text.encode()[: size - 2]
+        self._map[at + 2 : at + 2 + len(raw)] = raw
+        struct.pack_into("<H", self._map, at, len(raw))
+
+
+def create_page(name: str) -> int:
+    """A descriptor of a fresh page of zeros."""
+    fd = os.memfd_create(f"ftrun-{name}", os.MFD_CLOEXEC)
+    os.ftruncate(fd, PAGE_BYTES)
+    return fd
+
+
+def create_command_page() -> int:
+    """A command page that commands nothing."""
+    fd = create_page("commands")
+    page = Page(fd)
+    page.set(Command.COMMITTED_GENERATION, -1)
+    page.set(Command.COMMITTED_STEP, -1)
+    page.set(Command.STOP_AFTER_STEP, NEVER_STEP)
+    return fd

@@ -1,0 +1,105 @@
+"""Where a run keeps its sockets, and how the processes of a run find one another.
+
+Runs in: cli, stub, agent, SMP.
+Takes in: a run id.
+Gives:    a `RunFolder`: a 0700 folder under XDG_RUNTIME_DIR, or else in /tmp.
+
+The folder holds sockets, the run's spec and a lock, nothing a run could not do without: state
+lives in memory, the journal under ftrun-logs/.
+"""
+
+import contextlib
+import os
+import re
+import shutil
+import stat
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from ftrun.errors import NotSupportedHere, UsageError
+from ftrun.ids import RunId
+
+_GOOD_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+
+
+@dataclass(frozen=True, slots=True)
+class RunFolder:
+    """Paths of one run."""
+
+    path: Path
+
+    @property
+    def run_id(self) -> RunId:
+        return RunId(self.path.name)
+
+    @property
+    def smp_socket(self) -> Path:
+        return self.path / "smp.sock"
+
+    @property
+    def agent_socket(self) -> Path:
+        return self.path / "agent.sock"
+
+    @property
+    def spec(self) -> Path:
+        """What was started: a `RunSpec` as JSON."""
+        return self.path / "spec.json"
+
+    @property
+    def lock(self) -> Path:
+        """Locked (flock) by the stub for as long as it lives."""
+        return self.path / "lock"
+
+    def remove(self) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+
+
+def check_run_id(text: str) -> RunId:
+    """A run id that can stand in a path.
+
+    Raises:
+        UsageError: it cannot.
+    """
+    if not _GOOD_ID.fullmatch(text):
+        raise UsageError(
+            f"run id {text!r} is not usable: 1 to 100 letters, digits, '.', '_' or '-', the first "
+            "a letter or a digit"
+        )
+    return RunId(text)
+
+
+def runs_folder() -> Path:
+    """The folder of all run folders of this user, made if need be.
+
+    Raises:
+        NotSupportedHere: it exists and belongs to somebody else.
+    """
+    base = os.environ.get("XDG_RUNTIME_DIR")
+    if base and os.access(base, os.W_OK | os.X_OK):
+        path = Path(base) / "ftrun"
+    else:
+        path = Path(tempfile.gettempdir()) / f"ftrun-{os.getuid()}"
+    with contextlib.suppress(FileExistsError):
+        path.mkdir(mode=0o700)
+    found = path.lstat()
+    mine = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
+    if not mine or stat.S_IMODE(found.st_mode) & 0o077:
+        raise NotSupportedHere(
+            f"{path} is not a folder that only you can enter (owner {found.st_uid}, mode "
+            f"{stat.S_IMODE(found.st_mode):o}). Remove it, or set XDG_RUNTIME_DIR to a folder of "
+            "your own"
+        )
+    return path
+
+
+def run_folder(run_id: RunId) -> RunFolder:
+    return RunFolder(runs_folder() / run_id)
+
+
+def all_run_folders() -> list[RunFolder]:
+    """Every run of this user on this machine that has left a folder, by name."""
+    return sorted(
+        (RunFolder(path) for path in runs_folder().iterdir() if path.is_dir()),
+        key=lambda folder: folder.path.name,
+    )
