@@ -1,0 +1,34 @@
+"""ftrun: the launcher that PyTorch training runs are started with.
+
+    cli ---- starts ----> stub -> agent --- starts ---> zygote --forks--> workers (train.py)
+                                    |                                       |
+                                    +--- starts ---> smp <--- arenas -------+
+
+Four processes do things: cli, agent, worker, smp. Three packages decide things and touch
+nothing: snapshot, monitor, recovery. Processes never import each other; they speak through wire.
+
+In a training script:
+
+    import ftrun
+    session = ftrun.attach(model=model, optimizer=optimizer)
+    for step in session.steps(1000):
+        ...
+"""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ftrun.worker.session import Session as Session
+    from ftrun.worker.session import attach as attach
+
+__version__ = "0.1.0"
+__all__ = ["Session", "__version__", "attach"]
+
+
+def __getattr__(name: str) -> object:
+    # Lazy (PEP 562): a re-export would load torch into the command line and into every SMP.
+    if name in ("attach", "Session"):
+        from ftrun.worker import session  # noqa: PLC0415
+
+        return getattr(session, name)
+    raise AttributeError(f"module 'ftrun' has no attribute {name!r}")

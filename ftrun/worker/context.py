@@ -1,0 +1,71 @@
+"""What a worker knows about its run, from its environment.
+
+Runs in:  worker.
+Takes in: FTRUN_* variables and inherited descriptors (wire/environment.py).
+Gives:    one `WorkerContext` per process, or None where no agent started this process: under
+          plain python, plain torchrun, in a notebook, on macOS and Windows.
+"""
+
+import os
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import msgspec
+
+from ftrun.ids import Generation, Incarnation, Rank, RunId, Version, version
+from ftrun.wire import environment as env
+from ftrun.wire.pages import Page
+
+
+class SnapshotSettings(msgspec.Struct, frozen=True):
+    """The snapshot section of the profile; config.SnapshotConfig says what each means."""
+
+    enabled: bool = True
+    required: bool = False
+    every: int | str = "auto"
+    overhead_budget: float = 0.02
+    commit_wait_s: float = 0.1
+    proof_first: int = 3
+    proof_every: int = 100
+
+
+@dataclass(frozen=True)
+class WorkerContext:
+    """This process's place in the run."""
+
+    run_id: RunId
+    rank: Rank
+    world_size: int
+    generation: Generation
+    incarnation: Incarnation
+    page: Page
+    commands: Page
+    arena_fd: int | None
+    restore: Version | None
+    smp_socket: Path
+    settings: SnapshotSettings
+
+
+@cache
+def worker_context() -> WorkerContext | None:
+    """The context of this process; read once, so that a DataLoader worker shares its rank's."""
+    get = os.environ.get
+    run_id = get(env.RUN_ID)
+    if run_id is None or env.HEARTBEAT_FD not in os.environ or "RANK" not in os.environ:
+        return None
+    restore = get(env.RESTORE)
+    arena_fd = get(env.ARENA_FD)
+    return WorkerContext(
+        run_id=RunId(run_id),
+        rank=Rank(int(os.environ["RANK"])),
+        world_size=int(os.environ["WORLD_SIZE"]),
+        generation=Generation(int(os.environ[env.GENERATION])),
+        incarnation=Incarnation(int(os.environ[env.INCARNATION])),
+        page=Page(int(os.environ[env.HEARTBEAT_FD])),
+        commands=Page(int(os.environ[env.COMMAND_FD])),
+        arena_fd=int(arena_fd) if arena_fd else None,
+        restore=version(*(int(part) for part in restore.split(":"))) if restore else None,
+        smp_socket=Path(os.environ[env.SMP_SOCKET]),
+        settings=msgspec.json.decode(get(env.SNAPSHOT, "{}"), type=SnapshotSettings),
+    )
