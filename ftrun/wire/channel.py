@@ -91,7 +91,7 @@ class Channel:
             if left_s <= 0:
                 raise PeerTimeout(peer=self.peer, waited_s=deadline_s)
             self._sock.settimeout(left_s)
-            self._pull(0)
+            self._pull()
         return self._ready.popleft()
 
     def receive_ready(self) -> list[Received]:
@@ -100,9 +100,11 @@ class Channel:
         Raises:
             PeerLost, ProtocolError.
         """
+        # Not MSG_DONTWAIT: with a timeout set, as by an earlier send, Python polls first.
+        self._sock.setblocking(False)
         try:
             while True:
-                self._pull(socket.MSG_DONTWAIT)
+                self._pull()
         except BlockingIOError:
             pass
         except PeerLost:
@@ -127,11 +129,11 @@ class Channel:
         self._ready.clear()
         self._sock.close()
 
-    def _pull(self, flags: int) -> None:
+    def _pull(self) -> None:
         space = socket.CMSG_SPACE(_MAX_FDS * array.array("i").itemsize)
         try:
             data, ancillary, _, _ = self._sock.recvmsg(
-                _RECEIVE_BYTES, space, flags | socket.MSG_CMSG_CLOEXEC
+                _RECEIVE_BYTES, space, socket.MSG_CMSG_CLOEXEC
             )
         except BlockingIOError:
             raise

@@ -1,0 +1,38 @@
+"""Named places where a kill would be interesting.
+
+Runs in: every process that keeps state: SMP and worker.
+
+A test sets one of two variables before the process starts; both are read once, at import. With
+neither, `crash_point` is one comparison.
+
+    FTRUN_CRASH_AT=smp.checkpoint.renamed      SIGKILL itself at the first pass
+    FTRUN_CRASH_AT=smp.checkpoint.renamed:3    at the third
+    FTRUN_CRASH_COUNT=/path/file               append the name of each point passed, a line each
+
+A name is `process.thing.what_has_just_happened`; the points of a folder are listed by a run with
+FTRUN_CRASH_COUNT, so that a test that kills at every point learns of new ones by itself.
+"""
+
+import os
+import signal
+from collections import Counter
+
+_NAME, _, _HIT = os.environ.get("FTRUN_CRASH_AT", "").partition(":")
+_COUNT_FILE = os.environ.get("FTRUN_CRASH_COUNT", "")
+_ARMED = bool(_NAME or _COUNT_FILE)
+_passed: Counter[str] = Counter()
+
+
+def crash_point(name: str) -> None:
+    """Die here, when the environment says so."""
+    if _ARMED:
+        _pass(name)
+
+
+def _pass(name: str) -> None:
+    _passed[name] += 1
+    if _COUNT_FILE:
+        with open(_COUNT_FILE, "a", encoding="utf-8") as file:
+            file.write(f"{name}\n")
+    if name == _NAME and _passed[name] == int(_HIT or 1):
+        os.kill(os.getpid(), signal.SIGKILL)
