@@ -125,16 +125,20 @@ class HandOver(Message):
 
 
 class HandedOver(Message):
-    """SMP -> agent, with one memfd per rank of `ranks`, in that order."""
+    """SMP -> agent, with one memfd per entry of `ranks`, in that order.
+
+    A rank stands twice while a new arena has not replaced the old one, the old one first.
+    """
 
     ranks: list[int]
     run_state: bytes
 
 
 class Adopt(Message):
-    """Agent -> a new SMP, with one memfd per rank: memory that outlived the last SMP.
+    """Agent -> a new SMP, with one memfd per entry: memory that outlived the last SMP.
 
-    Answer: Done.
+    Before BeginGeneration. A rank stands twice where it has an old and a new arena, the old one
+    first. Answer: Done, or Refused, which names what is no arena; the others are kept.
     """
 
     ranks: list[int]
@@ -172,11 +176,16 @@ class LoadCheckpoint(Message):
 
 
 class CheckpointLoaded(Message):
-    """SMP -> agent: the arenas now hold this version (generation 0 of this run)."""
+    """SMP -> agent: the arenas now hold this version; each came as an ArenaGranted before.
+
+    Its generation is -1: older than all that this run will take. An empty `path` (step -1) means
+    that the directory holds no checkpoint. `notes` name what was set aside, for the journal.
+    """
 
     generation: int
     step: int
     path: str
+    notes: list[str] = []
 
 
 class VersionCommitted(Message):
