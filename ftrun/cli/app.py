@@ -1,0 +1,216 @@
+"""The command line: `ftrun train.py`, `ftrun status` and the rest.
+
+Runs in: cli. Loads neither torch nor pydantic nor rich before a command needs them.
+
+`ftrun [options] train.py` is `ftrun run [options] train.py`: a first word that is a command is
+one, and `ftrun run status` runs a script called status. What follows `run` is not typer's to
+read: `command_line.py` takes it apart as torchrun does. typer knows the flags for completion.
+"""
+
+import inspect
+import os
+import sys
+import traceback
+from typing import Annotated, Any, NoReturn
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+from ftrun import __version__
+from ftrun.cli.command_line import OWN_FLAGS, parse
+from ftrun.cli.torchrun_flags import TORCHRUN_FLAGS, Flag
+from ftrun.errors import ExitCode, FtrunError, InternalError
+
+_GENERAL_FLAGS = ("--help", "-h", "--version", "--install-completion", "--show-completion")
+
+
+class _Commands(TyperGroup):
+    """The commands, with `run` as the one that need not be named."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if not args and not ctx.resilient_parsing:
+            args = ["--help"]
+        is_named = not args or args[0] in self.commands or args[0].startswith(_GENERAL_FLAGS)
+        return super().parse_args(ctx, args if is_named else ["run", *args])
+
+    def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
+        found = super().shell_complete(ctx, incomplete)
+        known = {item.value for item in found}
+        run_command = self.commands["run"]
+        extra = run_command.shell_complete(ctx, incomplete)
+        return [*found, *(item for item in extra if item.value not in known)]
+
+    def get_help(self, ctx: Any) -> str:
+        return _help_of(self)
+
+
+class _RunCommand(TyperCommand):
+    """`run`: every word goes to the function as it was typed."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if ctx.resilient_parsing:
+            return super().parse_args(ctx, args)
+        ctx.args = list(args)
+        return ctx.args  # type: ignore[no-any-return]
+
+    def get_help(self, ctx: Any) -> str:
+        return _help_of(ctx.parent.command)
+
+
+app = typer.Typer(
+    name="ftrun",
+    cls=_Commands,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _show_version(is_wanted: bool) -> None:
+    if is_wanted:
+        typer.echo(f"ftrun {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _general(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Run a PyTorch training script so that it outlives its failures."""
+
+
+def _run(ctx: typer.Context, **_: object) -> None:
+    """Start a run; the word may be left out."""
+    line = parse(ctx.args)
+    if line.wants_help or not ctx.args:
+        typer.echo(ctx.get_help())
+        return
+    from ftrun.cli.run import run  # noqa: PLC0415 - loads pydantic
+
+    run(line, variables=os.environ)
+
+
+def _with_flags(function: Any) -> Any:
+    """Give a function the parameters that typer needs to complete the flags of a run."""
+    parameters = [
+        inspect.Parameter("ctx", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
+    ]
+    for flag in (*OWN_FLAGS, *TORCHRUN_FLAGS):
+        option = typer.Option(*flag.spellings, help=flag.help, autocompletion=_completion(flag))
+        kind: Any = str if flag.takes_value else bool
+        parameters.append(
+            inspect.Parameter(
+                flag.dest,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=None if flag.takes_value else False,
+                annotation=Annotated[kind, option],
+            )
+        )
+    function.__signature__ = inspect.Signature(parameters)
+    function.__annotations__ = {p.name: p.annotation for p in parameters}
+    return function
+
+
+def _completion(flag: Flag) -> Any:
+    if flag.name == "profile":
+        return _profile_names
+    return (lambda: list(flag.choices)) if flag.choices else None
+
+
+def _profile_names() -> list[str]:
+    from ftrun.cli.profile_files import profile_names  # noqa: PLC0415
+
+    return profile_names()
+
+
+def _run_ids() -> list[str]:
+    from ftrun.wire.run_folder import all_run_folders  # noqa: PLC0415
+
+    return [folder.run_id for folder in all_run_folders()]
+
+
+app.command("run", cls=_RunCommand)(_with_flags(_run))
+
+_RunIdArgument = Annotated[
+    str | None,
+    typer.Argument(metavar="[RUN_ID]", help="needed among several", autocompletion=_run_ids),
+]
+
+
+@app.command("status")
+def _status(
+    run_id: _RunIdArgument = None,
+    as_json: Annotated[bool, typer.Option("--json", help="as one JSON document")] = False,
+) -> None:
+    """Show how a run is doing."""
+    from ftrun.cli.status import status  # noqa: PLC0415
+
+    raise typer.Exit(status(run_id, as_json=as_json))
+
+
+@app.command("stop")
+def _stop(run_id: _RunIdArgument = None) -> None:
+    """Stop a run, or free the memory that a lost one still holds."""
+    from ftrun.cli.stop import stop  # noqa: PLC0415
+
+    raise typer.Exit(stop(run_id))
+
+
+_profiles_app = typer.Typer(
+    help="List profiles, and show where each value comes from.", rich_markup_mode=None
+)
+app.add_typer(_profiles_app, name="profiles", invoke_without_command=True)
+
+
+@_profiles_app.callback()
+def _profiles(ctx: typer.Context) -> None:
+    if ctx.invoked_subcommand is None:
+        from ftrun.cli.profiles import list_profiles  # noqa: PLC0415
+
+        list_profiles()
+
+
+@_profiles_app.command("show")
+def _show_profile(
+    name: Annotated[str, typer.Argument(help="name or file", autocompletion=_profile_names)],
+    origin: Annotated[
+        bool, typer.Option("--origin", help="say where each value comes from")
+    ] = False,
+) -> None:
+    """Show every value of a profile."""
+    from ftrun.cli.profiles import show_profile  # noqa: PLC0415
+
+    show_profile(name, with_origin=origin)
+
+
+def main() -> NoReturn:
+    """Console script. The one place where an error becomes a message and an exit code."""
+    try:
+        typer.main.get_command(app).main(prog_name="ftrun")
+    except FtrunError as error:
+        if isinstance(error, InternalError) or _wants_traceback(sys.argv[1:]):
+            traceback.print_exc()
+        typer.echo(f"Error: {error}", err=True)
+        sys.exit(error.exit_code)
+    except Exception:
+        traceback.print_exc()
+        typer.echo("Error: this is a bug in ftrun; please report the lines above", err=True)
+        sys.exit(ExitCode.BUG)
+    sys.exit(ExitCode.DONE)
+
+
+def _help_of(group: Any) -> str:
+    from ftrun.cli.help_text import help_text  # noqa: PLC0415
+
+    return help_text({name: c.get_short_help_str(80) for name, c in group.commands.items()})
+
+
+def _wants_traceback(words: list[str]) -> bool:
+    if os.environ.get("FTRUN_DEBUG", "0") not in ("", "0"):
+        return True
+    try:
+        return parse(words[1:] if words[:1] == ["run"] else words).own_value("debug") is not None
+    except FtrunError:
+        return False

@@ -1,0 +1,287 @@
+"""Profiles: where they lie, how they are read, and what each value of a run comes from.
+
+Runs in:  cli.
+Takes in: a profile by name or file, FTRUN_SECTION_KEY variables, flags, --set.
+Gives:    a checked `Profile`, and for every key the place its value comes from.
+
+Later layers win: default, profile, environment, flags. Every layer is checked whole, so that
+one look shows all that is wrong.
+"""
+
+import difflib
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from ftrun.config import Profile
+from ftrun.errors import ProfileInvalid, UsageError
+from ftrun.wire import environment
+
+MAX_PROFILE_BYTES = 64 * 1024
+DEFAULT = "default"
+
+INTERNAL_NAMES = frozenset(
+    value for name, value in vars(environment).items() if name.isupper() and isinstance(value, str)
+)
+"""Variables that ftrun gives to its workers; a run inside a worker must not read them as its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One key's value, and who says so."""
+
+    section: str
+    key: str
+    value: object
+    origin: str
+
+    def __str__(self) -> str:
+        return f"{self.section}.{self.key}" if self.key else self.section
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """Settings from one source, with what could not even be read as a setting."""
+
+    source: str
+    settings: tuple[Setting, ...] = ()
+    problems: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """A checked profile; `origins` by `section.key`."""
+
+    profile: Profile
+    origins: Mapping[str, str] = field(default_factory=dict)
+
+
+def profile_folder() -> Path:
+    """The packaged profiles: inside the installed package, or beside it in a checkout."""
+    package = Path(__file__).parents[1]
+    installed = package / "_data" / "profiles"
+    return installed if installed.is_dir() else package.parent / "profiles"
+
+
+def profile_names() -> list[str]:
+    return sorted(path.stem for path in profile_folder().glob("*.yaml"))
+
+
+def find_profile(name: str) -> Path:
+    """The file of a profile that is given by name or as a path.
+
+    Raises:
+        UsageError: there is none.
+    """
+    packaged = profile_folder() / f"{name}.yaml"
+    if os.sep not in name and packaged.is_file():
+        return packaged
+    if Path(name).is_file():
+        return Path(name)
+    names = profile_names()
+    near = difflib.get_close_matches(name, names, n=1)
+    hint = f" Did you mean {near[0]}?" if near else ""
+    raise UsageError(
+        f"there is no profile {name!r}, neither of that name ({', '.join(names)}) nor as a file "
+        f"under {Path.cwd()}.{hint}"
+    )
+
+
+def resolve(
+    name: str | None, *, variables: Mapping[str, str], flags: Sequence[Setting] = ()
+) -> Resolved:
+    """All layers together.
+
+    Raises:
+        UsageError: no such profile.
+        ProfileInvalid: unknown keys or values of the wrong kind, all of them listed.
+    """
+    layers = [_environment_layer(variables), Layer("the command line", tuple(flags))]
+    if name is not None:
+        layers.insert(0, read_profile(find_profile(name)))
+    problems = {layer.source: _problems(layer) for layer in layers}
+    wrong = [source for source, found in problems.items() if found]
+    if wrong:
+        raise ProfileInvalid(
+            source=" and ".join(wrong), problems=[p for source in wrong for p in problems[source]]
+        )
+    merged: dict[str, dict[str, object]] = {}
+    origins: dict[str, str] = {}
+    for layer in layers:
+        for setting in layer.settings:
+            merged.setdefault(setting.section, {})[setting.key] = setting.value
+            origins[str(setting)] = setting.origin
+    return Resolved(Profile.model_validate(merged), origins)
+
+
+def known_keys() -> Iterator[tuple[str, str]]:
+    for section, info in Profile.model_fields.items():
+        for key in _keys_of(info.annotation):
+            yield section, key
+
+
+def variable_name(section: str, key: str) -> str:
+    return f"FTRUN_{section}_{key}".upper()
+
+
+def setting_from_text(text: str) -> Setting:
+    """`section.key=value` as given to --set; the value is read as YAML.
+
+    Raises:
+        UsageError: it is not of that form.
+    """
+    name, equals, value = text.partition("=")
+    section, dot, key = name.strip().partition(".")
+    if not equals or not dot or not key:
+        raise UsageError(f"--set takes section.key=value, such as snapshot.every=5, not {text!r}")
+    return Setting(section, key, plain_value(value), f"--set {text}")
+
+
+def plain_value(text: str) -> object:
+    """Text from a flag or a variable, as the number, truth value, list or word it reads as."""
+    try:
+        return yaml.load(text, Loader=_Loader)  # noqa: S506 - a SafeLoader
+    except yaml.YAMLError:
+        return text
+
+
+def read_profile(path: Path) -> Layer:
+    """The settings of a file, with their lines; what cannot be read is in `problems`."""
+    data = path.read_bytes()
+    if len(data) > MAX_PROFILE_BYTES:
+        return Layer(
+            str(path),
+            problems=(f"it has {len(data)} bytes, and a profile has {MAX_PROFILE_BYTES} at most",),
+        )
+    try:
+        loader = _Loader(data)
+        node = loader.get_single_node()
+    except yaml.YAMLError as error:
+        return Layer(str(path), problems=(_yaml_problem(error),))
+    if node is None:
+        return Layer(str(path))
+    reader = _NodeReader(path, loader)
+    reader.read(node)
+    return Layer(str(path), tuple(reader.settings), tuple(reader.problems))
+
+
+class _Loader(yaml.SafeLoader):
+    """Plain data only: no tags with effects, and no aliases, whose expansion has no bound."""
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            event = self.peek_event()
+            raise yaml.composer.ComposerError(
+                None, None, "aliases are not allowed in a profile", event.start_mark
+            )
+        node: yaml.Node | None = super().compose_node(parent, index)
+        return node
+
+
+class _NodeReader:
+    """Settings out of a YAML tree, which still knows its lines."""
+
+    def __init__(self, path: Path, loader: _Loader) -> None:
+        self._path = path
+        self._loader = loader
+        self.settings: list[Setting] = []
+        self.problems: list[str] = []
+
+    def read(self, root: yaml.Node) -> None:
+        for section, node in self._entries(root, "a profile"):
+            if isinstance(node, yaml.ScalarNode) and not node.value:
+                continue
+            for key, value in self._entries(node, section):
+                origin = f"{self._path}:{value.start_mark.line + 1}"
+                plain = self._loader.construct_document(value)
+                self.settings.append(Setting(section, key, plain, origin))
+
+    def _entries(self, node: yaml.Node, what: str) -> Iterator[tuple[str, yaml.Node]]:
+        line = node.start_mark.line + 1
+        if not isinstance(node, yaml.MappingNode):
+            known = what in Profile.model_fields or what == "a profile"
+            said = f"{what} holds keys with values" if known else _unknown_section(what)
+            self.problems.append(f"line {line}: {said}")
+            return
+        seen: set[str] = set()
+        for key_node, value in node.value:
+            key = str(key_node.value)
+            if key in seen:
+                self.problems.append(f"line {key_node.start_mark.line + 1}: {key} is there twice")
+            seen.add(key)
+            yield key, value
+
+
+def _environment_layer(variables: Mapping[str, str]) -> Layer:
+    settings = []
+    for section, key in known_keys():
+        name = variable_name(section, key)
+        if name in variables and name not in INTERNAL_NAMES:
+            value = plain_value(variables[name])
+            settings.append(Setting(section, key, value, f"environment {name}"))
+    return Layer("the environment", tuple(settings))
+
+
+def _problems(layer: Layer) -> list[str]:
+    nested: dict[str, dict[str, object]] = {}
+    for setting in layer.settings:
+        nested.setdefault(setting.section, {})[setting.key] = setting.value
+    found = list(layer.problems)
+    origins = {str(setting): setting.origin for setting in layer.settings}
+    try:
+        Profile.model_validate(nested)
+    except ValidationError as error:
+        reported = set()
+        for detail in error.errors(include_url=False):
+            section, key = str(detail["loc"][0]), str((*detail["loc"], "", "")[1])
+            if (section, key) in reported:  # a union reports each of its members
+                continue
+            reported.add((section, key))
+            found.extend(_in_words(section, key, detail, origins, nested))
+    every = nested.get("snapshot", {}).get("every")
+    if isinstance(every, int) and not isinstance(every, bool) and every < 1:
+        found.append(f"{origins['snapshot.every']}: snapshot.every is auto or 1 and more")
+    return found
+
+
+def _in_words(
+    section: str,
+    key: str,
+    detail: Any,
+    origins: Mapping[str, str],
+    nested: Mapping[str, Mapping[str, object]],
+) -> list[str]:
+    if section not in Profile.model_fields:
+        keys = [name for name in origins if name.startswith(f"{section}.")]
+        return [f"{origins[name]}: {_unknown_section(section)}" for name in keys[:1]]
+    origin = origins.get(f"{section}.{key}", section)
+    if detail["type"] == "extra_forbidden":
+        keys = list(_keys_of(Profile.model_fields[section].annotation))
+        near = difflib.get_close_matches(key, keys, n=1, cutoff=0.5)
+        hint = f"; did you mean {near[0]}?" if near else f"; there are {', '.join(keys)}"
+        return [f"{origin}: {key} is not a key of {section}{hint}"]
+    said = "should be auto or a number" if (section, key) == ("snapshot", "every") else ""
+    said = said or str(detail["msg"]).removeprefix("Input ")
+    return [f"{origin}: {section}.{key} {said}, and is {nested[section][key]!r}"]
+
+
+def _unknown_section(section: str) -> str:
+    names = list(Profile.model_fields)
+    near = difflib.get_close_matches(section, names, n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(names)}"
+    return f"{section} is not a section; {hint}"
+
+
+def _keys_of(annotation: Any) -> list[str]:
+    return list(annotation.model_fields)
+
+
+def _yaml_problem(error: yaml.YAMLError) -> str:
+    mark = getattr(error, "problem_mark", None)
+    problem = getattr(error, "problem", None) or str(error)
+    return f"line {mark.line + 1}: {problem}" if mark else str(problem)

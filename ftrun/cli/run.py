@@ -1,0 +1,290 @@
+"""`ftrun train.py`: from what was typed to a run folder, then the process becomes the stub.
+
+Runs in:  cli, until its last line.
+Takes in: a `CommandLine` and the environment.
+Gives:    `spec.json` in a locked run folder, and `execv`: process id, terminal and standard
+          streams stay, and the memory of this command line goes.
+"""
+
+import difflib
+import fcntl
+import importlib.machinery
+import importlib.metadata
+import json
+import os
+import re
+import shutil
+import signal
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NoReturn
+
+from ftrun.cli.command_line import CommandLine
+from ftrun.cli.profile_files import Resolved, Setting, plain_value, resolve, setting_from_text
+from ftrun.cli.stub import python_command
+from ftrun.config import RunSpec
+from ftrun.errors import NotSupportedHere, RunIdTaken, UsageError
+from ftrun.ids import RunId
+from ftrun.wire.run_folder import RunFolder, all_run_folders, check_run_id, run_folder
+
+_KEY_OF_FLAG = {
+    "snapshot-every": ("snapshot", "every"),
+    "orphan": ("smp", "orphan_s"),
+    "checkpoint-dir": ("checkpoint", "directory"),
+    "checkpoint-every": ("checkpoint", "every_s"),
+    "checkpoint-keep": ("checkpoint", "keep"),
+    "start": ("start", "mode"),
+    "grace": ("stop", "grace_s"),
+}
+_TEXT_FLAGS = ("checkpoint-dir", "start")
+_LOCK_ATTEMPTS = 100
+
+
+def run(line: CommandLine, *, variables: Mapping[str, str]) -> NoReturn:
+    """Start what was asked for, in place of this process.
+
+    Raises:
+        UsageError: nothing was started.
+    """
+    if sys.platform != "linux":
+        raise NotSupportedHere(
+            f"ftrun starts runs on Linux only, and this is {sys.platform}. A script that calls "
+            "ftrun.attach runs here under plain python, without snapshots"
+        )
+    spec = build_spec(line, variables=variables)
+    sweep()
+    folder, lock_fd = take_folder(RunId(spec.run_id), script=spec.script)
+    folder.spec.write_text(spec.model_dump_json(indent=1))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.set_inheritable(lock_fd, True)
+    command = python_command("ftrun.cli.stub", str(folder.path), str(lock_fd))
+    os.execv(command[0], command)  # noqa: S606
+
+
+def build_spec(line: CommandLine, *, variables: Mapping[str, str]) -> RunSpec:
+    """Everything checked that can be checked before anything is started."""
+    _check_versions(line)
+    _check_one_node(line, variables)
+    script = _find_script(line, variables)
+    resolved = resolve_options(line, variables=variables)
+    run_id = _run_id(line, variables, script)
+    given = line.torchrun_value("max-restarts")
+    source, text = "--max-restarts", given
+    for name in ("FTRUN_MAX_RESTARTS", "PET_MAX_RESTARTS"):
+        if text is None:
+            source, text = name, variables.get(name)
+    return RunSpec(
+        run_id=run_id,
+        script=script,
+        torchrun_argv=line.torchrun_argv(),
+        max_restarts=None if text is None else _count(text, what=source),
+        log_folder=str(Path.cwd() / "ftrun-logs" / run_id),
+        quiet=_is_on(line, variables, "quiet"),
+        debug=_is_on(line, variables, "debug"),
+        cwd=str(Path.cwd()),
+        profile=resolved.profile,
+    )
+
+
+def resolve_options(line: CommandLine, *, variables: Mapping[str, str]) -> Resolved:
+    """The profile of the run, with flags and environment applied."""
+    name = line.own_value("profile") or variables.get("FTRUN_PROFILE")
+    return resolve(name, variables=variables, flags=settings_of(line))
+
+
+def settings_of(line: CommandLine) -> list[Setting]:
+    """What ftrun's own flags say, as keys of a profile; --set comes first and flags win."""
+    found = [setting_from_text(text) for text in line.own.get("set", [])]
+    for flag, (section, key) in _KEY_OF_FLAG.items():
+        text = line.own_value(flag)
+        if text is not None:
+            value = text if flag in _TEXT_FLAGS else plain_value(text)
+            if flag == "checkpoint-dir":
+                value = str(Path(text).absolute())
+            found.append(Setting(section, key, value, f"--{flag}"))
+    if line.own_value("snapshot-required"):
+        found.append(Setting("snapshot", "required", True, "--snapshot-required"))
+    if line.own_value("no-snapshots"):
+        found.append(Setting("snapshot", "enabled", False, "--no-snapshots"))
+    if modules := line.own.get("preload"):
+        found.append(Setting("start", "preload", modules, "--preload"))
+    if text := line.own_value("forward-signals"):
+        found.append(Setting("stop", "forward", _signals(text), "--forward-signals"))
+    return found
+
+
+def take_folder(run_id: RunId, *, script: str) -> tuple[RunFolder, int]:
+    """The run's folder, locked by the returned descriptor.
+
+    A folder whose lock is free belongs to a run that has ended without its stub: it is taken
+    over, with the memory its SMP may still hold.
+
+    Raises:
+        RunIdTaken: the run is alive, or what waits there is another script's.
+    """
+    folder = run_folder(run_id)
+    for _ in range(_LOCK_ATTEMPTS):
+        folder.path.mkdir(mode=0o700, exist_ok=True)
+        try:
+            lock_fd = os.open(folder.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except FileNotFoundError:  # removed in between by the run that has just ended
+            continue
+        try:
+            fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            owner = os.pread(lock_fd, 32, 0).decode().strip()
+            os.close(lock_fd)
+            raise RunIdTaken(
+                f"run {run_id} is alive (pid {owner or 'not known yet'}). Choose another "
+                f"--run-id, or see it with: ftrun status {run_id}"
+            ) from None
+        if _is_file_of(folder.lock, lock_fd):
+            break
+        os.close(lock_fd)
+    else:
+        raise RunIdTaken(f"{folder.path} is removed as fast as it is made; remove it by hand")
+    try:
+        _check_same_script(folder, script)
+    except RunIdTaken:
+        os.close(lock_fd)
+        raise
+    os.ftruncate(lock_fd, 0)
+    os.pwrite(lock_fd, f"{os.getpid()}\n".encode(), 0)
+    return folder, lock_fd
+
+
+def sweep() -> None:
+    """Remove the folders of runs of which nothing is left, not even memory."""
+    for folder in all_run_folders():
+        try:
+            lock_fd = os.open(folder.lock, os.O_RDWR | os.O_CLOEXEC)
+        except FileNotFoundError:  # being made this moment
+            continue
+        try:
+            fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            continue
+        else:
+            if _is_file_of(folder.lock, lock_fd) and not has_smp(folder):
+                folder.remove()
+        finally:
+            os.close(lock_fd)
+
+
+def has_smp(folder: RunFolder) -> bool:
+    """Whether an SMP still listens there, with the memory of the run."""
+    from ftrun.cli.stub import answers  # noqa: PLC0415
+
+    return answers(folder.smp_socket)
+
+
+def _check_same_script(folder: RunFolder, script: str) -> None:
+    try:
+        before = json.loads(folder.spec.read_text())["script"]
+    except (OSError, ValueError, KeyError):
+        return
+    if before != script and has_smp(folder):
+        raise RunIdTaken(
+            f"run {folder.run_id} holds snapshots of {before}, and this is {script}. Choose "
+            f"another --run-id, or free them with: ftrun stop {folder.run_id}"
+        )
+
+
+def _is_file_of(path: Path, fd: int) -> bool:
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return False
+    return os.path.samestat(found, os.fstat(fd))
+
+
+def _check_versions(line: CommandLine) -> None:
+    if line.torchrun_value("print-completion") is not None:
+        raise UsageError(
+            "--print-completion is about torchrun; ftrun's own: ftrun --show-completion"
+        )
+    newer = [flag for flag, _ in line.torchrun if flag.since > (2, 8)]
+    if not newer:
+        return
+    try:
+        text = importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        return
+    match = re.match(r"(\d+)\.(\d+)", text)
+    for flag in newer:
+        if match and (int(match[1]), int(match[2])) < flag.since:
+            since = ".".join(str(part) for part in flag.since)
+            raise UsageError(f"--{flag.name} needs torch {since} or newer, and {text} is installed")
+
+
+def _check_one_node(line: CommandLine, variables: Mapping[str, str]) -> None:
+    text = line.torchrun_value("nnodes") or variables.get("PET_NNODES", "1")
+    if text not in ("1", "1:1"):
+        raise UsageError(
+            f"this version of ftrun runs one node, and --nnodes is {text}; runs over several "
+            "nodes come in a later version. Until then use torchrun for them"
+        )
+
+
+def _find_script(line: CommandLine, variables: Mapping[str, str]) -> str:
+    script = line.script
+    if script is None:
+        raise UsageError("no script is given. For example: ftrun --nproc-per-node 2 train.py")
+
+    def has(name: str) -> bool:
+        typed = line.torchrun_value(name)
+        return typed is not None or variables.get(f"PET_{name}".upper().replace("-", "_")) == "1"
+
+    if has("no-python"):
+        command = shutil.which(script)
+        if command is None:
+            raise UsageError(f"{script} is not a command that can be run; cwd {Path.cwd()}")
+        return str(Path(command).absolute())
+    if has("module"):
+        top = script.partition(".")[0]
+        where = [str(Path.cwd()), *sys.path]
+        known = top in sys.builtin_module_names
+        if not known and importlib.machinery.PathFinder.find_spec(top, where) is None:
+            raise UsageError(f"there is no module named {script}; cwd {Path.cwd()}")
+        return script
+    path = Path(script).absolute()
+    if not path.exists():
+        names = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
+        near = difflib.get_close_matches(path.name, names, n=1)
+        hint = f". Did you mean {Path(script).with_name(near[0])}?" if near else ""
+        raise UsageError(f"{script} does not exist; cwd {Path.cwd()}{hint}")
+    return str(path)
+
+
+def _run_id(line: CommandLine, variables: Mapping[str, str], script: str) -> RunId:
+    given = line.own_value("run-id")
+    if given is not None:
+        return check_run_id(given)
+    rendezvous = line.torchrun_value("rdzv-id") or variables.get("PET_RDZV_ID", "none")
+    if rendezvous != "none":
+        return check_run_id(rendezvous)
+    stem = re.sub(r"[^A-Za-z0-9_-]+", "-", Path(script).stem).strip("-_") or "run"
+    return check_run_id(f"{stem[:60]}-{os.urandom(4).hex()}")
+
+
+def _is_on(line: CommandLine, variables: Mapping[str, str], name: str) -> bool:
+    text = line.own_value(name) or variables.get(f"FTRUN_{name.upper()}", "")
+    return text.lower() not in ("", "0", "false", "no")
+
+
+def _count(text: str, *, what: str) -> int:
+    if not re.fullmatch(r"\d+", text):
+        raise UsageError(f"{what} is a whole number, 0 or more, not {text!r}")
+    return int(text)
+
+
+def _signals(text: str) -> list[str]:
+    names = []
+    for word in text.split(","):
+        name = f"SIG{word.strip().upper().removeprefix('SIG')}"
+        if name not in signal.Signals.__members__:
+            raise UsageError(f"--forward-signals knows no signal {word.strip()!r}; try USR1,USR2")
+        names.append(name)
+    return names

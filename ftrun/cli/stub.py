@@ -1,0 +1,325 @@
+"""What the started process is from then on: small, patient, and the last to go.
+
+Runs in:  the stub, in place of the cli. Standard library only, single-threaded.
+Takes in: a run folder whose lock it holds; signals; the ends of its children.
+Gives:    the run's exit code.
+Survives: every agent. A dead agent is followed by another, which finds the memory of the run
+          with the SMP.
+
+Rule 1: a signal handler does nothing; the number comes through the wakeup descriptor and is
+handled in the loop. No signal is lost or handled twice.
+Rule 2: every child is reaped, known or not: orphans come here too, and as PID 1 nobody else
+would reap them. The agent is reaped here only, so that its pid stays its own while signals are
+sent to it.
+Rule 3: when the run is over nothing stays: SMP, descendants, run folder.
+"""
+
+import contextlib
+import ctypes
+import importlib.machinery
+import os
+import select
+import signal
+import socket
+import sys
+from collections import deque
+from pathlib import Path
+
+from ftrun import clock
+from ftrun.errors import ExitCode, FtrunError
+from ftrun.wire.run_folder import RunFolder
+
+FORWARDED = (
+    signal.SIGTERM,
+    signal.SIGINT,
+    signal.SIGHUP,
+    signal.SIGQUIT,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+    signal.SIGCONT,
+    signal.SIGWINCH,
+)
+ENDING = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT})
+NEEDS_HANDLER = frozenset({signal.SIGUSR1, signal.SIGUSR2})
+"""Deadly to an agent that has not put its handlers in place; they wait until it listens."""
+
+CRASH_MARK = "agent-crashed"
+"""File in the run folder, written by an agent that ends with 70 because of itself."""
+
+INCARNATION = "FTRUN_AGENT_INCARNATION"
+STUB_PID = "FTRUN_STUB_PID"
+
+MAX_AGENT_STARTS = 5
+AGENT_WINDOW_S = 600.0
+_PAUSES_S = (0.0, 0.1, 0.5, 2.0, 5.0)
+_READY_CHECK_S = 0.05
+_SHUTDOWN_S = 5.0
+_LEFTOVER_S = 3.0
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+class Stub:
+    """One run, from the first agent to the empty folder."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        self._folder = folder
+        self._agent: int | None = None
+        self._status = 0
+        self._incarnation = 0
+        self._starts_s: deque[float] = deque()
+        self._asked: signal.Signals | None = None
+        self._held: list[signal.Signals] = []
+        self._read_fd, self._write_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+
+    def run(self) -> int:
+        """Until the run is over; gives its exit code."""
+        self._prepare()
+        self._start_agent()
+        while True:
+            self._turn(timeout_s=_READY_CHECK_S if self._held else None)
+            if self._agent is not None:
+                continue
+            code = self._decide()
+            if code is not None:
+                self._free()
+                return code
+
+    def _prepare(self) -> None:
+        become_subreaper()
+        signal.set_wakeup_fd(self._write_fd, warn_on_full_buffer=False)
+        for number in (*FORWARDED, signal.SIGCHLD):
+            signal.signal(number, _nothing)
+
+    def _start_agent(self) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            self._folder.agent_socket.unlink()
+        with contextlib.suppress(FileNotFoundError):
+            (self._folder.path / CRASH_MARK).unlink()
+        self._starts_s.append(clock.now_s())
+        command = python_command("ftrun.agent", str(self._folder.path))
+        variables = {
+            **os.environ,
+            INCARNATION: str(self._incarnation),
+            STUB_PID: str(os.getpid()),
+        }
+        self._agent = os.posix_spawn(command[0], command, variables, setsid=True)
+
+    def _turn(self, *, timeout_s: float | None) -> None:
+        """Wait for signals, and handle all that are there."""
+        select.select([self._read_fd], [], [], timeout_s)
+        numbers = b""
+        with contextlib.suppress(BlockingIOError):
+            numbers = os.read(self._read_fd, 4096)
+        for number in numbers:
+            if number != signal.SIGCHLD:
+                self._take(signal.Signals(number))
+        self._reap()
+        self._pass_on_held()
+
+    def _take(self, number: signal.Signals) -> None:
+        if number in ENDING and self._asked is None:
+            self._asked = number
+        if number in NEEDS_HANDLER:
+            self._held.append(number)
+        elif self._agent is not None:
+            os.kill(self._agent, number)
+
+    def _pass_on_held(self) -> None:
+        if self._agent is not None and self._folder.agent_socket.exists():
+            for number in self._held:
+                os.kill(self._agent, number)
+            self._held.clear()
+
+    def _reap(self) -> None:
+        for pid, status in reap_all():
+            if pid == self._agent:
+                self._agent, self._status = None, status
+
+    def _decide(self) -> int | None:
+        """The agent has ended: the run's exit code, or None and another agent is on its way."""
+        code = os.waitstatus_to_exitcode(self._status)
+        has_crashed = code < 0 or (
+            code == ExitCode.BUG and (self._folder.path / CRASH_MARK).exists()
+        )
+        if not has_crashed:
+            return code
+        if self._asked is not None:
+            return 128 + self._asked
+        now_s = clock.now_s()
+        while self._starts_s and now_s - self._starts_s[0] > AGENT_WINDOW_S:
+            self._starts_s.popleft()
+        how = f"was killed by {_signal_name(-code)}" if code < 0 else "met a bug in ftrun"
+        if len(self._starts_s) > MAX_AGENT_STARTS:
+            _say(
+                f"Error: ftrun's agent {how}, for the {len(self._starts_s)}th time within "
+                f"{AGENT_WINDOW_S / 60:.0f} minutes; the run ends here. If something on this "
+                "machine kills it (dmesg says so), give it room; else please report this"
+            )
+            return ExitCode.BUG
+        self._incarnation += 1
+        _say(f"ftrun: the agent {how}; starting another, which goes on from the last snapshot")
+        self._pause(_PAUSES_S[min(len(self._starts_s) - 1, len(_PAUSES_S) - 1)])
+        if self._asked is not None:
+            return 128 + self._asked
+        self._start_agent()
+        return None
+
+    def _pause(self, seconds: float) -> None:
+        until_s = clock.now_s() + seconds
+        while self._asked is None and (left_s := until_s - clock.now_s()) > 0:
+            self._turn(timeout_s=left_s)
+
+    def _free(self) -> None:
+        if self._folder.smp_socket.exists():
+            shut_down_smp(self._folder)
+        end_children(term_first=True)
+        self._folder.remove()
+
+
+def become_subreaper() -> None:
+    """From now on a descendant that loses its parent becomes a child of this process."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
+
+
+def reap_all() -> list[tuple[int, int]]:
+    """Every child that has ended, with its wait status."""
+    ended = []
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return ended
+        if pid == 0:
+            return ended
+        ended.append((pid, status))
+
+
+def children() -> list[int]:
+    """The children of this process, ended ones too."""
+    own = os.getpid()
+    found = []
+    for name in os.listdir("/proc"):
+        if name.isdigit() and _parent(int(name)) == own:
+            found.append(int(name))
+    return found
+
+
+def end_children(*, term_first: bool) -> None:
+    """End every descendant; the children of one that ends become ours, until none is left."""
+    patience_s = clock.now_s() + _LEFTOVER_S
+    give_up_s = patience_s + _LEFTOVER_S
+    asked: set[int] = set()
+    while clock.now_s() < give_up_s:
+        reap_all()
+        alive = children()
+        if not alive:
+            return
+        for pid in alive:
+            if not term_first or clock.now_s() > patience_s:
+                _kill(pid, signal.SIGKILL)
+            elif pid not in asked:
+                asked.add(pid)
+                _kill(pid, signal.SIGTERM)
+                _kill(pid, signal.SIGCONT)
+        _wait_for_child(0.05)
+
+
+def shut_down_smp(folder: RunFolder) -> bool:
+    """Ask the SMP to free everything and end; says whether it answered."""
+    from ftrun.wire.channel import connect  # noqa: PLC0415 - msgspec stays out of a stub that waits
+    from ftrun.wire.messages import Done, Hello, Shutdown  # noqa: PLC0415
+
+    try:
+        channel = connect(
+            folder.smp_socket,
+            run_id=folder.run_id,
+            peer="the SMP",
+            hello=Hello(role="cli", pid=os.getpid()),
+            deadline_s=_SHUTDOWN_S,
+        )
+    except FtrunError:
+        return False
+    try:
+        return isinstance(channel.ask(Shutdown(), deadline_s=_SHUTDOWN_S).body, Done)
+    except FtrunError:
+        return False
+    finally:
+        channel.close()
+
+
+def answers(path: Path) -> bool:
+    """Whether a process listens on a unix socket."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+        sock.settimeout(1.0)
+        try:
+            folder_fd = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        except OSError:
+            return False
+        try:
+            sock.connect(f"/proc/self/fd/{folder_fd}/{path.name}")
+        except OSError:
+            return False
+        finally:
+            os.close(folder_fd)
+    return True
+
+
+def python_command(module: str, *arguments: str) -> list[str]:
+    """`python -m module`, kept from importing what lies in the user's folder (a types.py).
+
+    In a checkout that is not installed ftrun itself may be found by that folder only.
+    """
+    elsewhere = [entry for entry in sys.path if entry and Path(entry) != Path.cwd()]
+    spec = importlib.machinery.PathFinder.find_spec("ftrun", elsewhere)
+    ours = Path(__file__).parents[1] / "__init__.py"
+    is_found = spec is not None and spec.origin == str(ours)
+    return [sys.executable, *(["-P"] if is_found else []), "-m", module, *arguments]
+
+
+def main(arguments: list[str]) -> int:
+    """`python -m ftrun.cli.stub RUN_FOLDER LOCK_FD`."""
+    folder = RunFolder(Path(arguments[0]))
+    # Held by this process alone: a run is alive as long as its stub.
+    os.set_inheritable(int(arguments[1]), False)
+    return Stub(folder).run()
+
+
+def _wait_for_child(seconds: float) -> None:
+    with contextlib.suppress(InterruptedError):
+        select.select([], [], [], seconds)
+
+
+def _parent(pid: int) -> int:
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            stat = file.read()
+    except OSError:
+        return 0
+    return int(stat[stat.rindex(b")") + 2 :].split()[1])
+
+
+def _kill(pid: int, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _say(text: str) -> None:
+    with contextlib.suppress(OSError):
+        os.write(2, f"{text}\n".encode())
+
+
+def _nothing(_number: int, _frame: object) -> None:
+    """The wakeup descriptor has it."""
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

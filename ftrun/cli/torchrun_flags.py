@@ -1,0 +1,159 @@
+"""Every flag of torchrun, 2.8 to 2.15, so that the command line knows them without torch.
+
+Runs in: cli.
+Gives:   a table; `tests/unit/cli/test_torchrun_flags.py` holds it equal to the installed torch's.
+
+Each flag has two spellings, `--rdzv-id` and `--rdzv_id`. Most can also come from the environment,
+as PET_RDZV_ID; torch's own parser, which the agent runs, reads those.
+"""
+
+from dataclasses import dataclass
+
+_OLDEST = (2, 8)
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """One flag: `name` without the leading hyphens, `metavar` None where it takes no value."""
+
+    name: str
+    help: str
+    metavar: str | None = None
+    short: str | None = None
+    choices: tuple[str, ...] = ()
+    since: tuple[int, int] = _OLDEST
+    group: str = "Run"
+    is_from_environment: bool = True
+    is_repeatable: bool = False
+
+    @property
+    def takes_value(self) -> bool:
+        return self.metavar is not None or bool(self.choices)
+
+    @property
+    def spellings(self) -> tuple[str, ...]:
+        """As a user may write it, the form that help shows first."""
+        long = f"--{self.name}"
+        under = f"--{self.name.replace('-', '_')}"
+        short = (f"-{self.short}",) if self.short else ()
+        return (*short, long) if under == long else (*short, long, under)
+
+    @property
+    def dest(self) -> str:
+        """Its name in torchrun's namespace and, with PET_ before it, in the environment."""
+        return self.name.replace("-", "_")
+
+
+_PLACE = "Place and ranks"
+_MEETING = "Rendezvous"
+_SCRIPT = "The script"
+_LOGS = "Output of the ranks"
+_WORKERS = "Starting and stopping"
+
+TORCHRUN_FLAGS: tuple[Flag, ...] = (
+    Flag("nproc-per-node", "ranks to start: a number, auto, cpu, gpu or xpu", "N", group=_PLACE),
+    Flag("nnodes", "nodes of the run; this version runs one", "N|MIN:MAX", group=_PLACE),
+    Flag("node-rank", "number of this node among several", "N", group=_PLACE),
+    Flag("role", "name of the ranks' role in logs and errors", "NAME", group=_PLACE),
+    Flag(
+        "virtual-local-rank",
+        "every rank sees LOCAL_RANK=0 and only its own device",
+        since=(2, 10),
+        group=_PLACE,
+    ),
+    Flag(
+        "numa-binding",
+        "bind each rank to the processors near its GPU",
+        choices=("node", "socket", "exclusive", "core-complex"),
+        since=(2, 9),
+        group=_PLACE,
+        is_from_environment=False,
+    ),
+    Flag("standalone", "one node, with a rendezvous of its own on a free port", group=_MEETING),
+    Flag("rdzv-backend", "how nodes find one another", "NAME", group=_MEETING),
+    Flag("rdzv-endpoint", "where they do", "HOST:PORT", group=_MEETING),
+    Flag(
+        "rdzv-id", "name of the rendezvous; also the run id, unless --run-id", "ID", group=_MEETING
+    ),
+    Flag("rdzv-conf", "more settings of the backend", "KEY=VALUE,...", group=_MEETING),
+    Flag("master-addr", "address of node 0", "HOST", group=_MEETING),
+    Flag("master-port", "port on node 0", "PORT", group=_MEETING),
+    Flag("local-addr", "address under which others reach this node", "HOST", group=_MEETING),
+    Flag("module", "the script is a module, as in python -m", short="m", group=_SCRIPT),
+    Flag("no-python", "the script is a command: start it without python", group=_SCRIPT),
+    Flag("run-path", "run the script with runpy.run_path in the started process", group=_SCRIPT),
+    Flag(
+        "max-restarts",
+        "at most this many restarts, 0 for none (default: the profile's budget)",
+        "N",
+        group=_WORKERS,
+    ),
+    Flag("monitor-interval", "accepted; ftrun sees a failure by event", "SECONDS", group=_WORKERS),
+    Flag(
+        "start-method",
+        "how torch's multiprocessing starts processes",
+        choices=("spawn", "fork", "forkserver"),
+        group=_WORKERS,
+    ),
+    Flag(
+        "signals-to-handle",
+        "signals on which torch's launcher stops the ranks",
+        "SIGTERM,...",
+        since=(2, 10),
+        group=_WORKERS,
+    ),
+    Flag(
+        "shutdown-timeout",
+        "seconds that torch's launcher waits for the ranks to stop",
+        "SECONDS",
+        since=(2, 12),
+        group=_WORKERS,
+    ),
+    Flag("event-log-handler", "name of a handler for torch's own events", "NAME", group=_WORKERS),
+    Flag("log-dir", "folder for the ranks' log files", "DIR", group=_LOGS),
+    Flag(
+        "redirects",
+        "write to log files: 1 stdout, 2 stderr, 3 both; or 0:3,1:1 by rank",
+        "STREAMS",
+        short="r",
+        group=_LOGS,
+    ),
+    Flag("tee", "as --redirects, and show on the terminal too", "STREAMS", short="t", group=_LOGS),
+    Flag("local-ranks-filter", "show only these local ranks", "0,2,...", group=_LOGS),
+    Flag(
+        "duplicate-stdout-filters",
+        "copy matching lines of stdout to a file of their own",
+        "FILTERS",
+        since=(2, 10),
+        group=_LOGS,
+    ),
+    Flag(
+        "duplicate-stderr-filters",
+        "the same for stderr",
+        "FILTERS",
+        since=(2, 10),
+        group=_LOGS,
+    ),
+    Flag(
+        "log-line-prefix-template",
+        "what stands before each line that --tee shows",
+        "TEMPLATE",
+        since=(2, 14),
+        group=_LOGS,
+    ),
+    Flag(
+        "logs-specs",
+        "name of a torchrun.logs_specs plug-in",
+        "NAME",
+        group=_LOGS,
+        is_from_environment=False,
+    ),
+    Flag(
+        "print-completion",
+        "torchrun's completion; ftrun's own: ftrun --show-completion",
+        "SHELL",
+        since=(2, 14),
+        group=_LOGS,
+        is_from_environment=False,
+    ),
+)
