@@ -16,7 +16,7 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True)
     """Base of all messages; the tag on the wire is the name of the class."""
 
 
-class Hello(Message):
+class Hello(Message, frozen=True):
     """Anyone -> SMP or agent, first on each connection."""
 
     role: str  # "worker", "agent" or "cli"
@@ -25,11 +25,11 @@ class Hello(Message):
     protocol: int = PROTOCOL_VERSION
 
 
-class Done(Message):
+class Done(Message, frozen=True):
     """Answer: it is done."""
 
 
-class Refused(Message):
+class Refused(Message, frozen=True):
     """Answer: it is not done, and why, in words for the user."""
 
     why: str
@@ -38,14 +38,14 @@ class Refused(Message):
 # --- worker -> SMP --------------------------------------------------------------------------
 
 
-class ReserveMemory(Message):
+class ReserveMemory(Message, frozen=True):
     """Worker -> SMP, at attach: will two slots of this size fit? Done or MemoryRefused."""
 
     rank: int
     image_bytes: int
 
 
-class MemoryRefused(Message):
+class MemoryRefused(Message, frozen=True):
     """SMP -> worker: two slots for every rank of the node do not fit."""
 
     needed_bytes: int
@@ -53,7 +53,7 @@ class MemoryRefused(Message):
     limit: str
 
 
-class RequestArena(Message):
+class RequestArena(Message, frozen=True):
     """Worker -> SMP: memory for a layout. ArenaGranted with one descriptor, or MemoryRefused."""
 
     rank: int
@@ -63,14 +63,14 @@ class RequestArena(Message):
     layout_id: int
 
 
-class ArenaGranted(Message):
+class ArenaGranted(Message, frozen=True):
     """SMP -> worker, with the memfd; also SMP -> agent, which keeps a duplicate."""
 
     rank: int
     layout_id: int
 
 
-class ShardSealed(Message):
+class ShardSealed(Message, frozen=True):
     """Worker -> SMP: this rank's shard of a version is sealed. No answer."""
 
     rank: int
@@ -82,7 +82,7 @@ class ShardSealed(Message):
 # --- agent -> SMP ---------------------------------------------------------------------------
 
 
-class BeginGeneration(Message):
+class BeginGeneration(Message, frozen=True):
     """Agent -> SMP, with the command page: who takes part from now on. Answer: Done."""
 
     generation: int
@@ -90,7 +90,7 @@ class BeginGeneration(Message):
     local_ranks: list[int]
 
 
-class TakeInventory(Message):
+class TakeInventory(Message, frozen=True):
     """Agent -> SMP: what can be restored? Answer: Inventory."""
 
 
@@ -104,13 +104,13 @@ class ShardOffer(msgspec.Struct, frozen=True):
     image_bytes: int
 
 
-class Inventory(Message):
+class Inventory(Message, frozen=True):
     """SMP -> agent: every sealed slot it holds."""
 
     offers: list[ShardOffer]
 
 
-class VoidAfter(Message):
+class VoidAfter(Message, frozen=True):
     """Agent -> SMP: versions later than this one never come back. Answer: Done.
 
     (-1, -1) voids everything.
@@ -120,11 +120,11 @@ class VoidAfter(Message):
     step: int
 
 
-class HandOver(Message):
+class HandOver(Message, frozen=True):
     """Agent -> SMP: give me duplicates of all your memory. Answer: HandedOver."""
 
 
-class HandedOver(Message):
+class HandedOver(Message, frozen=True):
     """SMP -> agent, with one memfd per entry of `ranks`, in that order.
 
     A rank stands twice while a new arena has not replaced the old one, the old one first.
@@ -134,7 +134,7 @@ class HandedOver(Message):
     run_state: bytes
 
 
-class Adopt(Message):
+class Adopt(Message, frozen=True):
     """Agent -> a new SMP, with one memfd per entry: memory that outlived the last SMP.
 
     Before BeginGeneration. A rank stands twice where it has an old and a new arena, the old one
@@ -144,20 +144,20 @@ class Adopt(Message):
     ranks: list[int]
 
 
-class KeepRunState(Message):
+class KeepRunState(Message, frozen=True):
     """Agent -> SMP: what the next agent must know if this one dies. Answer: Done."""
 
     run_state: bytes
 
 
-class WriteCheckpoint(Message):
+class WriteCheckpoint(Message, frozen=True):
     """Agent -> SMP: write the newest committed version there. Answer when durable."""
 
     directory: str
     keep: int
 
 
-class CheckpointWritten(Message):
+class CheckpointWritten(Message, frozen=True):
     """SMP -> agent."""
 
     generation: int
@@ -167,7 +167,7 @@ class CheckpointWritten(Message):
     seconds: float
 
 
-class LoadCheckpoint(Message):
+class LoadCheckpoint(Message, frozen=True):
     """Agent -> SMP: fill the arenas from a checkpoint. Answer: CheckpointLoaded or Refused."""
 
     directory: str
@@ -175,7 +175,7 @@ class LoadCheckpoint(Message):
     local_ranks: list[int]
 
 
-class CheckpointLoaded(Message):
+class CheckpointLoaded(Message, frozen=True):
     """SMP -> agent: the arenas now hold this version; each came as an ArenaGranted before.
 
     Its generation is -1: older than all that this run will take. An empty `path` (step -1) means
@@ -188,31 +188,31 @@ class CheckpointLoaded(Message):
     notes: list[str] = []
 
 
-class VersionCommitted(Message):
+class VersionCommitted(Message, frozen=True):
     """SMP -> agent, unasked: every rank has sealed this version."""
 
     generation: int
     step: int
 
 
-class Shutdown(Message):
+class Shutdown(Message, frozen=True):
     """Agent or cli -> SMP: free everything and end. Answer: Done."""
 
 
 # --- cli -> agent or orphaned SMP -------------------------------------------------------------
 
 
-class AskStatus(Message):
+class AskStatus(Message, frozen=True):
     """Cli -> agent or SMP. Answer: Status."""
 
 
-class Status(Message):
+class Status(Message, frozen=True):
     """Agent or SMP -> cli: a JSON document, see docs/operations.md."""
 
     document: bytes
 
 
-class StopRun(Message):
+class StopRun(Message, frozen=True):
     """Cli -> agent: stop as on SIGTERM. Answer: Done, before the stop has ended."""
 
 
