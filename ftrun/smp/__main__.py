@@ -1,0 +1,88 @@
+"""`python -m ftrun.smp`: the snapshot manager of one node, started by the agent.
+
+Runs in:  its own session, so that neither ^C nor a closed terminal reaches it.
+Takes in: --run-id ID --socket PATH --orphan-s SECONDS [--adopt]; SIGTERM ends it.
+Gives:    lines on stderr when something changes; nothing on stdout.
+
+Small on purpose: no torch, no config, no asyncio. Its memory is never part of a core dump and
+not readable by other processes of the user: it holds the weights.
+"""
+
+import argparse
+import contextlib
+import ctypes
+import logging
+import os
+import resource
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from ftrun.errors import ExitCode
+from ftrun.ids import RunId
+from ftrun.smp.server import Server, is_served
+
+_PR_SET_DUMPABLE = 4
+_PR_SET_NAME = 15
+_log = logging.getLogger(__name__)
+
+
+def main() -> int:
+    """Serve until the end; the exit code."""
+    arguments = _arguments()
+    logging.basicConfig(level=logging.INFO, format="[ftrun smp] %(message)s", stream=sys.stderr)
+    logging.raiseExceptions = False  # a closed stderr must not matter
+    _seclude()
+    path = Path(arguments.socket).absolute()
+    if is_served(path):
+        _log.error("another SMP serves %s already", path)
+        return ExitCode.TRY_AGAIN
+    server = Server(
+        RunId(arguments.run_id), path, orphan_s=arguments.orphan_s, adopt=arguments.adopt
+    )
+    with _signals(server):
+        server.serve()
+    return ExitCode.DONE
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="ftrun.smp", description="the snapshot manager")
+    parser.add_argument("--run-id", required=True)
+    parser.add_argument("--socket", required=True, help="path to listen at")
+    parser.add_argument("--orphan-s", type=float, required=True, help="patience without an agent")
+    parser.add_argument("--adopt", action="store_true", help="workers wait until memory came")
+    return parser.parse_args()
+
+
+def _seclude() -> None:
+    """Own session, own name, no core dump."""
+    with contextlib.suppress(PermissionError):  # the leader of a group is one already
+        os.setsid()
+    libc = ctypes.CDLL(None)
+    libc.prctl(_PR_SET_NAME, b"ftrun-smp", 0, 0, 0)
+    libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+@contextlib.contextmanager
+def _signals(server: Server) -> Iterator[None]:
+    """SIGTERM ends the server; what a terminal sends does not matter."""
+    ours, kernels = socket.socketpair()
+    kernels.setblocking(False)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda *_: server.end())
+    signal.set_wakeup_fd(kernels.fileno(), warn_on_full_buffer=False)
+    server.wake_on(ours)
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(-1)
+        ours.close()
+        kernels.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,199 @@
+"""A checkpoint, back into arenas.
+
+Runs in:  the SMP, in its disk lane's thread.
+Takes in: a directory that `checkpoint` has written to.
+Gives:    a `Loaded` with one fresh arena per rank, or a `CheckpointError` in words.
+
+`latest` is tried first, then every other whole checkpoint, the one written last first; what is
+set aside on the way is noted, and nothing whose digests do not match is ever offered. The loaded
+version has generation -1: older than anything that generation 0 of the new run will take.
+"""
+
+import os
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import xxhash
+
+from ftrun import clock
+from ftrun.errors import CheckpointError, LayoutUnknown, SnapshotCorrupt
+from ftrun.ids import Rank, Version, version
+from ftrun.smp.checkpoint import LATEST_NAME, Index, ShardFile, read_index, read_indexes
+from ftrun.smp.memory import create
+from ftrun.wire.arena import Arena, ArenaShape, SlotHeader, SlotState, verify
+from ftrun.wire.crash_points import crash_point
+
+LOADED_GENERATION = -1
+_READ_BYTES = 1 << 22
+Check = Callable[[int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """Arenas filled from a checkpoint; the descriptors are the caller's to close."""
+
+    version: Version
+    path: Path
+    fds: list[int]
+    notes: list[str]
+
+
+def load_checkpoint(
+    directory: Path, *, world_size: int, ranks: Sequence[Rank], check: Check
+) -> Loaded | None:
+    """Fill arenas from the newest usable checkpoint; None where there is none at all.
+
+    Args:
+        directory: need not exist.
+        world_size: of this run; that of the checkpoint must be the same.
+        ranks: the node's own.
+        check: raises MemoryTooSmall where so many bytes do not fit.
+
+    Raises:
+        CheckpointError: there are checkpoints, and none of them can be used.
+        MemoryTooSmall: the arenas do not fit.
+    """
+    notes: list[str] = []
+    candidates = _candidates(directory, notes)
+    for folder in candidates:
+        try:
+            index = read_index(folder)
+            _check_world(folder, index, world_size)
+            fds = _load(folder, index, ranks, check)
+        except _WrongWorld as error:
+            raise CheckpointError(str(error)) from error
+        except (CheckpointError, SnapshotCorrupt, LayoutUnknown) as error:
+            notes.append(str(error))
+            continue
+        except OSError as error:
+            notes.append(f"{folder} is not readable: {error.strerror or error}")
+            continue
+        return Loaded(version(LOADED_GENERATION, index.step), folder, fds, notes)
+    if not notes:
+        return None
+    raise CheckpointError(
+        f"no checkpoint in {directory} can be used: {'; '.join(notes)}. Name another "
+        "--checkpoint-dir to start from the beginning"
+    )
+
+
+class _WrongWorld(CheckpointError):
+    """An older checkpoint would not do either; the user has to choose."""
+
+
+def _check_world(folder: Path, index: Index, world_size: int) -> None:
+    if index.world_size != world_size:
+        raise _WrongWorld(
+            f"{folder} was written by {index.world_size} ranks and this run has {world_size}. "
+            f"Start {index.world_size} ranks, or name another --checkpoint-dir to begin anew"
+        )
+
+
+def _candidates(directory: Path, notes: list[str]) -> list[Path]:
+    if not directory.is_dir():
+        return []
+    found = [folder for folder, _ in read_indexes(directory)]
+    link = directory / LATEST_NAME
+    if link.is_symlink():
+        latest = directory / os.readlink(link)
+        if latest in found:
+            found.remove(latest)
+        found.insert(0, latest)
+    # A crash between the two renames of a write leaves a whole checkpoint and no link.
+    # A folder without a readable index is not listed by read_indexes, so it is named here.
+    for folder in sorted(directory.glob("step-*")):
+        if folder not in found:
+            with suppress(OSError):
+                _note_unreadable(folder, notes)
+    return found
+
+
+def _note_unreadable(folder: Path, notes: list[str]) -> None:
+    try:
+        read_index(folder)
+    except CheckpointError as error:
+        notes.append(str(error))
+
+
+def _load(folder: Path, index: Index, ranks: Sequence[Rank], check: Check) -> list[int]:
+    shards = {shard.rank: shard for shard in index.shards}
+    missing = [rank for rank in ranks if rank not in shards]
+    if missing:
+        raise CheckpointError(f"{folder}: its index has no rank {missing[0]}")
+    shapes = [_shape(shards[rank], index.world_size) for rank in ranks]
+    for shape in shapes:
+        size = (folder / shards[shape.rank].file).stat().st_size
+        if size != shape.image_bytes:
+            raise CheckpointError(
+                f"{folder}: rank {shape.rank} has {size} bytes of {shape.image_bytes}"
+            )
+    check(sum(shape.total_bytes for shape in shapes))
+    fds: list[int] = []
+    try:
+        for shape in shapes:
+            fds.append(create(shape))
+            _fill(fds[-1], folder, shards[shape.rank], index.step)
+            crash_point("smp.checkpoint.shard_loaded")
+    except BaseException:
+        for fd in fds:
+            os.close(fd)
+        raise
+    return fds
+
+
+def _shape(shard: ShardFile, world_size: int) -> ArenaShape:
+    return ArenaShape(
+        rank=shard.rank,
+        world_size=world_size,
+        image_bytes=shard.num_bytes,
+        num_pieces=shard.num_pieces,
+        layout_id=int(shard.layout_id, 16),
+    )
+
+
+def _fill(fd: int, folder: Path, shard: ShardFile, step: int) -> None:
+    """Read one shard into slot 0, check every digest, seal it."""
+    what = f"{folder}, rank {shard.rank}"
+    arena = Arena(fd, writable=True)
+    try:
+        _read_into(folder / shard.file, arena.image(0), what)
+        _read_into(folder / shard.digests, arena.table(0).cast("B"), what)
+        header = SlotHeader(
+            SlotState.COPYING,
+            LOADED_GENERATION,
+            step,
+            shard.num_bytes,
+            int(shard.table_digest, 16),
+            clock.now_ns(),
+        )
+        arena.write_header(0, header)
+        _layout, data = verify(arena, 0, what=what)
+        start = shard.num_bytes - len(data)
+        del data
+        if xxhash.xxh3_64_hexdigest(arena.image(0)[:start]) != shard.header_digest:
+            raise SnapshotCorrupt(what=f"{what}, header", piece=0, pieces=shard.num_pieces)
+        arena.write_header(
+            0,
+            SlotHeader(
+                SlotState.SEALED,
+                header.generation,
+                header.step,
+                header.image_bytes,
+                header.table_digest,
+                header.sealed_ns,
+            ),
+        )
+    finally:
+        arena.close()
+
+
+def _read_into(path: Path, target: memoryview, what: str) -> None:
+    with path.open("rb", buffering=0) as file:
+        at = 0
+        while at < len(target):
+            got = file.readinto(target[at : at + _READ_BYTES])
+            if not got:
+                raise CheckpointError(f"{what}: {path.name} ends after {at} bytes")
+            at += got

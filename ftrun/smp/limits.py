@@ -1,0 +1,115 @@
+"""How much memory this node still has.
+
+Runs in:  the SMP, before it promises or makes an arena.
+Takes in: /proc/meminfo, and the memory cgroup of this process with all above it (v1 and v2).
+Gives:    an `Available`: bytes, and the name of the limit that is nearest.
+
+What a cgroup has used includes page cache that the kernel gives back on demand; the inactive
+part of it counts as free. Arenas are memory of whoever touches them first, so a limit on the
+cgroup counts them too, and without this check the end would be an OOM kill, not an error.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+MARGIN = 0.05
+"""Part of what is free that is never promised: page tables, sockets, the workers' own growth."""
+
+_UNLIMITED_BYTES = 1 << 60
+
+
+@dataclass(frozen=True, slots=True)
+class Available:
+    """Free memory, less the margin, and which limit says so."""
+
+    num_bytes: int
+    limit: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Controller:
+    """File names of one cgroup version."""
+
+    limit: str
+    usage: str
+    reclaimable: str
+
+
+_V2 = _Controller("memory.max", "memory.current", "inactive_file")
+_V1 = _Controller("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+
+
+def available_memory(root: Path = Path("/")) -> Available:
+    """The nearest of all limits on this process.
+
+    Args:
+        root: where proc and sys are found; for tests.
+    """
+    found = [_meminfo(root), *_cgroups(root)]
+    nearest = min(found, key=lambda limit: limit.num_bytes)
+    return Available(int(nearest.num_bytes * (1 - MARGIN)), nearest.limit)
+
+
+def _meminfo(root: Path) -> Available:
+    for line in (root / "proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return Available(int(line.split()[1]) * 1024, "MemAvailable of this machine")
+    return Available(_UNLIMITED_BYTES, "no MemAvailable in /proc/meminfo")
+
+
+def _cgroups(root: Path) -> list[Available]:
+    found: list[Available] = []
+    for controller, mount, path in _memberships(root):
+        folder = mount / path.lstrip("/")
+        if not folder.is_dir():
+            # Inside a container the path is the host's, and the mount is already ours.
+            folder = mount
+        while True:
+            limit = _limit_of(folder, controller)
+            if limit is not None:
+                found.append(limit)
+            if folder == mount or mount not in folder.parents:
+                break
+            folder = folder.parent
+    return found
+
+
+def _memberships(root: Path) -> list[tuple[_Controller, Path, str]]:
+    """Each memory cgroup of this process: how to read it, where it is mounted, its path."""
+    found = []
+    try:
+        mounts = (root / "proc/self/mountinfo").read_text().splitlines()
+        groups = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    for line in mounts:
+        before, _, after = line.partition(" - ")
+        kind, _, options = after.partition(" ")
+        mount = root / before.split()[4].lstrip("/")
+        for group in groups:
+            _, names, path = group.split(":", 2)
+            if kind == "cgroup2" and not names:
+                found.append((_V2, mount, path))
+            elif (
+                kind == "cgroup"
+                and "memory" in names.split(",")
+                and "memory" in options.split()[-1].split(",")
+            ):
+                found.append((_V1, mount, path))
+    return found
+
+
+def _limit_of(folder: Path, controller: _Controller) -> Available | None:
+    try:
+        text = (folder / controller.limit).read_text().strip()
+        used = int((folder / controller.usage).read_text())
+        stat = (folder / "memory.stat").read_text().splitlines()
+    except (OSError, ValueError):
+        return None
+    if text == "max" or int(text) >= _UNLIMITED_BYTES:
+        return None
+    reclaimable = sum(
+        int(line.split()[1]) for line in stat if line.split()[0] == controller.reclaimable
+    )
+    free = int(text) - used + reclaimable
+    return Available(max(0, free), f"{controller.limit} of cgroup {folder}")

@@ -1,0 +1,279 @@
+"""The SMP's loop: sockets in, messages to the keeper, an end when nobody needs it.
+
+Runs in:  the SMP, in its only thread but for the jobs'.
+Takes in: connections on a unix socket, results of jobs, SIGTERM.
+Gives:    nothing by itself; see `Keeper` for what is answered.
+Survives: its agent, for `orphan_s`; each client, whatever it sends.
+
+Rule 1: a client that breaks the protocol loses its connection, never the server.
+Rule 2: there is one agent; a newer one replaces the older.
+Rule 3: workers wait until a generation has begun, and with `--adopt` until memory was adopted,
+        so that one that reconnects too early is not given fresh memory beside its old.
+"""
+
+import logging
+import os
+import selectors
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+from ftrun import clock
+from ftrun.errors import PeerLost, ProtocolError
+from ftrun.ids import Rank, RunId, version
+from ftrun.smp.client import Client, Role, close_fds
+from ftrun.smp.jobs import Jobs
+from ftrun.smp.keeper import Keeper
+from ftrun.wire import messages as m
+from ftrun.wire.channel import Channel, Received, accept, listen
+
+_ALLOWED: dict[Role, tuple[type[m.Message], ...]] = {
+    Role.UNKNOWN: (m.Hello,),
+    Role.WORKER: (m.ReserveMemory, m.RequestArena, m.ShardSealed),
+    Role.AGENT: (
+        m.BeginGeneration,
+        m.TakeInventory,
+        m.VoidAfter,
+        m.HandOver,
+        m.Adopt,
+        m.KeepRunState,
+        m.WriteCheckpoint,
+        m.LoadCheckpoint,
+        m.AskStatus,
+        m.Shutdown,
+    ),
+    Role.CLI: (m.AskStatus, m.Shutdown),
+}
+_log = logging.getLogger(__name__)
+
+
+class Server:
+    """Listens at a path until it is told to end or has been alone for too long."""
+
+    def __init__(self, run_id: RunId, path: Path, *, orphan_s: float, adopt: bool) -> None:
+        self._run_id = run_id
+        self._path = path
+        self._orphan_s = orphan_s
+        self._awaits_adoption = adopt
+        self._orphaned_since_s: float | None = clock.now_s()
+        self._is_ending = False
+        self._clients: set[Client] = set()
+        self._selector = selectors.DefaultSelector()
+        self._jobs = Jobs()
+        self._keeper = Keeper(run_id, self._jobs)
+        self._socket = listen(path)
+        self._inode = path.stat().st_ino
+        self._watch(self._socket, self._accept)
+        self._watch(self._jobs, self._jobs.finish)
+
+    def end(self) -> None:
+        """Leave the loop at its next turn; may be called by a signal handler."""
+        self._is_ending = True
+
+    def wake_on(self, sock: socket.socket) -> None:
+        """Turn once when this becomes readable; a signal handler has done its part by then."""
+        self._watch(sock, lambda: sock.recv(4096))
+
+    def serve(self) -> None:
+        """Run until the end; everything is freed and the socket gone when this returns."""
+        try:
+            while not self._is_ending:
+                for key, _ in self._selector.select(self._timeout_s()):
+                    key.data()
+                self._sweep()
+                self._check_orphan()
+        finally:
+            self._finish()
+
+    def _watch(self, what: socket.socket | Jobs | Channel, action: Callable[[], object]) -> None:
+        self._selector.register(what, selectors.EVENT_READ, action)
+
+    def _timeout_s(self) -> float | None:
+        if self._orphaned_since_s is None:
+            return None
+        return max(0.0, self._orphaned_since_s + self._orphan_s - clock.now_s())
+
+    def _check_orphan(self) -> None:
+        since_s = self._orphaned_since_s
+        if since_s is not None and clock.now_s() >= since_s + self._orphan_s:
+            _log.warning(
+                "no agent for %.0f s: the snapshots of run %s are freed",
+                self._orphan_s,
+                self._run_id,
+            )
+            self._is_ending = True
+
+    def _finish(self) -> None:
+        self._keeper.free()
+        for client in self._clients:
+            client.close()
+        self._unlink()
+        self._socket.close()
+        self._selector.close()
+
+    def _unlink(self) -> None:
+        """Remove the socket, unless another SMP has put its own there."""
+        try:
+            if self._path.stat().st_ino == self._inode:
+                self._path.unlink()
+        except FileNotFoundError:
+            pass
+
+    def _accept(self) -> None:
+        try:
+            channel = accept(self._socket, run_id=self._run_id)
+        except OSError as error:
+            _log.warning("a connection was not accepted: %s", error)
+            return
+        if channel is None:
+            _log.warning("a connection of another user was refused")
+            return
+        client = Client(channel)
+        self._clients.add(client)
+        self._watch(client.channel, lambda: self._hear(client))
+
+    def _hear(self, client: Client) -> None:
+        try:
+            client.backlog.extend(client.channel.receive_ready())
+        except PeerLost:
+            client.is_gone = True
+        except ProtocolError as error:
+            _log.warning("%s: %s", client.channel.peer, error)
+            client.is_gone = True
+        self._drain(client)
+
+    def _drain(self, client: Client) -> None:
+        """Handle what has come, unless this is a worker that has to wait."""
+        while client.backlog and not client.is_gone and not self._has_to_wait(client):
+            received = client.backlog.popleft()
+            try:
+                self._handle(client, received)
+            except ProtocolError as error:
+                _log.warning("%s: %s", client.channel.peer, error)
+                client.is_gone = True
+            except Exception:  # noqa: BLE001
+                # The process loop: a bug must cost a connection, not the memory of a run.
+                _log.exception("%s: a bug of ftrun", client.channel.peer)
+                client.is_gone = True
+            finally:
+                close_fds(received)
+
+    def _has_to_wait(self, client: Client) -> bool:
+        may_begin = self._keeper.has_begun and not self._awaits_adoption
+        return client.role is Role.WORKER and not may_begin
+
+    def _sweep(self) -> None:
+        """Let go of the clients that are gone, whoever found out."""
+        for client in [one for one in self._clients if one.is_gone]:
+            self._selector.unregister(client.channel)
+            self._clients.remove(client)
+            client.close()
+            if client is self._keeper.agent:
+                self._keeper.agent = None
+                self._orphaned_since_s = clock.now_s()
+                _log.info("the agent is gone; the snapshots stay for %.0f s", self._orphan_s)
+
+    def _handle(self, client: Client, received: Received) -> None:
+        body = received.body
+        if not isinstance(body, _ALLOWED[client.role]):
+            raise ProtocolError(f"{type(body).__name__} is not for a client of this role")
+        if client.role is Role.UNKNOWN:
+            self._meet(client, body)
+        elif client.role is Role.WORKER:
+            self._serve_worker(client, received)
+        else:
+            answer = self._serve_agent(client, received)
+            if answer is not None:
+                client.tell(answer)
+
+    def _meet(self, client: Client, body: m.AnyMessage) -> None:
+        assert isinstance(body, m.Hello)
+        if body.protocol != m.PROTOCOL_VERSION:
+            client.tell(m.Refused(f"protocol {body.protocol}, this is {m.PROTOCOL_VERSION}"))
+            raise ProtocolError(f"it speaks protocol {body.protocol}")
+        client.introduce(role=body.role, rank=body.rank)
+        if client.role is Role.AGENT:
+            if self._keeper.agent is not None:
+                _log.info("a newer agent (pid %d) replaces the old one", body.pid)
+                self._keeper.agent.is_gone = True
+            self._keeper.agent = client
+            self._orphaned_since_s = None
+        elif client.role is Role.WORKER and not self._has_to_wait(client):
+            self._keeper.hear_again(Rank(client.rank))
+
+    def _serve_worker(self, client: Client, received: Received) -> None:
+        body = received.body
+        assert isinstance(body, m.ReserveMemory | m.RequestArena | m.ShardSealed)
+        if body.rank != client.rank:
+            raise ProtocolError(f"it speaks for rank {body.rank}")
+        match body:
+            case m.ReserveMemory():
+                self._keeper.reserve(client, body)
+            case m.RequestArena():
+                self._keeper.request_arena(client, body)
+            case m.ShardSealed():
+                sealed = version(body.generation, body.step)
+                self._keeper.shard_sealed(Rank(body.rank), sealed)
+
+    def _serve_agent(self, client: Client, received: Received) -> m.AnyMessage | None:  # noqa: C901 - the one dispatch
+        keeper = self._keeper
+        match received.body:
+            case m.BeginGeneration() as body:
+                answer = keeper.begin_generation(body, received)
+                client.tell(answer)
+                self._let_workers_in()
+                return None
+            case m.TakeInventory():
+                return keeper.inventory()
+            case m.VoidAfter() as body:
+                return keeper.void_after(body)
+            case m.HandOver():
+                keeper.hand_over(client)
+                return None
+            case m.Adopt() as body:
+                self._awaits_adoption = False
+                client.tell(keeper.adopt(body, received))
+                self._let_workers_in()
+                return None
+            case m.KeepRunState() as body:
+                return keeper.keep_run_state(body)
+            case m.WriteCheckpoint() as body:
+                keeper.write_checkpoint(client, body)
+                return None
+            case m.LoadCheckpoint() as body:
+                keeper.load_checkpoint(client, body)
+                return None
+            case m.AskStatus():
+                return keeper.status(self._orphanhood())
+            case m.Shutdown():
+                keeper.free()
+                self._unlink()
+                self._is_ending = True
+                return m.Done()
+            case other:
+                raise ProtocolError(f"{type(other).__name__} is no request")
+
+    def _let_workers_in(self) -> None:
+        for client in [one for one in self._clients if one.role is Role.WORKER]:
+            self._drain(client)
+
+    def _orphanhood(self) -> dict[str, object]:
+        since_s = self._orphaned_since_s
+        return {
+            "orphaned_for_s": None if since_s is None else clock.now_s() - since_s,
+            "orphan_s": self._orphan_s,
+        }
+
+
+def is_served(path: Path) -> bool:
+    """Somebody listens at this path."""
+    probe = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        probe.connect(f"/proc/self/fd/{folder}/{path.name}")
+    except OSError:
+        return False
+    finally:
+        os.close(folder)
+        probe.close()
+    return True
