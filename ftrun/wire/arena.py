@@ -21,6 +21,7 @@ import ctypes
 import mmap
 import os
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import IntEnum
 
@@ -152,19 +153,24 @@ def read_slot_headers(fd: int) -> list[SlotHeader]:
     ]
 
 
-def void_slots_after(fd: int, newest: Version) -> int:
-    """Mark every sealed slot later than `newest` as void; how many there were.
+def void_slots(fd: int, chosen: Callable[[Version], bool]) -> int:
+    """Mark sealed slots as void where `chosen` says so; how many there were.
 
     Only for arenas whose worker is dead.
     """
     shape = read_shape(fd)
     voided = 0
     for slot, header in enumerate(read_slot_headers(fd)):
-        if header.state is SlotState.SEALED and header.version > newest:
+        if header.state is SlotState.SEALED and chosen(header.version):
             data = _pack_slot(replace(header, state=SlotState.VOID))
             os.pwrite(fd, data, PAGE_BYTES + slot * shape.slot_bytes)
             voided += 1
     return voided
+
+
+def void_slots_after(fd: int, newest: Version) -> int:
+    """Mark every sealed slot later than `newest` as void; how many there were."""
+    return void_slots(fd, lambda found: found > newest)
 
 
 class Arena:

@@ -50,6 +50,8 @@ class Beat(IntEnum):
     INIT_GROUP_NS = 23  # end of the first init_process_group
     FAILED_NS = 24  # an exception reached the top of the script
     STOPPED_AT_BOUNDARY = 25  # waits at a boundary for the end, last snapshot sealed
+    WISHED_EVERY = 26  # steps between snapshots that this rank's own measurements ask for
+    CORRUPT_SLOT = 27  # 1 + the slot whose digest did not match at the restore
 
 
 class Command(IntEnum):
@@ -60,6 +62,8 @@ class Command(IntEnum):
     STOP_AFTER_STEP = 2  # take a last snapshot at this boundary or the first after it, and wait
     SNAPSHOT_NOW = 3  # a counter: when it changes, the next boundary takes a snapshot
     COMMIT_COUNT = 4
+    SNAPSHOT_EVERY = 5  # steps between snapshots where the profile says auto; 0: every step
+    EVERY_FROM_STEP = 6  # SNAPSHOT_EVERY counts from this step on, so that all ranks agree
 
 
 class Page:

@@ -1,0 +1,119 @@
+"""One agent: `python -m ftrun.agent RUN_FOLDER`, started by the stub.
+
+Runs in:  agent.
+Takes in: the spec in the run folder; the memory of an SMP that has outlived the last agent.
+Gives:    a run, from its first generation (or the next one) to its exit code.
+
+Zygote and SMP are started before torch is imported here, so that the imports overlap.
+"""
+
+import json
+import logging
+import os
+import sys
+import traceback
+from contextlib import suppress
+from pathlib import Path
+
+from ftrun import clock
+from ftrun.agent.processes import become_subreaper, die_with, name_process, process_state
+from ftrun.agent.smp_link import SmpLink
+from ftrun.agent.zygote_link import ZygoteLink
+from ftrun.config import RunSpec
+from ftrun.errors import ExitCode, FtrunError, InternalError
+from ftrun.journal import Journal
+from ftrun.wire.run_folder import RunFolder
+
+OLD_WORKERS_WAIT_S = 30.0
+
+
+def main() -> int:
+    folder = RunFolder(Path(sys.argv[1]))
+    become_subreaper()
+    die_with(os.getppid())
+    name_process("ftrun-agent")
+    spec = RunSpec.model_validate_json(folder.spec.read_bytes())
+    level = logging.DEBUG if spec.debug else logging.ERROR if spec.quiet else logging.WARNING
+    logging.basicConfig(level=level, format="ftrun: %(message)s", stream=sys.stderr)
+    journal = Journal(Path(spec.log_folder), who="agent")
+    smp = SmpLink(folder, spec.profile.smp.orphan_s)
+    zygote: ZygoteLink | None = None
+    try:
+        os.chdir(spec.cwd)
+        _set_thread_count(spec.torchrun_argv)
+        if spec.profile.start.mode == "warm":
+            zygote = ZygoteLink(preload=spec.profile.start.preload)
+            zygote.start()
+        first_generation = _take_over(smp, journal)
+        from ftrun.agent.launcher import launch  # noqa: PLC0415 - imports torch
+
+        return launch(spec, journal=journal, smp=smp, zygote=zygote, first=first_generation)
+    except FtrunError as error:
+        journal.write("error", kind_of=type(error).__name__, text=str(error))
+        sys.stderr.write(f"ftrun: {error}\n")
+        return error.exit_code
+    except Exception as error:  # noqa: BLE001 - the process loop: anything here is our bug
+        journal.write("bug", text=traceback.format_exc())
+        traceback.print_exc()
+        sys.stderr.write(
+            f"ftrun: this is a bug in ftrun ({type(error).__name__}); please report it with "
+            f"{spec.log_folder}/journal.jsonl\n"
+        )
+        return InternalError.exit_code
+    finally:
+        if zygote is not None:
+            zygote.close()
+        smp.shutdown()
+
+
+def _set_thread_count(argv: list[str]) -> None:
+    """What torchrun does in its own process, early enough for the zygote's OpenMP."""
+    if "OMP_NUM_THREADS" in os.environ:
+        return
+    value = os.environ.get("PET_NPROC_PER_NODE", "1")
+    for index, word in enumerate(argv):
+        name, _, behind = word.replace("_", "-").partition("=")
+        if name == "--nproc-per-node":
+            value = behind or argv[index + 1]
+    if value != "1":
+        os.environ["OMP_NUM_THREADS"] = "1"
+
+
+def _take_over(smp: SmpLink, journal: Journal) -> int:
+    """Adopt what an earlier agent left, or start an SMP; the generation to begin with."""
+    left = smp.find()
+    if left is None:
+        smp.start()
+        return 0
+    state = json.loads(left) if left else {"generation": -1, "pids": []}
+    _wait_for_end_of(state["pids"])
+    journal.write("adopted", arenas=len(smp.arenas), generation=state["generation"])
+    return int(state["generation"]) + 1
+
+
+def _wait_for_end_of(pids: list[int]) -> None:
+    """The last agent's workers die with it; nobody may write to their memory after this."""
+    give_up_s = clock.now_s() + OLD_WORKERS_WAIT_S
+    for pid in pids:
+        while process_state(pid) not in ("", "Z") and _is_worker(pid):
+            if clock.now_s() > give_up_s:
+                raise FtrunError(
+                    f"worker {pid} of the last agent is still there after {OLD_WORKERS_WAIT_S:.0f}"
+                    " s; kill it, then start again"
+                )
+            clock.sleep(0.005)
+
+
+def _is_worker(pid: int) -> bool:
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/comm").read_text(encoding="ascii").startswith("ftrun-rank")
+    return False
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # The interpreter's own teardown takes up to 0.7 s with torch loaded and frees nothing that
+    # the kernel would not.
+    os._exit(code if code is not None else ExitCode.BUG)

@@ -1,0 +1,147 @@
+"""What is due by the clock and asks for no decision.
+
+Runs in:  agent, main thread, once per turn of the loop.
+Takes in: the time.
+Gives:    checkpoints, standbys, an SMP brought up again, reports of silence, measured restarts.
+"""
+
+from ftrun import clock
+from ftrun.agent.generations import Generations
+from ftrun.agent.processes import Child, reap_strangers
+from ftrun.agent.rendezvous import StorePool
+from ftrun.agent.smp_link import SmpLink
+from ftrun.agent.worker_group import WorkerGroup
+from ftrun.agent.zygote_link import ZygoteLink
+from ftrun.config import RunSpec
+from ftrun.errors import PeerError
+from ftrun.journal import Journal
+from ftrun.wire.pages import Beat
+
+REFILL_AFTER_S = 0.5
+"""Standbys are forked after the restart they would compete with for the processors."""
+
+
+class Caretaker:
+    """Housekeeping of one run."""
+
+    def __init__(
+        self,
+        spec: RunSpec,
+        *,
+        journal: Journal,
+        smp: SmpLink,
+        zygote: ZygoteLink | None,
+        stores: StorePool,
+        workers: WorkerGroup,
+        generations: Generations,
+    ) -> None:
+        self.smp_is_starting = False
+        self.smp_given_up = ""
+        """Why there is no SMP any more; empty while there is one."""
+        self._spec = spec
+        self._journal = journal
+        self._smp = smp
+        self._zygote = zygote
+        self._stores = stores
+        self._workers = workers
+        self._generations = generations
+        self._checkpoint_due_s = clock.now_s() + spec.profile.checkpoint.every_s
+        self._checkpoints_seen = 0
+        self._refill_due_s: float | None = None
+        self._silent_ranks: set[int] = set()
+
+    def generation_started(self, now_s: float) -> None:
+        self._refill_due_s = now_s + REFILL_AFTER_S
+        self._silent_ranks.clear()
+
+    def look_after(self, now_s: float) -> bool:
+        """Whether a new SMP is up and has to be told of the generation."""
+        monitor = self._spec.profile.monitor
+        self._workers.kill_long_stopped(now_s, monitor.stopped_kill_s)
+        self._workers.agree_interval()
+        self._generations.measure()
+        self._report_silence(now_s, monitor.silence_report_s)
+        self._refill(now_s)
+        self._checkpoint(now_s)
+        return self._bring_up_smp()
+
+    def last_checkpoint(self) -> None:
+        """At the end of the run: what is committed goes to disk, if that is wished."""
+        directory = self._spec.profile.checkpoint.directory
+        if not directory or self._smp.committed is None:
+            return
+        try:
+            self._smp.finish_checkpoint()
+            self._smp.begin_checkpoint(directory, self._spec.profile.checkpoint.keep)
+            self._smp.finish_checkpoint()
+        except PeerError as error:
+            self._smp.refused = str(error)
+        self._tell_checkpoint()
+
+    def _bring_up_smp(self) -> bool:
+        if not self.smp_is_starting:
+            return False
+        if not self._smp.folder.smp_socket.exists():
+            return False
+        try:
+            self._smp.ready()
+        except PeerError as error:
+            self._journal.write("smp_not_up", why=str(error))
+            return False
+        self.smp_is_starting = False
+        self._journal.write("smp_up", arenas=len(self._smp.arenas))
+        return True
+
+    def _refill(self, now_s: float) -> None:
+        if self._zygote is None:
+            return
+        self._zygote.collect()
+        if self._refill_due_s is not None and now_s > self._refill_due_s:
+            self._refill_due_s = None
+            self._stores.prepare()
+            self._zygote.refill()
+            children: list[Child] = [handle.child for handle in self._workers.handles]
+            reap_strangers([*children, *self._zygote.children, *self._smp.children])
+
+    def _checkpoint(self, now_s: float) -> None:
+        settings = self._spec.profile.checkpoint
+        if settings.directory and now_s > self._checkpoint_due_s and self._smp.committed:
+            self._checkpoint_due_s = now_s + settings.every_s
+            try:
+                self._smp.begin_checkpoint(settings.directory, settings.keep)
+            except PeerError as error:
+                self._journal.write("checkpoint_not_written", why=str(error))
+        self._tell_checkpoint()
+
+    def _tell_checkpoint(self) -> None:
+        written = self._smp.last_checkpoint
+        if self._smp.refused:
+            self._journal.write("checkpoint_not_written", why=self._smp.refused)
+            self._smp.refused = ""
+        if written is not None and self._smp.num_checkpoints != self._checkpoints_seen:
+            self._checkpoints_seen = self._smp.num_checkpoints
+            self._journal.write(
+                "CheckpointWritten",
+                generation=written.generation,
+                step=written.step,
+                path=written.path,
+                total_bytes=written.total_bytes,
+                seconds=written.seconds,
+            )
+
+    def _report_silence(self, now_s: float, limit_s: float) -> None:
+        for place in self._workers.places:
+            beat_ns = place.page.get(Beat.BEAT_NS)
+            if not beat_ns:
+                continue  # no step yet: importing, compiling, loading data
+            silent_s = now_s - beat_ns / 1e9
+            if silent_s <= limit_s:
+                self._silent_ranks.discard(place.rank)
+            elif place.rank not in self._silent_ranks:
+                self._silent_ranks.add(place.rank)
+                self._journal.write(
+                    "silent",
+                    rank=place.rank,
+                    text=f"rank {place.rank} silent for {silent_s:.0f} s (reported after "
+                    f"{limit_s:.0f} s, phase {place.page.phase or 'train'})",
+                )

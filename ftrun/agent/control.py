@@ -1,0 +1,83 @@
+"""Answers the operator, whatever the main thread is doing.
+
+Runs in:  agent, a thread of its own, so that status is answered also while torch starts workers.
+Takes in: connections on agent.sock.
+Gives:    status documents; stop requests, queued for the loop.
+"""
+
+import logging
+import selectors
+import signal
+import socket
+import threading
+from contextlib import suppress
+
+from ftrun import events
+from ftrun.agent.run_loop import RunLoop
+from ftrun.agent.status import status_document
+from ftrun.errors import FtrunError
+from ftrun.wire import messages as msg
+from ftrun.wire.channel import Channel, accept, listen
+
+_log = logging.getLogger(__name__)
+
+
+class ControlServer:
+    """The agent's ear."""
+
+    def __init__(self, run: RunLoop) -> None:
+        self._run = run
+        self._path = run.smp.folder.agent_socket
+        self._selector = selectors.DefaultSelector()
+        self._thread = threading.Thread(target=self._serve, name="ftrun-control", daemon=True)
+        self._stop_read, self._stop_write = socket.socketpair()
+
+    def start(self) -> None:
+        server = listen(self._path)
+        self._selector.register(server, selectors.EVENT_READ)
+        self._selector.register(self._stop_read, selectors.EVENT_READ)
+        self._server = server
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stop_write.send(b"\0")
+        self._thread.join(5.0)
+        self._path.unlink(missing_ok=True)
+
+    def _serve(self) -> None:
+        while True:
+            for key, _ in self._selector.select():
+                if key.fileobj is self._stop_read:
+                    return
+                if key.fileobj is self._server:
+                    self._accept()
+                elif isinstance(key.fileobj, Channel):
+                    self._answer(key.fileobj)
+
+    def _accept(self) -> None:
+        channel = accept(self._server, run_id=self._run.spec.run_id)
+        if channel is not None:
+            self._selector.register(channel, selectors.EVENT_READ)
+
+    def _answer(self, channel: Channel) -> None:
+        try:
+            for received in channel.receive_ready():
+                match received.body:
+                    case msg.AskStatus():
+                        channel.send(msg.Status(status_document(self._run)))
+                    case msg.StopRun():
+                        attached = self._run.workers.progress().attached
+                        self._run.asks.put(
+                            events.StopAsked(signal.SIGTERM, "ftrun stop", attached)
+                        )
+                        self._run.wake()
+                        channel.send(msg.Done())
+                    case msg.Hello():
+                        pass
+                    case other:
+                        channel.send(msg.Refused(f"the agent has no answer to {other!r}"))
+        except (FtrunError, OSError) as error:
+            _log.debug("a client is gone: %s", error)
+            self._selector.unregister(channel)
+            with suppress(OSError):
+                channel.close()

@@ -1,0 +1,85 @@
+"""torchrun's own launcher, with ftrun's hands in three places.
+
+Runs in:  agent, main thread.
+Takes in: torchrun's arguments.
+Gives:    torch.distributed.run.run(args) with our agent class, our worker starter and our
+          rendezvous; everything else (flags, log folders, error files, macros, environment
+          contract) stays torch's, of whatever version is installed.
+
+Source: the names used here exist from torch 2.6 to 2.15; see docs/architecture.md.
+"""
+
+import signal
+from argparse import Namespace
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+from torch.distributed import run as torchrun
+from torch.distributed.elastic.agent.server import api as agent_api
+from torch.distributed.elastic.agent.server import local_elastic_agent
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
+from torch.distributed.elastic.multiprocessing import api as multiprocessing_api
+from torch.distributed.launcher import api as launcher_api
+
+from ftrun.agent.rendezvous import BACKEND
+from ftrun.agent.worker_starter import WorkerStarter
+
+# Torch registers handlers that raise in the middle of anything. We queue signals instead, so
+# torch gets one to handle that is never sent to a process without a terminal.
+_UNUSED_SIGNAL = "SIGWINCH"
+
+
+class FtrunElasticAgent(local_elastic_agent.LocalElasticAgent):
+    """LocalElasticAgent whose loop is ours; `drive` is set before torch makes one."""
+
+    drive: Callable[["FtrunElasticAgent"], None]
+
+    def _invoke_run(self, role: str = "default") -> RunResult:
+        type(self).drive(self)
+        ranks = [worker.global_rank for worker in self._worker_group.workers]
+        return RunResult(state=WorkerState.SUCCEEDED, return_values=dict.fromkeys(ranks))
+
+    def start_generation(self, generation: int) -> None:
+        """Rendezvous and start of all local workers."""
+        # Torch names log folders and TORCHELASTIC_RESTART_COUNT by this difference.
+        self._remaining_restarts = self._worker_group.spec.max_restarts - generation
+        self._initialize_workers(self._worker_group)
+
+    def close_generation(self) -> None:
+        """Let torch close what it opened for workers that are dead: log tails and files."""
+        if self._pcontext is not None:
+            self._pcontext.close(signal.SIGKILL)
+            self._pcontext = None
+
+    @property
+    def error_files(self) -> dict[int, str]:
+        return self._pcontext.error_files if self._pcontext is not None else {}
+
+    @property
+    def worker_group(self) -> WorkerGroup:
+        return self._worker_group
+
+
+def parse(argv: list[str]) -> Namespace:
+    """Torch's own parser, then what a run under ftrun always has."""
+    args: Namespace = torchrun.get_args_parser().parse_args(argv)
+    args.standalone = False
+    args.rdzv_backend = BACKEND
+    args.rdzv_endpoint = "127.0.0.1:0"  # unused, but torch warns when it is empty
+    args.run_path = False  # a warm start is what --run-path was for
+    if hasattr(args, "signals_to_handle"):
+        args.signals_to_handle = _UNUSED_SIGNAL
+    return args
+
+
+def run(args: Namespace, starter: WorkerStarter, drive: Callable[[Any], None]) -> None:
+    """Run torchrun's launcher with ours inside; returns when the run has ended well."""
+    FtrunElasticAgent.drive = staticmethod(drive)
+    launcher_api.LocalElasticAgent = FtrunElasticAgent
+    multiprocessing_api.get_subprocess_handler = starter
+    # A DNS look-up per event would cost more than the restart it reports.
+    for module in (agent_api, local_elastic_agent):
+        if hasattr(module, "_get_fq_hostname"):
+            module._get_fq_hostname = cache(module._get_fq_hostname)
+    torchrun.run(args)

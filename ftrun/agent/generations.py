@@ -1,0 +1,163 @@
+"""How a generation is started, and how long each part of it took.
+
+Runs in:  agent, main thread.
+Takes in: the order to start one, and why.
+Gives:    running workers, a journal line, a `Restart` with measured phases.
+"""
+
+import json
+from collections import deque
+from dataclasses import asdict, dataclass
+
+from ftrun import clock
+from ftrun.agent.elastic import FtrunElasticAgent
+from ftrun.agent.rendezvous import StorePool
+from ftrun.agent.smp_link import SmpLink
+from ftrun.agent.worker_group import WorkerGroup
+from ftrun.config import RunSpec
+from ftrun.errors import PeerError, SnapshotError
+from ftrun.ids import Rank, Version, version
+from ftrun.journal import Journal
+from ftrun.snapshot.restore_point import Offer, restore_point
+from ftrun.wire import messages as msg
+from ftrun.wire.pages import Beat
+
+NOTHING = version(-9, -1)
+"""Older than every version, those from a checkpoint included."""
+
+
+@dataclass
+class Restart:
+    """One restart, as it was measured; times in seconds on the monotonic clock."""
+
+    generation: int
+    cause: str
+    noticed_s: float
+    decided_s: float
+    stopped_s: float
+    launched_s: float
+    restored: str | None
+    phases_s: dict[str, float] | None = None
+    """Filled in when every rank has completed a step."""
+
+
+class Generations:
+    """Starts one generation after the other."""
+
+    def __init__(
+        self,
+        spec: RunSpec,
+        *,
+        first: int,
+        journal: Journal,
+        smp: SmpLink,
+        stores: StorePool,
+        workers: WorkerGroup,
+    ) -> None:
+        self.number = first - 1
+        self.restarts: deque[Restart] = deque(maxlen=100)
+        self.world_size = 0
+        self._spec = spec
+        self._journal = journal
+        self._smp = smp
+        self._stores = stores
+        self._workers = workers
+        self._first = first
+
+    def start(
+        self, agent: FtrunElasticAgent, why: str, *, noticed_s: float, stopped_s: float
+    ) -> Version | None:
+        """Start all workers from the newest restore point; which one that was."""
+        decided_s = clock.now_s()
+        self.number += 1
+        restored = self._restore_point()
+        agent.close_generation()
+        self._workers.prepare(self.number, self.world_size, restored)
+        self.tell_smp()
+        agent.start_generation(self.number)
+        self._workers.launched(agent)
+        text = str(restored) if restored is not None else None
+        if self.number > 0:
+            times = (noticed_s, decided_s, stopped_s or decided_s, clock.now_s())
+            self.restarts.append(Restart(self.number, why, *times, text))
+        pids = self._workers.pids()
+        self._journal.write(
+            "StartGeneration", why=why, generation=self.number, restored=text, pids=pids
+        )
+        self._keep_run_state(pids)
+        return restored
+
+    def tell_smp(self) -> None:
+        """Say who takes part from now on; an SMP that is gone is told when the next one is up."""
+        try:
+            self._smp.begin_generation(
+                self.number, list(range(self.world_size)), self._workers.command_fd
+            )
+        except PeerError as error:
+            self._journal.write("smp_not_told", why=str(error))
+
+    def measure(self) -> None:
+        """Note the phases of the last restart once every rank has made a step."""
+        restart = self.restarts[-1] if self.restarts else None
+        if restart is None or restart.phases_s is not None or restart.generation != self.number:
+            return
+        pages = [place.page for place in self._workers.places]
+        if not pages or not all(page.get(Beat.FIRST_STEP_NS) for page in pages):
+            return
+
+        def last_s(at: Beat) -> float:
+            return max(page.get(at) for page in pages) / 1e9
+
+        script_s = last_s(Beat.STARTED_NS)
+        group_s = max(last_s(Beat.INIT_GROUP_NS), script_s)
+        restored_s = max(last_s(Beat.RESTORE_END_NS), group_s)
+        restoring_s = max(
+            (page.get(Beat.RESTORE_END_NS) - page.get(Beat.RESTORE_BEGIN_NS)) / 1e9
+            for page in pages
+        )
+        first_step_s = last_s(Beat.FIRST_STEP_NS)
+        restart.phases_s = {
+            "decide": restart.decided_s - restart.stopped_s,
+            "stop": restart.stopped_s - restart.noticed_s,
+            "fork": script_s - restart.decided_s,
+            "rendezvous": group_s - script_s,
+            "build": restored_s - group_s - restoring_s,
+            "restore": restoring_s,
+            "first_step": first_step_s - restored_s,
+            "total": first_step_s - restart.noticed_s,
+        }
+        self._journal.write("Recovered", **asdict(restart))
+
+    def _restore_point(self) -> Version | None:
+        point = restore_point(self._offers(), self.world_size)
+        directory = self._spec.profile.checkpoint.directory
+        why = point.why
+        found = point.version
+        if found is None and directory and self.number == self._first:
+            found, why = self._load_checkpoint(directory)
+        voided = self._smp.void_after(found if found is not None else NOTHING)
+        self._journal.write("restore_point", version=str(found), why=why, voided_slots=voided)
+        return found
+
+    def _load_checkpoint(self, directory: str) -> tuple[Version | None, str]:
+        answer = self._smp.load_checkpoint(directory, list(range(self.world_size)))
+        if isinstance(answer, msg.CheckpointLoaded):
+            return version(answer.generation, answer.step), f"checkpoint {answer.path}"
+        if answer is None:
+            return None, f"no checkpoint in {directory} yet"
+        raise SnapshotError(
+            f"{answer}. Give another --checkpoint-dir to start anew; nothing there was changed"
+        )
+
+    def _offers(self) -> list[Offer]:
+        return [
+            Offer(Rank(held.rank), version(held.generation, held.step), held.world_size)
+            for held in self._smp.offers()
+        ]
+
+    def _keep_run_state(self, pids: list[int]) -> None:
+        state = {"generation": self.number, "pids": pids, "script": self._spec.script}
+        try:
+            self._smp.keep_run_state(json.dumps(state).encode())
+        except PeerError as error:
+            self._journal.write("smp_not_told", why=str(error))

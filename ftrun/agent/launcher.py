@@ -1,0 +1,150 @@
+"""Puts the parts of a run together and lets torch's launcher run them.
+
+Runs in:  agent, main thread. The first module here that imports torch.
+Takes in: the spec, and what was started before torch was imported.
+Gives:    the run's exit code; its final block on stderr where it did not end well.
+"""
+
+import logging
+import os
+import sys
+from argparse import Namespace
+
+import torch
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+from torch.distributed.run import determine_local_world_size
+
+from ftrun.agent import elastic
+from ftrun.agent.caretaker import Caretaker
+from ftrun.agent.control import ControlServer
+from ftrun.agent.ending import final_block
+from ftrun.agent.generations import Generations
+from ftrun.agent.rendezvous import LOOPBACK, StorePool, register
+from ftrun.agent.run_loop import RunEnded, RunLoop
+from ftrun.agent.smp_link import SmpLink
+from ftrun.agent.worker_group import WorkerGroup
+from ftrun.agent.worker_starter import WorkerStarter
+from ftrun.agent.zygote_link import ZygoteLink
+from ftrun.config import RunSpec
+from ftrun.errors import PeerError
+from ftrun.journal import Journal
+from ftrun.recovery.commands import EndRun
+from ftrun.recovery.supervisor import Policy, Supervisor
+
+KNOWN_TORCH = ((2, 8), (2, 15))
+"""Versions whose launcher was read; see docs/architecture.md."""
+
+_log = logging.getLogger("ftrun")
+
+
+def launch(
+    spec: RunSpec, *, journal: Journal, smp: SmpLink, zygote: ZygoteLink | None, first: int
+) -> int:
+    """Run to the end; the exit code of the started process."""
+    args = elastic.parse(spec.torchrun_argv)
+    world_size = determine_local_world_size(args.nproc_per_node)
+    zygote = _fit(zygote, journal)
+    if zygote is not None:
+        zygote.want(world_size)
+    stores = StorePool(args.master_addr if _is_given(args) else LOOPBACK, args.master_port or 0)
+    register(stores)
+    run = _assemble(spec, journal=journal, smp=smp, zygote=zygote, stores=stores, first=first)
+    run.supervisor.world_size = world_size
+    if smp.child is not None:
+        try:
+            smp.ready()
+        except PeerError as error:
+            journal.write("smp_not_up", why=str(error))
+            run.caretaker.smp_given_up = f"the snapshot manager does not start: {error}"
+    control = ControlServer(run)
+    control.start()
+    journal.write("run", run_id=spec.run_id, script=spec.script, torch=torch.__version__)
+    try:
+        elastic.run(args, run.workers.starter, run.drive)
+    except RunEnded as ended:
+        _say_end(ended.command, spec, run)
+        return int(ended.command.exit_code)
+    finally:
+        control.stop()
+    journal.write("end", exit_code=0)
+    return 0
+
+
+def _assemble(
+    spec: RunSpec,
+    *,
+    journal: Journal,
+    smp: SmpLink,
+    zygote: ZygoteLink | None,
+    stores: StorePool,
+    first: int,
+) -> RunLoop:
+    workers = WorkerGroup(spec, smp=smp, starter=WorkerStarter(zygote, journal))
+    generations = Generations(
+        spec, first=first, journal=journal, smp=smp, stores=stores, workers=workers
+    )
+    caretaker = Caretaker(
+        spec,
+        journal=journal,
+        smp=smp,
+        zygote=zygote,
+        stores=stores,
+        workers=workers,
+        generations=generations,
+    )
+    return RunLoop(
+        spec,
+        journal=journal,
+        smp=smp,
+        zygote=zygote,
+        workers=workers,
+        generations=generations,
+        supervisor=Supervisor(_policy(spec), world_size=0),
+        caretaker=caretaker,
+    )
+
+
+def _policy(spec: RunSpec) -> Policy:
+    restart, stop = spec.profile.restart, spec.profile.stop
+    return Policy(
+        max_restarts=spec.max_restarts,
+        budget=restart.budget,
+        window_s=restart.window_s,
+        backoff_first_s=restart.backoff_first_s,
+        backoff_limit_s=restart.backoff_limit_s,
+        same_cause_limit=restart.same_cause_limit,
+        grace_s=stop.grace_s,
+        boundary_wait_s=stop.boundary_wait_s,
+    )
+
+
+def _fit(zygote: ZygoteLink | None, journal: Journal) -> ZygoteLink | None:
+    """Whether this torch can be forked warm; a version nobody has read starts fresh."""
+    found = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+    oldest, newest = KNOWN_TORCH
+    if zygote is None or oldest <= found <= newest:
+        return zygote
+    why = (
+        f"torch {torch.__version__} is not one of {oldest[0]}.{oldest[1]} to "
+        f"{newest[0]}.{newest[1]}; workers are started fresh"
+    )
+    _log.warning("%s", why)
+    journal.write("fresh_start", why=why)
+    zygote.close()
+    return None
+
+
+def _is_given(args: Namespace) -> bool:
+    return bool(args.master_addr) and args.master_addr not in ("localhost", LOOPBACK)
+
+
+def _say_end(command: EndRun, spec: RunSpec, run: RunLoop) -> None:
+    run.journal.write("end", exit_code=int(command.exit_code), why=command.why)
+    cause = command.cause
+    path = run.workers.error_file(cause.rank) if cause is not None else ""
+    if path and os.path.exists(path):
+        # Whoever has started us with an error file of its own finds the first cause there.
+        get_error_handler().dump_error_file(path, command.exit_code)
+    sys.stdout.flush()
+    sys.stderr.write(final_block(command, spec, run.generations))
+    sys.stderr.flush()

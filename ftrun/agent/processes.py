@@ -1,0 +1,163 @@
+"""Children of the agent: seen by event, ended by number.
+
+Runs in:  agent, main thread.
+Takes in: pids of children, own or adopted (a zygote's grandchildren come here to be reaped).
+Gives:    `Child`ren with a pidfd that becomes readable at their end.
+
+A pidfd names one process for ever, so a signal never reaches a stranger that got the number
+later. The status is read with waitid on that very pid: nothing here reaps a child of torch's.
+"""
+
+import contextlib
+import os
+import select
+import signal
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO
+
+from ftrun import clock
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+class Child:
+    """One child process, from its pid to its exit status."""
+
+    def __init__(self, pid: int, name: str) -> None:
+        self.pid = pid
+        self.name = name
+        self.pidfd = os.pidfd_open(pid)
+        self.status: int | None = None
+        """Exit code, or the signal's number with a minus sign; None while it lives."""
+
+    def reap(self) -> bool:
+        """Whether it has ended; reads its status the first time it has."""
+        if self.status is not None:
+            return True
+        try:
+            found = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG)
+        except ChildProcessError:
+            self._ended(-signal.SIGKILL)  # somebody else has read it
+            return True
+        if found is None:
+            return False
+        self._ended(found.si_status if found.si_code == os.CLD_EXITED else -found.si_status)
+        return True
+
+    def is_stopped(self) -> bool:
+        """Whether it is held by SIGSTOP or the like: /proc says T (t: by a debugger)."""
+        return process_state(self.pid) == "T"
+
+    def signal(self, number: int) -> None:
+        if self.status is None:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self.pidfd, number)
+
+    def signal_group(self, number: int) -> None:
+        """Signal everything in its process group, also what it has left behind."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, number)
+
+    def wait(self, deadline_s: float) -> bool:
+        """Wait for its end, at most so long; whether it came."""
+        give_up_s = clock.now_s() + deadline_s
+        while not self.reap():
+            left_s = give_up_s - clock.now_s()
+            if left_s <= 0:
+                return False
+            poller = select.poll()
+            poller.register(self.pidfd, select.POLLIN)
+            poller.poll(left_s * 1000)
+        return True
+
+    def _ended(self, status: int) -> None:
+        self.status = status
+        os.close(self.pidfd)
+
+
+def spawn(  # noqa: PLR0913 - the parts of one exec
+    argv: Sequence[str],
+    *,
+    name: str,
+    variables: Mapping[str, str],
+    pass_fds: Sequence[int] = (),
+    streams: Sequence[IO[str] | None] = (None, None),
+    new_session: bool = False,
+) -> Child:
+    """Start a program with our stdin, and our stdout and stderr where `streams` has none."""
+    started = subprocess.Popen(
+        list(argv),
+        env=dict(variables),
+        pass_fds=tuple(pass_fds),
+        stdout=streams[0],
+        stderr=streams[1],
+        start_new_session=new_session,
+    )
+    # Child reads the status; a Popen that is collected without one warns and keeps the pid.
+    started.returncode = 0
+    return Child(started.pid, name)
+
+
+def process_state(pid: int) -> str:
+    """The kernel's letter for a process: R, S, D, T, Z; empty when there is none."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return ""
+    return stat.rpartition(")")[2].split()[0]
+
+
+def reap_strangers(known: Sequence[Child]) -> None:
+    """Read the status of orphans that were given to us, so that no zombie stays.
+
+    A known child that ends between the two looks is reaped as itself.
+    """
+    mine = {child.pid: child for child in known}
+    for _ in range(64):
+        try:
+            found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:
+            return
+        if found is None:
+            return
+        if found.si_pid in mine:
+            return  # its own event will come; strangers behind it wait for the next look
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(found.si_pid, os.WNOHANG)
+
+
+def become_subreaper() -> None:
+    """Orphans among our descendants become our children, not init's."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def name_process(name: str) -> None:
+    """What `ps -o comm` shows, at most 15 characters."""
+    Path("/proc/self/comm").write_text(name[:15], encoding="ascii")
+
+
+def die_with(parent_pid: int) -> None:
+    """Be killed when the parent dies."""
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:
+        raise SystemExit(1)
+
+
+def _prctl(option: int, value: int) -> None:
+    import ctypes  # noqa: PLC0415 - once per process
+
+    ctypes.CDLL(None).prctl(option, value)
+
+
+def oom_kills() -> int | None:
+    """Out-of-memory kills on this node so far, as far as we may read them."""
+    try:
+        for line in Path("/proc/vmstat").read_text(encoding="ascii").splitlines():
+            if line.startswith("oom_kill "):
+                return int(line.split()[1])
+    except OSError:
+        pass
+    return None

@@ -1,0 +1,260 @@
+"""The agent's side of the SMP: starts it, keeps duplicates of its memory, asks it things.
+
+Runs in:  agent, main thread.
+Takes in: the run folder.
+Gives:    restore points, checkpoints; the descriptors that workers are launched with.
+Survives: the SMP: its memfds are held here too and are handed to the next one.
+"""
+
+import os
+import sys
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ftrun import clock
+from ftrun.agent.processes import Child, spawn
+from ftrun.errors import FtrunError, LayoutUnknown, PeerError, PeerLost
+from ftrun.ids import Rank, Version, version
+from ftrun.wire import messages as msg
+from ftrun.wire.arena import SlotState, read_shape, read_slot_headers, void_slots
+from ftrun.wire.channel import Channel, Received, connect
+from ftrun.wire.run_folder import RunFolder
+
+START_WAIT_S = 20.0
+ANSWER_WAIT_S = 30.0
+CHECKPOINT_WAIT_S = 3600.0
+
+
+@dataclass
+class SmpLink:
+    """One SMP at a time, and the memory of all of them."""
+
+    folder: RunFolder
+    orphan_s: float
+    child: Child | None = None
+    """None also where the SMP was found alive: then it is the stub's child, not ours."""
+    channel: Channel | None = None
+    committed: Version | None = None
+    last_checkpoint: msg.CheckpointWritten | None = None
+    last_checkpoint_s: float = 0.0
+    num_checkpoints: int = 0
+    refused: str = ""
+    """Why the last checkpoint could not be written."""
+    arenas: dict[Rank, list[int]] = field(default_factory=dict)
+    """Descriptors by rank, the newest layout last."""
+    _run_state: bytes = b""
+    writing: bool = False
+
+    @property
+    def children(self) -> list[Child]:
+        return [self.child] if self.child is not None else []
+
+    def find(self) -> bytes | None:
+        """Adopt an SMP that outlived its agent: its memory, and what the last agent left there.
+
+        None when there is no SMP.
+        """
+        try:
+            self.channel = self._connect(1.0)
+            handed = self.channel.ask(msg.HandOver(), deadline_s=ANSWER_WAIT_S)
+        except PeerError:
+            return None
+        if not isinstance(handed.body, msg.HandedOver):
+            return None
+        for rank, fd in zip(handed.body.ranks, handed.fds, strict=True):
+            self._keep(Rank(rank), fd)
+        self._run_state = handed.body.run_state
+        return self._run_state
+
+    def start(self) -> None:
+        """Start an SMP without waiting for it; `ready` waits."""
+        argv = [sys.executable, "-m", "ftrun.smp", "--run-id", self.folder.run_id]
+        argv += ["--socket", str(self.folder.smp_socket), "--orphan-s", str(self.orphan_s)]
+        self.folder.smp_socket.unlink(missing_ok=True)
+        self.child = spawn(argv, name="smp", variables=os.environ)
+
+    def ready(self) -> None:
+        """Connect to the SMP that was started, and hand it the memory of the one before.
+
+        Raises:
+            PeerError: it does not come up.
+        """
+        give_up_s = clock.now_s() + START_WAIT_S
+        while True:
+            try:
+                self.channel = self._connect(START_WAIT_S)
+                break
+            except PeerLost:
+                if clock.now_s() > give_up_s or (self.child is not None and self.child.reap()):
+                    raise
+                clock.sleep(0.005)
+        held = [(rank, fd) for rank, fds in sorted(self.arenas.items()) for fd in fds]
+        if held:
+            body = msg.Adopt([rank for rank, _ in held])
+            self._ask(body, fds=tuple(fd for _, fd in held))
+        if self._run_state:
+            self._ask(msg.KeepRunState(self._run_state))
+
+    def begin_generation(self, generation: int, ranks: list[int], command_page: int) -> None:
+        if self.channel is not None:
+            self.channel.generation = generation
+            self._ask(
+                msg.BeginGeneration(generation, len(ranks), ranks), fds=(command_page,)
+            )
+
+    def keep_run_state(self, state: bytes) -> None:
+        self._run_state = state
+        if self.channel is not None:
+            self._ask(msg.KeepRunState(state))
+
+    def offers(self) -> list[msg.ShardOffer]:
+        """Every sealed slot on this node, read from the memory itself, SMP or no SMP."""
+        found: list[msg.ShardOffer] = []
+        for rank, fds in sorted(self.arenas.items()):
+            for fd in fds:
+                try:
+                    shape = read_shape(fd)
+                    headers = read_slot_headers(fd)
+                except LayoutUnknown:
+                    continue
+                found.extend(
+                    msg.ShardOffer(
+                        rank, header.generation, header.step, shape.world_size, shape.image_bytes
+                    )
+                    for header in headers
+                    if header.state is SlotState.SEALED
+                )
+        return found
+
+    def arena_for(self, rank: Rank, wanted: Version | None) -> int | None:
+        """The descriptor to launch a rank with: the arena that holds `wanted`, else the newest."""
+        fds = self.arenas.get(rank, [])
+        if wanted is not None:
+            for fd in fds:
+                for header in read_slot_headers(fd):
+                    if header.state is SlotState.SEALED and header.version == wanted:
+                        return fd
+        return fds[-1] if fds else None
+
+    def void_after(self, newest: Version) -> int:
+        """Make sure that no later version ever comes back; the workers must be dead."""
+        return sum(
+            void_slots(fd, lambda found: found > newest)
+            for fds in self.arenas.values()
+            for fd in fds
+        )
+
+    def begin_checkpoint(self, directory: str, keep: int) -> None:
+        """Have the newest committed version written; the answer comes with `collect`."""
+        if self.channel is not None and not self.writing:
+            self.channel.send(msg.WriteCheckpoint(directory, keep))
+            self.writing = True
+
+    def finish_checkpoint(self) -> None:
+        """Wait for the checkpoint that is being written."""
+        give_up_s = clock.now_s() + CHECKPOINT_WAIT_S
+        while self.writing and self.channel is not None and clock.now_s() < give_up_s:
+            self._take(self.channel.receive(deadline_s=CHECKPOINT_WAIT_S))
+
+    def void_slot(self, rank: Rank, wanted: Version | None) -> None:
+        """Set one rank's slot aside: its digest did not match."""
+        for fd in self.arenas.get(rank, []):
+            void_slots(fd, lambda found: found == wanted)
+
+    def load_checkpoint(
+        self, directory: str, ranks: list[int]
+    ) -> msg.CheckpointLoaded | str | None:
+        """Fill the arenas from a checkpoint; or why that is not possible; None: there is none."""
+        folder = Path(directory)
+        if not (folder / "latest").is_symlink() and not any(folder.glob("step-*")):
+            return None
+        answer = self._ask(
+            msg.LoadCheckpoint(directory, len(ranks), ranks), deadline_s=CHECKPOINT_WAIT_S
+        ).body
+        if isinstance(answer, msg.CheckpointLoaded):
+            return answer
+        return answer.why if isinstance(answer, msg.Refused) else repr(answer)
+
+    def collect(self) -> None:
+        """Take in what the SMP has said unasked.
+
+        Raises:
+            PeerLost: it is gone.
+        """
+        if self.channel is not None:
+            for received in self.channel.receive_ready():
+                self._take(received)
+
+    def lost(self) -> None:
+        """Forget the connection to an SMP that is gone; its memory is kept."""
+        if self.channel is not None:
+            self.channel.close()
+        self.channel = None
+        self.writing = False
+
+    def shutdown(self) -> None:
+        """End the SMP and free its memory, whether it answers or not."""
+        if self.channel is not None:
+            with suppress(FtrunError):
+                self._ask(msg.Shutdown(), deadline_s=10.0)
+            self.lost()
+        if self.child is not None and not self.child.wait(5.0):
+            self.child.signal(9)
+            self.child.wait(5.0)
+        for fds in self.arenas.values():
+            for fd in fds:
+                os.close(fd)
+        self.arenas.clear()
+
+    def _ask(
+        self, body: msg.AnyMessage, *, fds: tuple[int, ...] = (), deadline_s: float = ANSWER_WAIT_S
+    ) -> Received:
+        """Ask, and take in whatever the SMP says unasked before its answer."""
+        if self.channel is None:
+            raise PeerLost(peer="the SMP")
+        self.channel.send(body, fds=fds)
+        while True:
+            received = self.channel.receive(deadline_s=deadline_s)
+            if not self._take(received):
+                return received
+
+    def _take(self, received: Received) -> bool:
+        """Whether this was something unasked, and is dealt with."""
+        body = received.body
+        match body:
+            case msg.ArenaGranted():
+                self._keep(Rank(body.rank), *received.fds)
+            case msg.VersionCommitted():
+                self.committed = version(body.generation, body.step)
+                self._drop_old_layouts()
+            case msg.CheckpointWritten():
+                self.last_checkpoint, self.refused, self.writing = body, "", False
+                self.num_checkpoints += 1
+                self.last_checkpoint_s = clock.now_s()
+            case msg.Refused() if self.writing:
+                self.refused, self.writing = body.why, False
+            case _:
+                return False
+        return True
+
+    def _keep(self, rank: Rank, fd: int) -> None:
+        self.arenas.setdefault(rank, []).append(fd)
+
+    def _drop_old_layouts(self) -> None:
+        # A commit is sealed by every rank, so what came before the arena that holds it is over.
+        for fds in self.arenas.values():
+            while len(fds) > 1 and any(
+                header.state is SlotState.SEALED and header.version == self.committed
+                for header in read_slot_headers(fds[-1])
+            ):
+                os.close(fds.pop(0))
+
+    def _connect(self, deadline_s: float) -> Channel:
+        return connect(
+            self.folder.smp_socket,
+            run_id=self.folder.run_id,
+            peer="the SMP",
+            hello=msg.Hello("agent", os.getpid()),
+            deadline_s=deadline_s,
+        )

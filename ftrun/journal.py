@@ -1,0 +1,58 @@
+"""The record of a run: every event and command, one JSON line each.
+
+Runs in:  agent and stub.
+Takes in: a kind and plain fields.
+Gives:    `ftrun-logs/RUN_ID/journal.jsonl`, appended to, never rewritten.
+Survives: everything but the disk; a line is in the kernel's hands before the event is acted on.
+
+A full disk must not end a run: a line that cannot be written is counted and dropped.
+"""
+
+import json
+import os
+from pathlib import Path
+
+from ftrun import clock
+
+FILE_NAME = "journal.jsonl"
+
+
+class Journal:
+    """Appends to the journal of one run."""
+
+    def __init__(self, folder: Path, *, who: str) -> None:
+        self._who = who
+        self.dropped = 0
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+            self._fd = os.open(folder / FILE_NAME, flags, 0o644)
+        except OSError:
+            self._fd = -1
+
+    def write(self, kind: str, **fields: object) -> None:
+        """One line: wall time, monotonic time, who, what, and the fields."""
+        line = {
+            "at": round(clock.wall_s(), 6),
+            "mono_s": round(clock.now_s(), 6),
+            "who": self._who,
+            "kind": kind,
+            **fields,
+        }
+        data = json.dumps(line, default=str).encode() + b"\n"
+        try:
+            os.write(self._fd, data)
+        except OSError:
+            self.dropped += 1
+
+
+def read_journal(folder: Path) -> list[dict[str, object]]:
+    """Every whole line, in order; a line torn by a full disk is left out."""
+    found: list[dict[str, object]] = []
+    with (folder / FILE_NAME).open(encoding="utf-8") as lines:
+        for line in lines:
+            try:
+                found.append(json.loads(line))
+            except ValueError:
+                continue
+    return found

@@ -1,0 +1,100 @@
+"""Why a worker has ended.
+
+Runs in:  agent. Pure.
+Takes in: what the kernel and the worker's error file say.
+Gives:    a `WorkerExit`, in words.
+"""
+
+from signal import Signals
+from dataclasses import dataclass
+
+from ftrun.events import Kind, WorkerExit
+from ftrun.ids import Rank
+
+SIGKILL = 9
+
+
+@dataclass(frozen=True, slots=True)
+class ExitFacts:
+    """Everything known about one worker's end."""
+
+    rank: Rank
+    pid: int
+    status: int
+    """Exit code, or the signal's number with a minus sign."""
+    message: str = ""
+    """The exception's type and text, from the error file."""
+    traceback: str = ""
+    failed_at_ns: int = 0
+    oom_kills: int | None = None
+    """Out-of-memory kills on this node since the last look; None where unreadable."""
+    stopped_s: float | None = None
+    """Killed by ftrun because it had been stopped for so long."""
+    corrupt: str = ""
+    """Killed or ended because its snapshot was corrupt: which."""
+
+
+def explain(facts: ExitFacts) -> WorkerExit:
+    """One worker's end, as a value."""
+    rank, status = facts.rank, facts.status
+    who = f"rank {rank} (pid {facts.pid})"
+    if facts.corrupt:
+        return WorkerExit(
+            rank, Kind.CORRUPT_SNAPSHOT, status, f"{who}: {facts.corrupt}", fingerprint="corrupt"
+        )
+    if facts.stopped_s is not None:
+        text = f"{who} was stopped (SIGSTOP) for {facts.stopped_s:.0f} s and was killed for it"
+        return WorkerExit(rank, Kind.STOPPED, status, text, fingerprint="stopped")
+    if status == 0:
+        return WorkerExit(rank, Kind.FINISHED, 0, f"{who} has finished")
+    if status < 0:
+        return _signalled(facts, who)
+    if facts.message:
+        first_line = facts.message.splitlines()[0]
+        return WorkerExit(
+            rank,
+            Kind.EXCEPTION,
+            status,
+            f"{who} raised {first_line}",
+            detail=facts.traceback,
+            fingerprint=f"exception {place(facts.traceback)} {first_line.split(':')[0]}",
+            failed_at_ns=facts.failed_at_ns,
+        )
+    return WorkerExit(
+        rank, Kind.EXIT_CODE, status, f"{who} exited with code {status}", fingerprint=f"{status}"
+    )
+
+
+def _signalled(facts: ExitFacts, who: str) -> WorkerExit:
+    name = signal_name(-facts.status)
+    if -facts.status == SIGKILL and facts.oom_kills:
+        text = (
+            f"{who} was killed by the kernel, which was out of memory ({facts.oom_kills} such "
+            "kill(s) since the last look)"
+        )
+        return WorkerExit(facts.rank, Kind.OUT_OF_MEMORY, facts.status, text, fingerprint="oom")
+    text = f"{who} was killed by {name}"
+    if -facts.status == SIGKILL:
+        known = "the kernel has not run out of memory" if facts.oom_kills == 0 else "by whom is not known"
+        text += f" ({known})"
+    return WorkerExit(
+        facts.rank, Kind.SIGNAL, facts.status, text, detail=facts.traceback, fingerprint=name
+    )
+
+
+def signal_name(number: int) -> str:
+    try:
+        return Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def place(traceback: str) -> str:
+    """File and line of the innermost frame of a traceback."""
+    lines = [line.strip() for line in traceback.splitlines() if line.strip().startswith("File ")]
+    return lines[-1] if lines else ""
+
+
+def end_in_words(status: int) -> str:
+    """How a process of ftrun's own ended."""
+    return f"was killed by {signal_name(-status)}" if status < 0 else f"exited with code {status}"

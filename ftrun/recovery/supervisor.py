@@ -1,0 +1,278 @@
+"""The brain of a run: events in, commands out.
+
+Runs in:  the agent that leads. Pure: the agent brings the events and the time, and carries out
+          the commands.
+Takes in: `Event`s.
+Gives:    `Command`s, each with its reason.
+
+Rule 1: every change of a run's state happens in `handle`, and nowhere else.
+Rule 2: a failure is retried unless it cannot be cured by that: before the first step a program
+        that ends by itself has a mistake in it; the same failure again and again without a step
+        of progress will come once more.
+Rule 3: a command is given once; what it leads to comes back as an event.
+"""
+
+from signal import SIGTERM, Signals
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import assert_never
+
+from ftrun.errors import ExitCode
+from ftrun.events import (
+    AllAtBoundary,
+    Event,
+    GenerationStarted,
+    Kind,
+    Progress,
+    SmpExited,
+    StopAsked,
+    Tick,
+    WorkerExit,
+    WorkersExited,
+    ZygoteExited,
+)
+from ftrun.ids import Rank
+from ftrun.recovery.budget import RestartBudget
+from ftrun.recovery.commands import (
+    AskLastSnapshot,
+    Command,
+    EndRun,
+    GoOnWithout,
+    KillWorkers,
+    RespawnSmp,
+    RespawnZygote,
+    SignalWorkers,
+    StartGeneration,
+)
+
+OWN_DEATHS, OWN_DEATHS_WINDOW_S = 5, 600.0
+_ENDS_ITSELF = (Kind.EXCEPTION, Kind.EXIT_CODE)
+
+
+class State(Enum):
+    """Where a run is."""
+
+    STARTING = auto()
+    RUNNING = auto()
+    BACKING_OFF = auto()
+    LAST_SNAPSHOT = auto()
+    SIGNALLED = auto()
+    KILLED = auto()
+    ENDED = auto()
+
+
+STOPPING = (State.LAST_SNAPSHOT, State.SIGNALLED, State.KILLED)
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """What the profile says about restarts and stops; config.py has the words."""
+
+    max_restarts: int | None
+    budget: int
+    window_s: float
+    backoff_first_s: float
+    backoff_limit_s: float
+    same_cause_limit: int
+    grace_s: float
+    boundary_wait_s: float
+
+
+class Supervisor:
+    """State of one run, from the first generation to the last step."""
+
+    def __init__(self, policy: Policy, *, world_size: int) -> None:
+        self.state = State.STARTING
+        self.world_size = world_size
+        self.restarts = 0
+        self._policy = policy
+        if policy.max_restarts is None:
+            self.budget = RestartBudget(policy.budget, policy.window_s)
+        else:
+            self.budget = RestartBudget(policy.max_restarts, None)
+        self._smp_budget = RestartBudget(OWN_DEATHS, OWN_DEATHS_WINDOW_S)
+        self._zygote_budget = RestartBudget(OWN_DEATHS, OWN_DEATHS_WINDOW_S)
+        self._finished: set[Rank] = set()
+        self._best_step = -1
+        self._steps_seen = False
+        self._same_cause: tuple[str, int] = ("", 0)
+        self._without_progress = 0
+        self._stop_signal = SIGTERM
+        self._deadline_s = 0.0
+        self._grace_ends_s = 0.0
+        self._resume_why = ""
+
+    def handle(self, event: Event, *, now_s: float) -> list[Command]:  # noqa: PLR0911 - dispatch
+        match event:
+            case GenerationStarted():
+                if self.state is State.STARTING:
+                    self.state = State.RUNNING
+                self._finished.clear()
+                return []
+            case WorkersExited():
+                return self._workers_exited(event, now_s)
+            case SmpExited():
+                return self._part_exited("smp", self._smp_budget, event.text, now_s)
+            case ZygoteExited():
+                return self._part_exited("zygote", self._zygote_budget, event.text, now_s)
+            case StopAsked():
+                return self._stop_asked(event, now_s)
+            case AllAtBoundary():
+                if self.state is State.LAST_SNAPSHOT:
+                    return self._signal_workers("the last snapshot is sealed on every rank")
+                return []
+            case Tick():
+                return self._tick(now_s)
+            case _:
+                assert_never(event)
+
+    def _workers_exited(self, event: WorkersExited, now_s: float) -> list[Command]:
+        if self.state in STOPPING:
+            return self._stopping(event)
+        failed = [found for found in event.exits if found.kind is not Kind.FINISHED]
+        if self.state is not State.RUNNING:
+            return []
+        if failed:
+            return self._failed(first_cause(failed), event.progress, now_s)
+        self._finished.update(found.rank for found in event.exits)
+        if len(self._finished) < self.world_size:
+            return []
+        return self._end(EndRun(ExitCode.DONE, "every rank has finished"))
+
+    def _failed(self, cause: WorkerExit, progress: Progress, now_s: float) -> list[Command]:
+        refusal = self._refusal(cause, progress, now_s)
+        if refusal is not None:
+            return [KillWorkers(cause.text), *self._end(refusal)]
+        self.budget.spend(now_s=now_s)
+        self.restarts += 1
+        why = cause.text
+        if not progress.attached:
+            why += (
+                "; the script does not call ftrun.attach, so it begins from its own beginning or "
+                "its own checkpoint"
+            )
+        pause_s = self._pause_s()
+        if pause_s <= 0:
+            self.state = State.STARTING
+            return [KillWorkers(cause.text), StartGeneration(why)]
+        self.state = State.BACKING_OFF
+        self._deadline_s = now_s + pause_s
+        self._resume_why = f"{why}; waited {pause_s:.0f} s, as the last restart brought no progress"
+        return [KillWorkers(cause.text)]
+
+    def _refusal(self, cause: WorkerExit, progress: Progress, now_s: float) -> EndRun | None:
+        """Why this failure is not retried, if it is not; keeps count of causes and progress."""
+        self._steps_seen |= progress.steps_here > 0
+        own_code = cause.code if cause.code > 0 else 128 - cause.code
+        explicit = self._policy.max_restarts is not None
+        if cause.kind in _ENDS_ITSELF and not self._steps_seen and not explicit:
+            advice = "Nothing was retried: the program ended by itself before its first step."
+            return EndRun(own_code, cause.text, cause, advice)
+        if self._is_the_same_again(cause, progress):
+            advice = (
+                f"The same failure came {self._same_cause[1]} times without a step of progress, so "
+                "another restart would not help. Mend the cause, then start again."
+            )
+            return EndRun(ExitCode.DO_NOT_RESTART, cause.text, cause, advice)
+        if self.budget.is_spent(now_s=now_s):
+            advice = f"The budget is used up: {self.budget}."
+            if not explicit:
+                advice += " Raise restart.budget in the profile, or give --max-restarts."
+            return EndRun(own_code, cause.text, cause, advice)
+        return None
+
+    def _is_the_same_again(self, cause: WorkerExit, progress: Progress) -> bool:
+        # Without attach, steps are counted from each start anew, so only the same failure after
+        # the same number of steps is known to be no progress.
+        key = cause.fingerprint
+        if progress.attached:
+            advanced = progress.step > self._best_step
+        else:
+            key += f" after {progress.steps_here} steps"
+            advanced = progress.steps_here > 0 and key != self._same_cause[0]
+        self._best_step = max(self._best_step, progress.step)
+        self._without_progress = 0 if advanced else self._without_progress + 1
+        count = self._same_cause[1] + 1 if key == self._same_cause[0] and not advanced else 1
+        self._same_cause = (key, count)
+        return count >= self._policy.same_cause_limit
+
+    def _pause_s(self) -> float:
+        """Nothing after progress, then doubling."""
+        if self._without_progress <= 1:
+            return 0.0
+        pause_s = self._policy.backoff_first_s * 2.0 ** (self._without_progress - 2)
+        return min(pause_s, self._policy.backoff_limit_s)
+
+    def _part_exited(
+        self, part: str, budget: RestartBudget, text: str, now_s: float
+    ) -> list[Command]:
+        if self.state is State.ENDED:
+            return []
+        if budget.is_spent(now_s=now_s):
+            return [GoOnWithout(part, f"{text}; it has died too often ({budget})")]
+        budget.spend(now_s=now_s)
+        return [RespawnSmp(text)] if part == "smp" else [RespawnZygote(text)]
+
+    def _stop_asked(self, event: StopAsked, now_s: float) -> list[Command]:
+        if self.state is State.ENDED:
+            return []
+        if self.state in STOPPING:
+            self.state = State.KILLED
+            return [KillWorkers(f"{event.by}, for the second time")]
+        was_backing_off = self.state is State.BACKING_OFF
+        self._stop_signal = Signals(event.signal)
+        self._grace_ends_s = now_s + self._policy.grace_s
+        if was_backing_off:
+            return self._end(self._stopped())
+        if event.attached and self._policy.boundary_wait_s > 0:
+            self.state = State.LAST_SNAPSHOT
+            self._deadline_s = now_s + min(self._policy.boundary_wait_s, self._policy.grace_s)
+            return [AskLastSnapshot(event.by)]
+        return self._signal_workers(event.by)
+
+    def _stopping(self, event: WorkersExited) -> list[Command]:
+        self._finished.update(found.rank for found in event.exits)
+        if len(self._finished) < self.world_size:
+            return []
+        return self._end(self._stopped())
+
+    def _stopped(self) -> EndRun:
+        name = self._stop_signal.name
+        return EndRun(128 + self._stop_signal, f"stopped by {name}")
+
+    def _signal_workers(self, why: str) -> list[Command]:
+        self.state = State.SIGNALLED
+        self._deadline_s = self._grace_ends_s
+        return [SignalWorkers(self._stop_signal, why)]
+
+    def _tick(self, now_s: float) -> list[Command]:
+        if now_s < self._deadline_s:
+            return []
+        if self.state is State.BACKING_OFF:
+            self.state = State.STARTING
+            return [StartGeneration(self._resume_why)]
+        if self.state is State.LAST_SNAPSHOT:
+            return self._signal_workers(
+                f"not every rank came to a step boundary within {self._policy.boundary_wait_s:.0f} s"
+            )
+        if self.state is State.SIGNALLED:
+            self.state = State.KILLED
+            return [KillWorkers(f"the grace of {self._policy.grace_s:.0f} s is over")]
+        return []
+
+    def _end(self, command: EndRun) -> list[Command]:
+        self.state = State.ENDED
+        return [command]
+
+
+def first_cause(failed: list[WorkerExit]) -> WorkerExit:
+    """The failure that the others followed from.
+
+    A worker that was killed cannot have been pulled down by its peers, a worker that raised can:
+    so a signal comes before an exception, and among exceptions the earliest.
+    """
+    order = {Kind.OUT_OF_MEMORY: 0, Kind.SIGNAL: 1, Kind.STOPPED: 1, Kind.CORRUPT_SNAPSHOT: 1}
+    return min(
+        failed,
+        key=lambda found: (order.get(found.kind, 2), found.failed_at_ns or 1 << 62, found.rank),
+    )

@@ -1,0 +1,158 @@
+"""A forked process that waits to become a worker, and the way it becomes one.
+
+Runs in:  standby, then worker (the same process).
+Takes in: one `LaunchOrder` from the agent, with descriptors.
+Gives:    the user's script, run as `python -u script.py` would run it.
+
+What a fresh interpreter would have and a fork has not is made here: a `__main__` module that
+stays in sys.modules (pickling, spawned DataLoader workers and atexit need it), sys.argv and
+sys.path[0], unbuffered streams on the right descriptors, default signals, a session of its own,
+fresh seeds for numpy, and the variables that torch reads once, at import.
+"""
+
+import builtins
+import gc
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+import types
+from importlib.machinery import SourceFileLoader
+
+from ftrun import clock
+from ftrun.worker import heartbeat, script_errors
+from ftrun.worker.kernel import name_process, offer_to_oom_killer
+from ftrun.wire import environment as env
+from ftrun.wire.launch_order import LaunchOrder, decode_order
+
+MAX_ORDER_BYTES = 1 << 20
+_SIGNALS = (
+    signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGCHLD, signal.SIGUSR1, signal.SIGUSR2,
+)  # fmt: skip
+
+
+def run(orders: socket.socket) -> None:
+    """Wait for the order, become the worker, run the script."""
+    order, fds = _wait(orders)
+    become_worker(order, fds)
+    run_script(order, start="warm")
+
+
+def _wait(orders: socket.socket) -> tuple[LaunchOrder, list[int]]:
+    os.setsid()
+    offer_to_oom_killer()
+    name_process("ftrun-standby")
+    _touch()
+    try:
+        orders.send(json.dumps({"pid": os.getpid()}).encode())
+        data, fds, _, _ = socket.recv_fds(orders, MAX_ORDER_BYTES, 16)
+    except OSError:
+        data = b""
+    if not data:
+        os._exit(0)  # the agent is done with us; nothing of the user's has run
+    orders.close()
+    return decode_order(data), list(fds)
+
+
+def _touch() -> None:
+    """Do once, before the order, what a first training step would do cold.
+
+    Each first call pays for page faults of a forked heap and for lazily built tables. The
+    generator of random numbers is not touched; no thread is started with one OpenMP thread.
+    """
+    import torch  # noqa: PLC0415 - this module also runs where torch must not be loaded yet
+
+    if torch.get_num_threads() > 1:
+        return  # a parallel region would start threads that the script may want to configure
+    weight = torch.zeros(8, 8, requires_grad=True)
+    optimizer = torch.optim.AdamW([weight])
+    torch.nn.functional.linear(torch.zeros(2, 8), weight).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    gc.collect(0)
+
+
+def become_worker(order: LaunchOrder, fds: list[int]) -> None:
+    """Take on streams, variables and signals of the worker that is ordered."""
+    for name, fd in zip(order.fd_names, fds, strict=True):
+        if name in ("stdout", "stderr"):
+            os.dup2(fd, 1 if name == "stdout" else 2)
+            os.close(fd)
+        else:
+            order.variables[name] = str(fd)
+    for number in _SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    started_with = dict(os.environ)
+    os.environ.clear()
+    os.environ.update(order.variables)
+    os.chdir(order.cwd)
+    sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
+    sys.stdout = open(1, "w", 1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", 1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(write_through=True)
+    sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr
+    _reseed()
+    name_process(f"ftrun-rank{order.variables.get('RANK', '')}")
+    heartbeat.install(started_with=started_with)
+
+
+def _reseed() -> None:
+    # `random` reseeds itself after a fork and torch's default seed is a fresh process's own;
+    # numpy would repeat the zygote's numbers in every worker.
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed()
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.distributed.is_available():
+        torch.distributed.set_debug_level_from_env()
+    logging.getLogger().handlers.clear()
+
+
+def run_script(order: LaunchOrder, *, start: str) -> None:
+    """Run the user's program to its end, with the exit code it would have had.
+
+    Args:
+        order: what to run.
+        start: `warm` or `fresh`, for the script and for status.
+    """
+    os.environ[env.START] = start
+    try:
+        heartbeat.script_begins(clock.now_ns())
+        if order.module:
+            _run_module(order.argv)
+        else:
+            _run_file(order.argv)
+    except SystemExit:
+        raise
+    except BaseException as error:  # noqa: BLE001 - what the interpreter itself would do
+        script_errors.report(error)
+        raise SystemExit(130 if isinstance(error, KeyboardInterrupt) else 1) from None
+
+
+def _run_file(argv: list[str]) -> None:
+    path = argv[0]
+    sys.argv = list(argv)
+    sys.path[0] = os.path.dirname(os.path.abspath(path))
+    main = types.ModuleType("__main__")
+    main.__file__ = path
+    main.__loader__ = SourceFileLoader("__main__", path)
+    main.__dict__["__builtins__"] = builtins
+    main.__dict__["__annotations__"] = {}
+    sys.modules["__main__"] = main
+    with open(path, "rb") as source:
+        code = compile(source.read(), path, "exec")
+    exec(code, main.__dict__)  # noqa: S102
+
+
+def _run_module(argv: list[str]) -> None:
+    import runpy  # noqa: PLC0415 - only for -m
+
+    sys.argv = list(argv)
+    sys.path[0] = os.getcwd()
+    # The private entry keeps the module in sys.modules after it returns, as `python -m` does;
+    # runpy.run_module drops it, and atexit handlers and pickles then miss it.
+    runpy._run_module_as_main(argv[0], alter_argv=True)  # type: ignore[attr-defined]
