@@ -87,7 +87,7 @@ def _run(ctx: typer.Context, **_: object) -> None:
     if line.wants_help or not ctx.args:
         typer.echo(ctx.get_help())
         return
-    from ftrun.cli.run import run  # noqa: PLC0415 - loads pydantic
+    from ftrun.cli.run import run
 
     run(line, variables=os.environ)
 
@@ -120,13 +120,13 @@ def _completion(flag: Flag) -> Any:
 
 
 def _profile_names() -> list[str]:
-    from ftrun.cli.profile_files import profile_names  # noqa: PLC0415
+    from ftrun.cli.profile_files import profile_names
 
     return profile_names()
 
 
 def _run_ids() -> list[str]:
-    from ftrun.wire.run_folder import all_run_folders  # noqa: PLC0415
+    from ftrun.wire.run_folder import all_run_folders
 
     return [folder.run_id for folder in all_run_folders()]
 
@@ -145,7 +145,7 @@ def _status(
     as_json: Annotated[bool, typer.Option("--json", help="as one JSON document")] = False,
 ) -> None:
     """Show how a run is doing."""
-    from ftrun.cli.status import status  # noqa: PLC0415
+    from ftrun.cli.status import status
 
     raise typer.Exit(status(run_id, as_json=as_json))
 
@@ -153,7 +153,7 @@ def _status(
 @app.command("stop")
 def _stop(run_id: _RunIdArgument = None) -> None:
     """Stop a run, or free the memory that a lost one still holds."""
-    from ftrun.cli.stop import stop  # noqa: PLC0415
+    from ftrun.cli.stop import stop
 
     raise typer.Exit(stop(run_id))
 
@@ -167,7 +167,7 @@ app.add_typer(_profiles_app, name="profiles", invoke_without_command=True)
 @_profiles_app.callback()
 def _profiles(ctx: typer.Context) -> None:
     if ctx.invoked_subcommand is None:
-        from ftrun.cli.profiles import list_profiles  # noqa: PLC0415
+        from ftrun.cli.profiles import list_profiles
 
         list_profiles()
 
@@ -180,7 +180,7 @@ def _show_profile(
     ] = False,
 ) -> None:
     """Show every value of a profile."""
-    from ftrun.cli.profiles import show_profile  # noqa: PLC0415
+    from ftrun.cli.profiles import show_profile
 
     show_profile(name, with_origin=origin)
 
@@ -194,7 +194,7 @@ def main() -> NoReturn:
             traceback.print_exc()
         typer.echo(f"Error: {error}", err=True)
         sys.exit(error.exit_code)
-    except Exception:
+    except Exception:  # noqa: BLE001 - the process's last line of defence
         traceback.print_exc()
         typer.echo("Error: this is a bug in ftrun; please report the lines above", err=True)
         sys.exit(ExitCode.BUG)
@@ -202,7 +202,7 @@ def main() -> NoReturn:
 
 
 def _help_of(group: Any) -> str:
-    from ftrun.cli.help_text import help_text  # noqa: PLC0415
+    from ftrun.cli.help_text import help_text
 
     return help_text({name: c.get_short_help_str(80) for name, c in group.commands.items()})
 

@@ -58,6 +58,7 @@ OWN_FLAGS: tuple[Flag, ...] = (
     ),
 )
 
+_SURE_LETTERS = len("--nproc")
 _NEGATIVE_NUMBER = re.compile(r"-\d+|-\d*\.\d+")
 
 
@@ -186,6 +187,10 @@ def _named(name: str) -> Flag:
 
 
 def _unknown(name: str) -> str:
-    near = difflib.get_close_matches(name, [s for s in _ALL if s.startswith("--")], n=1, cutoff=0.5)
+    long = [spelling for spelling in _ALL if spelling.startswith("--")]
+    # A typo is seldom in the first letters: `--nprocs` is nearer to --nproc-per-node than
+    # to --nnodes, whatever the number of letters that differ.
+    near = [s for s in long if len(name) > _SURE_LETTERS and s.startswith(name[:_SURE_LETTERS])]
+    near = difflib.get_close_matches(name, near or long, n=1, cutoff=0.0 if near else 0.5)
     hint = f" Did you mean {near[0]}?" if near else ""
     return f"{name} is not a flag of ftrun or torchrun.{hint} ftrun --help lists them all"

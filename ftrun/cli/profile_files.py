@@ -10,6 +10,7 @@ one look shows all that is wrong.
 
 import difflib
 import os
+import signal
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,7 +29,7 @@ DEFAULT = "default"
 INTERNAL_NAMES = frozenset(
     value for name, value in vars(environment).items() if name.isupper() and isinstance(value, str)
 )
-"""Variables that ftrun gives to its workers; a run inside a worker must not read them as its own."""
+"""What ftrun gives to its workers; a run inside a worker must not read it as its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +146,7 @@ def setting_from_text(text: str) -> Setting:
 def plain_value(text: str) -> object:
     """Text from a flag or a variable, as the number, truth value, list or word it reads as."""
     try:
-        return yaml.load(text, Loader=_Loader)  # noqa: S506 - a SafeLoader
+        return yaml.load(text, Loader=_Loader)
     except yaml.YAMLError:
         return text
 
@@ -166,7 +167,10 @@ def read_profile(path: Path) -> Layer:
     if node is None:
         return Layer(str(path))
     reader = _NodeReader(path, loader)
-    reader.read(node)
+    try:
+        reader.read(node)
+    except yaml.YAMLError as error:
+        reader.problems.append(_yaml_problem(error))
     return Layer(str(path), tuple(reader.settings), tuple(reader.problems))
 
 
@@ -175,7 +179,7 @@ class _Loader(yaml.SafeLoader):
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):
-            event = self.peek_event()
+            event = self.peek_event()  # type: ignore[no-untyped-call]
             raise yaml.composer.ComposerError(
                 None, None, "aliases are not allowed in a profile", event.start_mark
             )
@@ -243,9 +247,23 @@ def _problems(layer: Layer) -> list[str]:
                 continue
             reported.add((section, key))
             found.extend(_in_words(section, key, detail, origins, nested))
+    return [*found, *_impossible_values(nested, origins)]
+
+
+def _impossible_values(
+    nested: Mapping[str, Mapping[str, object]], origins: Mapping[str, str]
+) -> list[str]:
+    """What has the right type and still makes no sense."""
+    found = []
     every = nested.get("snapshot", {}).get("every")
     if isinstance(every, int) and not isinstance(every, bool) and every < 1:
-        found.append(f"{origins['snapshot.every']}: snapshot.every is auto or 1 and more")
+        found.append(f"{origins['snapshot.every']}: snapshot.every is auto, or 1 and more")
+    names = nested.get("stop", {}).get("forward")
+    for name in names if isinstance(names, list) else []:
+        if name not in signal.Signals.__members__:
+            found.append(
+                f"{origins['stop.forward']}: {name!r} is no signal; they are written as SIGUSR1"
+            )
     return found
 
 
@@ -284,4 +302,5 @@ def _keys_of(annotation: Any) -> list[str]:
 def _yaml_problem(error: yaml.YAMLError) -> str:
     mark = getattr(error, "problem_mark", None)
     problem = getattr(error, "problem", None) or str(error)
+    mark = mark or getattr(error, "context_mark", None)
     return f"line {mark.line + 1}: {problem}" if mark else str(problem)

@@ -22,7 +22,7 @@ from typing import NoReturn
 
 from ftrun.cli.command_line import CommandLine
 from ftrun.cli.profile_files import Resolved, Setting, plain_value, resolve, setting_from_text
-from ftrun.cli.stub import python_command
+from ftrun.cli.stub import answers, python_command
 from ftrun.config import RunSpec
 from ftrun.errors import NotSupportedHere, RunIdTaken, UsageError
 from ftrun.ids import RunId
@@ -60,7 +60,7 @@ def run(line: CommandLine, *, variables: Mapping[str, str]) -> NoReturn:
     sys.stderr.flush()
     os.set_inheritable(lock_fd, True)
     command = python_command("ftrun.cli.stub", str(folder.path), str(lock_fd))
-    os.execv(command[0], command)  # noqa: S606
+    os.execv(command[0], command)
 
 
 def build_spec(line: CommandLine, *, variables: Mapping[str, str]) -> RunSpec:
@@ -167,17 +167,10 @@ def sweep() -> None:
         except BlockingIOError:
             continue
         else:
-            if _is_file_of(folder.lock, lock_fd) and not has_smp(folder):
+            if _is_file_of(folder.lock, lock_fd) and not answers(folder.smp_socket):
                 folder.remove()
         finally:
             os.close(lock_fd)
-
-
-def has_smp(folder: RunFolder) -> bool:
-    """Whether an SMP still listens there, with the memory of the run."""
-    from ftrun.cli.stub import answers  # noqa: PLC0415
-
-    return answers(folder.smp_socket)
 
 
 def _check_same_script(folder: RunFolder, script: str) -> None:
@@ -185,7 +178,7 @@ def _check_same_script(folder: RunFolder, script: str) -> None:
         before = json.loads(folder.spec.read_text())["script"]
     except (OSError, ValueError, KeyError):
         return
-    if before != script and has_smp(folder):
+    if before != script and answers(folder.smp_socket):
         raise RunIdTaken(
             f"run {folder.run_id} holds snapshots of {before}, and this is {script}. Choose "
             f"another --run-id, or free them with: ftrun stop {folder.run_id}"

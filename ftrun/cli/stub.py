@@ -185,7 +185,7 @@ def become_subreaper() -> None:
 
 def reap_all() -> list[tuple[int, int]]:
     """Every child that has ended, with its wait status."""
-    ended = []
+    ended: list[tuple[int, int]] = []
     while True:
         try:
             pid, status = os.waitpid(-1, os.WNOHANG)
@@ -199,11 +199,8 @@ def reap_all() -> list[tuple[int, int]]:
 def children() -> list[int]:
     """The children of this process, ended ones too."""
     own = os.getpid()
-    found = []
-    for name in os.listdir("/proc"):
-        if name.isdigit() and _parent(int(name)) == own:
-            found.append(int(name))
-    return found
+    pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
+    return [pid for pid in pids if _parent(pid) == own]
 
 
 def end_children(*, term_first: bool) -> None:
@@ -228,8 +225,8 @@ def end_children(*, term_first: bool) -> None:
 
 def shut_down_smp(folder: RunFolder) -> bool:
     """Ask the SMP to free everything and end; says whether it answered."""
-    from ftrun.wire.channel import connect  # noqa: PLC0415 - msgspec stays out of a stub that waits
-    from ftrun.wire.messages import Done, Hello, Shutdown  # noqa: PLC0415
+    from ftrun.wire.channel import connect
+    from ftrun.wire.messages import Done, Hello, Shutdown
 
     try:
         channel = connect(

@@ -1,0 +1,117 @@
+"""Which runs there are on this machine, and what of them still answers.
+
+Runs in:  cli.
+Takes in: the run folders of this user.
+Gives:    a `FoundRun` for each that is more than a folder.
+"""
+
+import fcntl
+import os
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+from ftrun.cli.stub import answers
+from ftrun.errors import FtrunError, UsageError
+from ftrun.ids import RunId
+from ftrun.wire.channel import Channel, connect
+from ftrun.wire.messages import Hello
+from ftrun.wire.run_folder import RunFolder, all_run_folders, check_run_id, run_folder
+
+_CONNECT_S = 5.0
+
+
+class Life(Enum):
+    """What of a run is there."""
+
+    RUNNING = "running"
+    STARTING = "starting"  # a stub, and no agent that answers yet
+    ORPHANED = "orphaned"  # an SMP with the memory, and nobody else
+    GONE = "gone"
+
+
+@dataclass(frozen=True, slots=True)
+class FoundRun:
+    """A run, and what of it is there."""
+
+    folder: RunFolder
+    life: Life
+    stub_pid: int | None = None
+
+    @property
+    def run_id(self) -> RunId:
+        return self.folder.run_id
+
+    def to_agent(self) -> Channel:
+        """Raises: PeerLost, PeerTimeout."""
+        return _connect(self.folder, self.folder.agent_socket, "the agent")
+
+    def to_smp(self) -> Channel:
+        """Raises: PeerLost, PeerTimeout."""
+        return _connect(self.folder, self.folder.smp_socket, "the SMP")
+
+
+def look_at(folder: RunFolder) -> FoundRun:
+    stub_pid = _lock_owner(folder)
+    if stub_pid is not None:
+        life = Life.RUNNING if answers(folder.agent_socket) else Life.STARTING
+        return FoundRun(folder, life, stub_pid)
+    return FoundRun(folder, Life.ORPHANED if answers(folder.smp_socket) else Life.GONE)
+
+
+def choose(run_id: str | None, *, command: str) -> FoundRun:
+    """The run of that id, or the only one.
+
+    Raises:
+        UsageError: there are several, and none is named.
+        FtrunError: there is none.
+    """
+    if run_id is not None:
+        run = look_at(run_folder(check_run_id(run_id)))
+        if run.life is Life.GONE:
+            raise FtrunError(f"no run {run_id} is alive on this machine{_others()}")
+        return run
+    alive = _alive()
+    if not alive:
+        raise FtrunError("no run of yours is alive on this machine. Start one: ftrun train.py")
+    if len(alive) > 1:
+        lines = "".join(f"\n  ftrun {command} {run.run_id}   ({run.life.value})" for run in alive)
+        raise UsageError(f"{len(alive)} runs are alive on this machine; name one:{lines}")
+    return alive[0]
+
+
+def _alive() -> list[FoundRun]:
+    found = [look_at(folder) for folder in all_run_folders()]
+    return [run for run in found if run.life is not Life.GONE]
+
+
+def _others() -> str:
+    alive = _alive()
+    return f". Alive: {', '.join(run.run_id for run in alive)}" if alive else ""
+
+
+def _lock_owner(folder: RunFolder) -> int | None:
+    """The stub's process id (0 where it has not written it yet), or None: nobody holds the lock."""
+    try:
+        lock_fd = os.open(folder.lock, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(lock_fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        text = os.pread(lock_fd, 32, 0).decode().strip()
+        return int(text) if text.isdigit() else 0
+    finally:
+        os.close(lock_fd)
+    return None
+
+
+def _connect(folder: RunFolder, path: Path, peer: str) -> Channel:
+    hello = Hello(role="cli", pid=os.getpid())
+    return connect(
+        path,
+        run_id=folder.run_id,
+        peer=peer,
+        hello=hello,
+        deadline_s=_CONNECT_S,
+    )

@@ -1,0 +1,52 @@
+"""`ftrun profiles`: which there are, and what each one sets.
+
+Runs in: cli.
+"""
+
+import os
+
+from ftrun.cli import render
+from ftrun.cli.profile_files import (
+    Resolved,
+    find_profile,
+    known_keys,
+    profile_folder,
+    profile_names,
+    resolve,
+)
+
+
+def list_profiles() -> None:
+    """Print every packaged profile with the first line of its comment."""
+    rows = []
+    for name in profile_names():
+        first = (profile_folder() / f"{name}.yaml").read_text().partition("\n")[0]
+        rows.append((name, first.lstrip("# ").rstrip()))
+    render.show_pairs(rows)
+    render.write_plain(
+        "\nUse one: ftrun --profile NAME train.py. Its values: ftrun profiles show NAME --origin"
+    )
+
+
+def show_profile(name: str, *, with_origin: bool) -> None:
+    """Print every value that a run with this profile would have here.
+
+    Raises:
+        UsageError: no such profile.
+        ProfileInvalid: with all that is wrong.
+    """
+    path = find_profile(name)
+    resolved = resolve(name, variables=os.environ)
+    render.write_plain(f"# {path}")
+    render.show_profile(_rows(resolved, with_origin=with_origin))
+
+
+def _rows(resolved: Resolved, *, with_origin: bool) -> list[tuple[str, str, str, str]]:
+    rows = []
+    for section, key in known_keys():
+        part = getattr(resolved.profile, section)
+        about = type(part).model_fields[key].description or ""
+        origin = resolved.origins.get(f"{section}.{key}", "default")
+        value = render.value_text(getattr(part, key))
+        rows.append((f"{section}.{key}", value, origin if with_origin else "", about))
+    return rows

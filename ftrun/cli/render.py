@@ -1,0 +1,202 @@
+"""What is shown on a terminal; the only file that knows rich.
+
+Runs in: cli.
+"""
+
+import json
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+_PLAIN_WIDTH = 120
+_STATE_STYLE = {
+    "running": "green",
+    "restarting": "yellow",
+    "starting": "yellow",
+    "stopping": "yellow",
+    "paused": "yellow",
+    "orphaned": "red",
+}
+
+
+def write_plain(text: str) -> None:
+    sys.stdout.write(f"{text}\n")
+
+
+def show_status(document: Mapping[str, Any]) -> None:
+    """The status of a run: the verdict first, then what it rests on."""
+    console = _console()
+    console.print(Text(_verdict(document), style=_style(document)))
+    console.print(_headline(document))
+    if ranks := document.get("ranks"):
+        console.print(_rank_table(ranks))
+    for line in (*_snapshot_lines(document), *_restart_lines(document), *_other_lines(document)):
+        console.print(Text(line))
+
+
+def show_pairs(rows: Iterable[tuple[str, str]]) -> None:
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    for left, right in rows:
+        table.add_row(Text(left, style="bold"), Text(right))
+    _console().print(table)
+
+
+def show_profile(rows: Sequence[tuple[str, str, str, str]]) -> None:
+    """Key, value, origin (empty: not asked for) and what the key is about."""
+    with_origin = any(origin for _, _, origin, _ in rows)
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column("key", no_wrap=True)
+    table.add_column("value", no_wrap=True)
+    if with_origin:
+        table.add_column("from", overflow="fold")
+    table.add_column("meaning", overflow="fold")
+    for key, value, origin, about in rows:
+        middle = [Text(origin, style="dim" if origin == "default" else "")] if with_origin else []
+        table.add_row(Text(key, style="bold"), Text(value), *middle, Text(about, style="dim"))
+    _console().print(table)
+
+
+def value_text(value: object) -> str:
+    """A value as one would write it in a profile."""
+    if value is None or isinstance(value, bool | int | float | list):
+        return json.dumps(value)
+    return str(value)
+
+
+def duration(seconds: float) -> str:
+    """`0.12 s`, `45 s`, `3 min 20 s`, `2 h 5 min`."""
+    if seconds < 10:
+        return f"{seconds:.2f} s"
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    minutes, rest = divmod(int(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest} s"
+    return f"{minutes // 60} h {minutes % 60} min"
+
+
+def size(num_bytes: float) -> str:
+    """In the units that torch and nvidia-smi's readers expect: powers of 1000."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if num_bytes < 1000:
+            return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1000
+    return f"{num_bytes:.1f} TB"
+
+
+def _console() -> Console:
+    width = None if sys.stdout.isatty() else _PLAIN_WIDTH
+    return Console(width=width, highlight=False, markup=False, emoji=False)
+
+
+def _style(document: Mapping[str, Any]) -> str:
+    is_safe = document.get("snapshots", {}).get("protected", True)
+    style = _STATE_STYLE.get(str(document.get("state")), "")
+    return f"bold {style if is_safe else 'yellow'}".strip()
+
+
+def _verdict(document: Mapping[str, Any]) -> str:
+    verdict = str(document.get("verdict", ""))
+    snapshots = document.get("snapshots") or {}
+    if snapshots.get("protected", True) or "UNPROTECTED" in verdict:
+        return verdict
+    return f"{verdict} - UNPROTECTED: {snapshots.get('note', '')}"
+
+
+def _headline(document: Mapping[str, Any]) -> Text:
+    parts = [f"run {document.get('run_id')}"]
+    if script := document.get("script"):
+        parts.append(str(script))
+    if (generation := document.get("generation")) is not None:
+        parts.append(f"generation {generation}")
+    if (uptime_s := document.get("uptime_s")) is not None:
+        parts.append(f"up {duration(uptime_s)}")
+    return Text("  ".join(parts))
+
+
+def _rank_table(ranks: Sequence[Mapping[str, Any]]) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
+    for name in ("rank", "pid", "state", "step", "last beat", "phase", "loss", "start"):
+        table.add_column(name, justify="right" if name in ("rank", "pid", "step") else "left")
+    for rank in ranks:
+        beat_s, loss = rank.get("beat_age_s"), rank.get("loss")
+        cells = (
+            rank.get("rank"),
+            rank.get("pid"),
+            rank.get("state"),
+            rank.get("step"),
+            None if beat_s is None else f"{duration(beat_s)} ago",
+            rank.get("phase"),
+            None if loss is None else f"{loss:.4f}",
+            rank.get("start"),
+        )
+        table.add_row(*(Text("-" if cell is None else str(cell)) for cell in cells))
+    return table
+
+
+def _snapshot_lines(document: Mapping[str, Any]) -> list[str]:
+    found = document.get("snapshots")
+    if not found:
+        return []
+    if found.get("step") is None:
+        newest = f"none yet ({found.get('note')})" if found.get("note") else "none yet"
+    else:
+        newest = f"step {found['step']} (generation {found.get('generation', 0)})"
+        if found.get("age_s") is not None:
+            newest += f", {duration(found['age_s'])} old"
+    lines = [
+        f"snapshots   newest {newest}; {size(found.get('bytes_per_rank') or 0)} per rank, "
+        f"{size(found.get('memory_bytes') or 0)} of memory in all"
+    ]
+    if "taken" in found:
+        every = found.get("every")
+        lines.append(
+            f"            taken {found['taken']}, skipped {found.get('skipped', 0)}, discarded "
+            f"{found.get('discarded', 0)}; training was blocked for "
+            f"{duration(found.get('blocked_s') or 0.0)} in all"
+            + (f"; every {every} steps" if every else "")
+        )
+    return lines
+
+
+def _restart_lines(document: Mapping[str, Any]) -> list[str]:
+    if "restarts" not in document:
+        return []
+    budget = document.get("restart_budget") or {}
+    allowed = (
+        f"; {budget.get('used')} of {budget.get('limit')} used within "
+        f"{duration(budget.get('window_s') or 0.0)}"
+        if budget
+        else ""
+    )
+    lines = [f"restarts    {len(document['restarts'])}{allowed}"]
+    for restart in document["restarts"]:
+        phases = restart.get("phases_s") or {}
+        known = {name: took for name, took in phases.items() if took is not None}
+        total = f"; {sum(known.values()):.3f} s" if known else ""
+        steps = ", ".join(f"{name} {took:.3f}" for name, took in known.items())
+        restored = restart.get("restored")
+        lines.append(
+            f"  generation {restart.get('generation')}, "
+            f"{duration(restart.get('at_s_ago') or 0.0)} ago: {restart.get('cause')}; "
+            + (f"restored {restored}" if restored else "began from the script's beginning")
+            + (f"{total} ({steps})" if steps else "")
+        )
+    return lines
+
+
+def _other_lines(document: Mapping[str, Any]) -> list[str]:
+    lines = []
+    if checkpoint := document.get("checkpoint"):
+        step, age_s = checkpoint.get("step"), checkpoint.get("age_s")
+        what = "none yet" if step is None else f"step {step}"
+        age = "" if age_s is None else f", {duration(age_s)} old"
+        lines.append(f"checkpoint  {what}{age}; {checkpoint.get('directory')}")
+    if processes := document.get("processes"):
+        known = (f"{name} {pid}" for name, pid in processes.items() if pid)
+        lines.append(f"processes   {', '.join(known)}")
+    return lines

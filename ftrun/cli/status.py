@@ -1,0 +1,79 @@
+"""`ftrun status`: ask the agent, or the SMP that outlived it, and show the answer.
+
+Runs in: cli.
+"""
+
+import json
+from typing import Any
+
+from ftrun.cli import render
+from ftrun.cli.found_runs import FoundRun, Life, choose
+from ftrun.errors import ExitCode, PeerError, ProtocolError
+from ftrun.wire.channel import Channel
+from ftrun.wire.messages import AskStatus, Refused, Status
+
+_ANSWER_S = 10.0
+
+
+def status(run_id: str | None, *, as_json: bool) -> int:
+    """Print how a run is doing.
+
+    Raises:
+        UsageError: several runs are alive and none is named.
+        FtrunError: none is alive.
+        PeerError: it does not answer.
+    """
+    document = document_of(choose(run_id, command="status"))
+    if as_json:
+        render.write_plain(json.dumps(document, indent=1))
+    else:
+        render.show_status(document)
+    return ExitCode.DONE
+
+
+def document_of(run: FoundRun) -> dict[str, Any]:
+    if run.life is Life.RUNNING:
+        try:
+            return _ask(run.to_agent())
+        except PeerError:
+            if run.folder.agent_socket.exists():
+                raise
+    if run.life is Life.ORPHANED:
+        return _orphan(run)
+    return {
+        "run_id": run.run_id,
+        "state": "starting",
+        "verdict": f"STARTING: the launcher (pid {run.stub_pid}) has no agent that answers yet",
+    }
+
+
+def _orphan(run: FoundRun) -> dict[str, Any]:
+    said = _ask(run.to_smp())
+    try:
+        spec = json.loads(run.folder.spec.read_text())
+    except (OSError, ValueError):
+        spec = {}
+    age_s = said.get("orphan_s")
+    since = "" if age_s is None else f" for {render.duration(float(age_s))}"
+    resume = f"ftrun --run-id {run.run_id} ..."
+    verdict = (
+        f"ORPHANED{since}: the launcher is gone and the snapshots are still in memory. "
+        f"`{resume}` with the same script resumes, `ftrun stop {run.run_id}` frees them"
+    )
+    script = spec.get("script", "")
+    return {**said, "run_id": run.run_id, "state": "orphaned", "verdict": verdict, "script": script}
+
+
+def _ask(channel: Channel) -> dict[str, Any]:
+    try:
+        body = channel.ask(AskStatus(), deadline_s=_ANSWER_S).body
+    finally:
+        channel.close()
+    match body:
+        case Status(document=document):
+            found: dict[str, Any] = json.loads(document)
+            return found
+        case Refused(why=why):
+            raise ProtocolError(f"{channel.peer} does not tell: {why}")
+        case _:
+            raise ProtocolError(f"{channel.peer} answered with a {type(body).__name__}")
