@@ -19,7 +19,6 @@ import json
 import logging
 import os
 import threading
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -69,6 +68,10 @@ class Keeper:
     @property
     def has_begun(self) -> bool:
         return self.tracker.generation >= 0
+
+    def is_over(self, envelope: m.Envelope) -> bool:
+        """It comes from a generation that has ended: its sender is being killed."""
+        return envelope.generation < self.tracker.generation
 
     # --- worker ----------------------------------------------------------------------------
 
@@ -353,6 +356,3 @@ def _check_available(needed_bytes: int) -> None:
             available_bytes=available.num_bytes,
             limit=available.limit,
         )
-
-
-Handler = Callable[[Client, Received], None]

@@ -206,6 +206,9 @@ class Server:
         assert isinstance(body, m.ReserveMemory | m.RequestArena | m.ShardSealed)
         if body.rank != client.rank:
             raise ProtocolError(f"it speaks for rank {body.rank}")
+        if not isinstance(body, m.ShardSealed) and self._keeper.is_over(received.envelope):
+            client.tell(m.Refused(f"generation {received.envelope.generation} is over"))
+            return
         match body:
             case m.ReserveMemory():
                 self._keeper.reserve(client, body)

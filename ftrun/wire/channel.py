@@ -183,16 +183,21 @@ def connect(path: Path, *, run_id: str, peer: str, hello: Hello, deadline_s: flo
 
 
 def listen(path: Path) -> socket.socket:
-    """A listening socket that only this user may connect to; a stale one is replaced."""
-    path.unlink(missing_ok=True)
+    """A listening socket that only this user may connect to; a stale one is replaced.
+
+    It gets its name when it listens already: whoever finds the path can connect.
+    """
+    unready = path.with_name(f".{path.name}.{os.getpid()}")
+    unready.unlink(missing_ok=True)
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
     before = os.umask(0o177)
     try:
-        with _short_path(path) as short:
+        with _short_path(unready) as short:
             sock.bind(short)
     finally:
         os.umask(before)
     sock.listen(128)
+    unready.replace(path)
     return sock
 
 

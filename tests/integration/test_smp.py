@@ -1,0 +1,738 @@
+"""The real SMP process keeps what was sealed, whoever dies around it.
+
+The test plays the worker and the agent over real channels, with real arenas; the process is
+`python -m ftrun.smp`.
+"""
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+import xxhash
+
+from ftrun.errors import PeerError, PeerLost
+from ftrun.ids import Version, version
+from ftrun.snapshot.layout import Entry, Layout, When, make_layout
+from ftrun.wire import messages as m
+from ftrun.wire.arena import (
+    Arena,
+    SlotHeader,
+    SlotState,
+    read_shape,
+    table_digest,
+    verify,
+)
+from ftrun.wire.channel import Channel, Received, connect
+from ftrun.wire.pages import Command, Page, create_command_page
+
+RUN_ID = "test-run"
+PATIENCE_S = 20.0
+WORLD = 2
+M = TypeVar("M")
+
+
+def wait_until(claim: Callable[[], bool], what: str) -> None:
+    """Bounded wait on a condition that another process makes true."""
+    end = time.monotonic() + PATIENCE_S
+    while not claim():
+        assert time.monotonic() < end, f"not within {PATIENCE_S} s: {what}"
+        select.select([], [], [], 0.002)
+
+
+def layout_of(size: int) -> Layout:
+    return make_layout(
+        [
+            Entry("weight", "F32", (size,), When.LAZY),
+            Entry("bias", "F32", (8,), When.LAZY),
+            Entry("mean", "F64", (4,), When.BOUNDARY),
+        ],
+        plain_bytes=100,
+    )
+
+
+def image_of(layout: Layout, *, rank: int, at: Version) -> bytes:
+    """Bytes that no other rank and version has."""
+    seed = xxhash.xxh3_128_digest(f"{rank} {at}".encode())
+    data = (seed * (layout.data_bytes // len(seed) + 1))[: layout.data_bytes]
+    return layout.header + data
+
+
+@dataclass
+class Worker:
+    """Does over channel and arena what a rank does."""
+
+    channel: Channel
+    rank: int
+    layout: Layout
+    fd: int = -1
+    slot: int = 0
+
+    def request(self) -> m.AnyMessage:
+        answer = self.channel.ask(
+            m.RequestArena(
+                rank=self.rank,
+                world_size=WORLD,
+                image_bytes=self.layout.image_bytes,
+                num_pieces=len(self.layout.pieces),
+                layout_id=xxhash.xxh3_64_intdigest(self.layout.header),
+            ),
+            deadline_s=PATIENCE_S,
+        )
+        if answer.fds:
+            self.drop()
+            (self.fd,) = answer.fds
+        return answer.body
+
+    def capture(self, at: Version) -> None:
+        """Fill the next slot and seal it."""
+        arena = Arena(self.fd, writable=True)
+        try:
+            empty = SlotHeader(SlotState.COPYING, at.generation, at.step, 0, 0, 0)
+            arena.write_header(self.slot, empty)
+            image = image_of(self.layout, rank=self.rank, at=at)
+            start = len(self.layout.header)
+            arena.image(self.slot)[:] = image
+            table = arena.table(self.slot)
+            for index, piece in enumerate(self.layout.pieces):
+                at_byte = start + piece.offset
+                table[index] = xxhash.xxh3_64_intdigest(image[at_byte : at_byte + piece.num_bytes])
+            header = SlotHeader(
+                SlotState.SEALED,
+                at.generation,
+                at.step,
+                len(image),
+                table_digest(table),
+                time.monotonic_ns(),
+            )
+            arena.write_header(self.slot, header)
+            del table
+        finally:
+            arena.close()
+        self.slot = 1 - self.slot
+
+    def tell_sealed(self, at: Version) -> None:
+        self.channel.send(
+            m.ShardSealed(
+                rank=self.rank,
+                generation=at.generation,
+                step=at.step,
+                layout_id=read_shape(self.fd).layout_id,
+            )
+        )
+
+    def seal(self, at: Version) -> None:
+        self.capture(at)
+        self.tell_sealed(at)
+
+    def drop(self) -> None:
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
+@dataclass
+class World:
+    """One SMP after the other at one socket, and everybody who talks to it."""
+
+    folder: Path
+    processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    channels: list[Channel] = field(default_factory=list)
+    workers: list[Worker] = field(default_factory=list)
+    fds: list[int] = field(default_factory=list)
+    unasked: list[Received] = field(default_factory=list)
+    page_fd: int = -1
+
+    @property
+    def socket(self) -> Path:
+        return self.folder / "smp.sock"
+
+    @property
+    def smp(self) -> subprocess.Popen[bytes]:
+        return self.processes[-1]
+
+    def start(
+        self, *, orphan_s: float = 600.0, adopt: bool = False, crash_at: str = "", count: str = ""
+    ) -> None:
+        if self.processes:
+            self.smp.wait(PATIENCE_S)
+        self.socket.unlink(missing_ok=True)
+        command = [
+            *(sys.executable, "-m", "ftrun.smp", "--run-id", RUN_ID),
+            *("--socket", str(self.socket), "--orphan-s", str(orphan_s)),
+        ]
+        with (self.folder / f"smp-{len(self.processes)}.log").open("wb") as log:
+            process = subprocess.Popen(
+                [*command, "--adopt"] if adopt else command,
+                env={**os.environ, "FTRUN_CRASH_AT": crash_at, "FTRUN_CRASH_COUNT": count},
+                stderr=log,
+            )
+        self.processes.append(process)
+        wait_until(self.answers, "the SMP listens")
+
+    def answers(self) -> bool:
+        assert self.smp.poll() is None, self.log()
+        return self.socket.exists()
+
+    def log(self) -> str:
+        return (self.folder / f"smp-{len(self.processes) - 1}.log").read_text()
+
+    def connect(self, role: str, rank: int = -1) -> Channel:
+        channel = connect(
+            self.socket,
+            run_id=RUN_ID,
+            peer="the SMP",
+            hello=m.Hello(role=role, pid=os.getpid(), rank=rank),
+            deadline_s=PATIENCE_S,
+        )
+        self.channels.append(channel)
+        return channel
+
+    def worker(self, rank: int, *, generation: int = 0, size: int = 200_000) -> Worker:
+        channel = self.connect("worker", rank)
+        channel.generation = generation
+        found = Worker(channel, rank, layout_of(size))
+        self.workers.append(found)
+        return found
+
+    def ask(self, agent: Channel, body: m.AnyMessage, kind: type[M], *fds: int) -> M:
+        """The answer; what comes unasked before it is put aside."""
+        agent.send(body, fds=fds)
+        return self.wait_for(agent, kind)
+
+    def wait_for(self, agent: Channel, kind: type[M]) -> M:
+        while True:
+            received = agent.receive(deadline_s=PATIENCE_S)
+            self.fds.extend(received.fds)
+            if isinstance(received.body, kind):
+                return received.body
+            assert isinstance(received.body, m.ArenaGranted | m.VersionCommitted), received.body
+            self.unasked.append(received)
+
+    def begin(self, agent: Channel, generation: int = 0) -> None:
+        if self.page_fd < 0:
+            self.page_fd = create_command_page()
+        body = m.BeginGeneration(
+            generation=generation, world_size=WORLD, local_ranks=list(range(WORLD))
+        )
+        self.ask(agent, body, m.Done, self.page_fd)
+
+    def shown(self) -> Version:
+        page = Page(self.page_fd)
+        return version(page.get(Command.COMMITTED_GENERATION), page.get(Command.COMMITTED_STEP))
+
+    def granted_fds(self, agent: Channel, count: int) -> dict[int, int]:
+        """The duplicates that the agent is given unasked: by rank, the newest."""
+        while sum(isinstance(one.body, m.ArenaGranted) for one in self.unasked) < count:
+            received = agent.receive(deadline_s=PATIENCE_S)
+            self.fds.extend(received.fds)
+            self.unasked.append(received)
+        return {
+            one.body.rank: one.fds[0]
+            for one in self.unasked
+            if isinstance(one.body, m.ArenaGranted)
+        }
+
+    def all_granted(self) -> list[tuple[int, int]]:
+        return [
+            (one.body.rank, one.fds[0])
+            for one in self.unasked
+            if isinstance(one.body, m.ArenaGranted)
+        ]
+
+    def forget(self) -> None:
+        """Everybody but the SMPs is gone: close what they held."""
+        for channel in self.channels:
+            channel.close()
+        for worker in self.workers:
+            worker.drop()
+        for fd in {*self.fds, self.page_fd} - {-1}:
+            os.close(fd)
+        self.channels, self.workers, self.fds, self.unasked = [], [], [], []
+        self.page_fd = -1
+
+    def train(self, *steps: int, generation: int = 0) -> tuple[Channel, list[Worker]]:
+        """An agent, two workers with arenas, and these steps committed."""
+        agent = self.connect("agent")
+        self.begin(agent, generation)
+        workers = [self.worker(rank, generation=generation) for rank in range(WORLD)]
+        for worker in workers:
+            assert isinstance(worker.request(), m.ArenaGranted)
+        for step in steps:
+            self.commit(workers, version(generation, step))
+        return agent, workers
+
+    def commit(self, workers: list[Worker], at: Version) -> None:
+        for worker in workers:
+            worker.seal(at)
+        wait_until(lambda: self.shown() == at or self.is_dead(), f"{at} is committed")
+        if self.is_dead():
+            raise PeerLost(peer="the SMP")
+
+    def is_dead(self) -> bool:
+        return self.smp.poll() is not None
+
+    def end(self) -> None:
+        for process in self.processes:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            process.wait(PATIENCE_S)
+        self.forget()
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    before = set(os.listdir("/proc/self/fd"))
+    world = World(tmp_path)
+    yield world
+    world.end()
+    left = set(os.listdir("/proc/self/fd")) - before
+    assert len(left) <= 1, {fd: os.readlink(f"/proc/self/fd/{fd}") for fd in left}
+
+
+def check_bytes(fd: int, at: Version) -> None:
+    """The arena behind a descriptor holds just what its rank has sealed."""
+    arena = Arena(fd, writable=False)
+    try:
+        slot = arena.find(at)
+        assert slot is not None
+        layout, data = verify(arena, slot, what="test")
+        del data
+        wanted = image_of(layout, rank=arena.shape.rank, at=at)
+        assert bytes(arena.image(slot))[len(layout.header) :] == wanted[len(layout.header) :]
+    finally:
+        arena.close()
+
+
+def offered(inventory: m.Inventory) -> set[tuple[int, int, int]]:
+    return {(offer.rank, offer.generation, offer.step) for offer in inventory.offers}
+
+
+def test_a_version_that_all_ranks_have_sealed_is_committed(world: World) -> None:
+    world.start()
+    agent, workers = world.train()
+    workers[0].seal(version(0, 1))
+    inventory = world.ask(agent, m.TakeInventory(), m.Inventory)
+    assert offered(inventory) == {(0, 0, 1)}
+    assert world.shown() == version(-1, -1)
+    workers[1].seal(version(0, 1))
+    assert world.wait_for(agent, m.VersionCommitted) == m.VersionCommitted(0, 1)
+    assert world.shown() == version(0, 1)
+    assert Page(world.page_fd).get(Command.COMMIT_COUNT) == 1
+
+
+def test_the_agent_has_a_duplicate_of_each_arena_unasked(world: World) -> None:
+    world.start()
+    agent, workers = world.train(1)
+    granted = world.granted_fds(agent, WORLD)
+    assert sorted(granted) == [0, 1]
+    for fd in granted.values():
+        check_bytes(fd, version(0, 1))
+    assert len(workers) == WORLD
+
+
+def test_memory_outlives_a_killed_smp_and_the_next_snapshot_goes_on(world: World) -> None:
+    world.start()
+    agent, workers = world.train(1, 2)
+    granted = world.granted_fds(agent, WORLD)
+    world.smp.kill()
+    with pytest.raises(PeerLost):
+        while True:
+            agent.receive(deadline_s=PATIENCE_S)
+    # Both have sealed, and nobody was there to hear it.
+    for worker in workers:
+        worker.capture(version(0, 3))
+
+    world.start(adopt=True)
+    agent = world.connect("agent")
+    again = world.worker(0)
+    answer = world.ask(agent, m.Adopt(ranks=list(granted)), m.Done, *granted.values())
+    assert answer == m.Done()
+    world.begin(agent)
+    assert world.shown() == version(0, 3)
+    inventory = world.ask(agent, m.TakeInventory(), m.Inventory)
+    assert offered(inventory) == {(rank, 0, step) for rank in (0, 1) for step in (2, 3)}
+    for fd in granted.values():
+        check_bytes(fd, version(0, 3))
+
+    assert isinstance(again.request(), m.ArenaGranted)
+    again.slot = workers[0].slot
+    other = world.worker(1)
+    assert isinstance(other.request(), m.ArenaGranted)
+    other.slot = workers[1].slot
+    world.commit([again, other], version(0, 4))
+
+
+def test_a_seal_that_died_with_the_smp_is_heard_at_the_workers_return(world: World) -> None:
+    world.start()
+    agent, workers = world.train(1)
+    workers[0].seal(version(0, 2))
+    workers[1].capture(version(0, 2))
+    world.ask(agent, m.TakeInventory(), m.Inventory)
+    assert world.shown() == version(0, 1)
+    world.worker(1)
+    wait_until(lambda: world.shown() == version(0, 2), "the seal is found in the slot")
+
+
+def test_an_orphan_hands_its_memory_to_the_next_agent(world: World) -> None:
+    world.start()
+    agent, _ = world.train(1, 2)
+    world.ask(agent, m.KeepRunState(b"what the next agent must know"), m.Done)
+    agent.close()
+    cli = world.connect("cli")
+    wait_until(lambda: orphaned_for_s(cli) is not None, "the SMP knows that it is an orphan")
+
+    agent = world.connect("agent")
+    agent.send(m.HandOver())
+    received = agent.receive(deadline_s=PATIENCE_S)
+    world.fds.extend(received.fds)
+    assert received.body == m.HandedOver([0, 1], b"what the next agent must know")
+    for fd in received.fds:
+        check_bytes(fd, version(0, 2))
+    assert orphaned_for_s(cli) is None
+
+
+def orphaned_for_s(cli: Channel) -> float | None:
+    answer = cli.ask(m.AskStatus(), deadline_s=PATIENCE_S).body
+    assert isinstance(answer, m.Status)
+    document = json.loads(answer.document)
+    found = document["orphaned_for_s"]
+    assert found is None or isinstance(found, float)
+    return found
+
+
+def test_an_orphan_frees_everything_when_nobody_comes(world: World) -> None:
+    world.start(orphan_s=0.3)
+    agent, _ = world.train(1)
+    agent.close()
+    assert world.smp.wait(PATIENCE_S) == 0
+    assert not world.socket.exists()
+    assert "freed" in world.log()
+
+
+def test_an_smp_that_no_agent_ever_calls_ends(world: World) -> None:
+    world.start(orphan_s=0.3)
+    assert world.smp.wait(PATIENCE_S) == 0
+    assert not world.socket.exists()
+
+
+@pytest.mark.parametrize("role", ["agent", "cli"])
+def test_shutdown_frees_everything(world: World, role: str) -> None:
+    world.start()
+    caller = world.connect(role)
+    assert caller.ask(m.Shutdown(), deadline_s=PATIENCE_S).body == m.Done()
+    assert not world.socket.exists()
+    assert world.smp.wait(PATIENCE_S) == 0
+
+
+def test_sigterm_is_a_shutdown_and_the_terminals_signals_are_ignored(world: World) -> None:
+    world.start()
+    agent, _ = world.train(1)
+    world.smp.send_signal(signal.SIGINT)
+    world.smp.send_signal(signal.SIGHUP)
+    assert offered(world.ask(agent, m.TakeInventory(), m.Inventory)) == {(0, 0, 1), (1, 0, 1)}
+    world.smp.send_signal(signal.SIGTERM)
+    assert world.smp.wait(PATIENCE_S) == 0
+    assert not world.socket.exists()
+
+
+def test_memory_that_does_not_exist_is_refused_with_numbers(world: World) -> None:
+    world.start()
+    agent, workers = world.train()
+    for request in (
+        m.ReserveMemory(rank=0, image_bytes=10**13),
+        m.RequestArena(rank=0, world_size=WORLD, image_bytes=10**13, num_pieces=10**6, layout_id=7),
+    ):
+        answer = workers[0].channel.ask(request, deadline_s=PATIENCE_S).body
+        assert isinstance(answer, m.MemoryRefused)
+        assert answer.needed_bytes >= 2 * 10**13
+        assert 0 < answer.available_bytes < 10**13
+        assert answer.limit
+    small = m.ReserveMemory(rank=0, image_bytes=10**6)
+    assert workers[0].channel.ask(small, deadline_s=PATIENCE_S).body == m.Done()
+    assert offered(world.ask(agent, m.TakeInventory(), m.Inventory)) == set()
+
+
+def test_voided_versions_never_come_back(world: World) -> None:
+    world.start()
+    agent, workers = world.train(1, 2)
+    world.ask(agent, m.VoidAfter(generation=0, step=1), m.Done)
+    assert offered(world.ask(agent, m.TakeInventory(), m.Inventory)) == {(0, 0, 1), (1, 0, 1)}
+    world.begin(agent, generation=1)
+    assert world.shown() == version(0, 1)
+    # A worker of the generation before, which the kill has not reached yet.
+    workers[0].seal(version(0, 3))
+    workers[1].seal(version(0, 3))
+    workers[0].channel.ask(m.ReserveMemory(rank=0, image_bytes=1), deadline_s=PATIENCE_S)
+    assert world.shown() == version(0, 1)
+
+
+def test_a_new_layout_replaces_the_old_at_its_first_commit(world: World) -> None:
+    world.start()
+    agent, workers = world.train(1)
+    for worker in workers:
+        worker.layout = layout_of(300_000)
+        worker.request()
+        worker.slot = 0
+    agent.send(m.HandOver())
+    received = world.wait_for(agent, m.HandedOver)
+    assert received.ranks == [0, 0, 1, 1]
+    world.commit(workers, version(0, 2))
+    received = world.ask(agent, m.HandOver(), m.HandedOver)
+    assert received.ranks == [0, 1]
+    assert offered(world.ask(agent, m.TakeInventory(), m.Inventory)) == {(0, 0, 2), (1, 0, 2)}
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        b"\xff\xff\xff\xff",
+        b"\x04\x00\x00\x00junk",
+    ],
+    ids=["a frame of 4 GB", "no message"],
+)
+def test_a_client_that_breaks_the_protocol_loses_only_its_connection(
+    world: World, spoil: bytes
+) -> None:
+    world.start()
+    agent, _ = world.train(1)
+    bad = world.connect("cli")
+    os.write(bad.fileno(), spoil)
+    with pytest.raises(PeerError):
+        bad.receive(deadline_s=PATIENCE_S)
+    stranger = world.connect("worker", 0)
+    stranger.send(m.TakeInventory())
+    with pytest.raises(PeerLost):
+        stranger.receive(deadline_s=PATIENCE_S)
+    assert offered(world.ask(agent, m.TakeInventory(), m.Inventory)) == {(0, 0, 1), (1, 0, 1)}
+
+
+def test_what_is_no_arena_is_not_adopted(world: World) -> None:
+    world.start(adopt=True)
+    agent = world.connect("agent")
+    fd = create_command_page()
+    world.fds.append(fd)
+    refused = world.ask(agent, m.Adopt(ranks=[1]), m.Refused, fd)
+    assert "rank 1" in refused.why
+    assert offered(world.ask(agent, m.TakeInventory(), m.Inventory)) == set()
+
+
+def test_a_newer_agent_replaces_the_older(world: World) -> None:
+    world.start()
+    old, _ = world.train(1)
+    new = world.connect("agent")
+    assert offered(world.ask(new, m.TakeInventory(), m.Inventory)) == {(0, 0, 1), (1, 0, 1)}
+    with pytest.raises(PeerLost):
+        while True:
+            world.fds.extend(old.receive(deadline_s=PATIENCE_S).fds)
+
+
+def test_the_process_is_small_and_secluded(world: World) -> None:
+    world.start()
+    proc = Path(f"/proc/{world.smp.pid}")
+    assert (proc / "comm").read_text().strip() == "ftrun-smp"
+    assert os.getsid(world.smp.pid) == world.smp.pid
+    status = dict(
+        line.split(":\t", 1) for line in (proc / "status").read_text().splitlines() if ":\t" in line
+    )
+    assert int(status["VmRSS"].split()[0]) < 40_000
+    assert "Max core file size        0 " in (proc / "limits").read_text()
+
+
+def test_a_request_of_a_generation_that_is_over_is_refused(world: World) -> None:
+    world.start()
+    agent, workers = world.train(1)
+    world.begin(agent, generation=1)
+    assert isinstance(workers[0].request(), m.Refused)
+    again = world.worker(0, generation=1)
+    assert isinstance(again.request(), m.ArenaGranted)
+    check_bytes(again.fd, version(0, 1))
+
+
+def change_layout(world: World, workers: list[Worker]) -> None:
+    for worker in workers:
+        worker.layout = layout_of(100_000)
+        assert isinstance(worker.request(), m.ArenaGranted)
+        worker.slot = 0
+
+
+def passed(count: Path) -> list[str]:
+    """Crash points with their hit, in the order passed: `name:N`."""
+    names = count.read_text().split()
+    return [f"{name}:{names[: at + 1].count(name)}" for at, name in enumerate(names)]
+
+
+def test_an_smp_killed_at_any_point_of_a_run_loses_no_sealed_version(
+    world: World, tmp_path: Path
+) -> None:
+    count = tmp_path / "points"
+    world.start(count=str(count))
+    run_that_may_die(world)
+    world.smp.kill()
+    points = passed(count)
+    assert len({point.partition(":")[0] for point in points}) >= 8
+    for point in points:
+        world.forget()
+        world.start(crash_at=point)
+        shown, captured = run_that_may_die(world)
+        assert world.smp.wait(PATIENCE_S) == -signal.SIGKILL, point
+        granted = world.all_granted()
+
+        world.start(adopt=True)
+        agent = world.connect("agent")
+        ranks, fds = [rank for rank, _ in granted], [fd for _, fd in granted]
+        world.ask(agent, m.Adopt(ranks=ranks), m.Done, *fds)
+        world.begin(agent)
+        assert world.shown() == captured >= shown, point
+        world.smp.kill()
+
+
+def run_that_may_die(world: World) -> tuple[Version, Version]:
+    """Three commits and a new layout; what was committed and what all ranks have sealed."""
+    captured = shown = version(-1, -1)
+    agent = world.connect("agent")
+    with contextlib.suppress(PeerError):
+        world.begin(agent)
+        workers = [world.worker(rank) for rank in range(WORLD)]
+        for worker in workers:
+            assert isinstance(worker.request(), m.ArenaGranted)
+        for step in (1, 2, 3):
+            if step == 3:
+                change_layout(world, workers)
+            at = version(0, step)
+            for worker in workers:
+                worker.capture(at)
+            captured = at
+            for worker in workers:
+                worker.tell_sealed(at)
+            wait_until(lambda at=at: world.shown() == at or world.is_dead(), "commit")  # type: ignore[misc]
+            shown = world.shown()
+    with contextlib.suppress(PeerError):
+        while world.is_dead() or select.select([agent], [], [], 0)[0]:
+            received = agent.receive(deadline_s=PATIENCE_S)
+            world.fds.extend(received.fds)
+            world.unasked.append(received)
+    return shown, captured
+
+
+def test_a_checkpoint_survives_the_death_of_everything(world: World, tmp_path: Path) -> None:
+    directory = tmp_path / "checkpoints"
+    world.start()
+    agent, _ = world.train(1, 2)
+    written = world.ask(agent, m.WriteCheckpoint(str(directory), keep=2), m.CheckpointWritten)
+    assert (written.generation, written.step) == (0, 2)
+    assert written.path == str(directory / "step-00000002-g0")
+    assert (directory / "latest").resolve() == Path(written.path)
+    again = world.ask(agent, m.WriteCheckpoint(str(directory), keep=2), m.CheckpointWritten)
+    assert (again.path, again.total_bytes) == (written.path, 0)
+
+    world.smp.kill()
+    world.forget()
+    world.start()
+    agent = world.connect("agent")
+    loaded = world.ask(agent, load(directory), m.CheckpointLoaded)
+    assert loaded == m.CheckpointLoaded(-1, 2, written.path)
+    inventory = world.ask(agent, m.TakeInventory(), m.Inventory)
+    assert offered(inventory) == {(0, -1, 2), (1, -1, 2)}
+    for fd in world.granted_fds(agent, WORLD).values():
+        check_loaded(fd, version(0, 2))
+    world.begin(agent)
+    assert world.shown() == version(-1, 2)
+    workers = [world.worker(rank) for rank in range(WORLD)]
+    for worker in workers:
+        assert isinstance(worker.request(), m.ArenaGranted)
+        worker.slot = 1
+    world.commit(workers, version(0, 3))
+    third = world.ask(agent, m.WriteCheckpoint(str(directory), keep=1), m.CheckpointWritten)
+    assert sorted(path.name for path in directory.iterdir()) == ["latest", Path(third.path).name]
+
+
+def load(directory: Path, world_size: int = WORLD) -> m.LoadCheckpoint:
+    return m.LoadCheckpoint(str(directory), world_size, list(range(world_size)))
+
+
+def check_loaded(fd: int, at: Version) -> None:
+    """Generation -1 holds the bytes that were captured as `at`."""
+    arena = Arena(fd, writable=False)
+    try:
+        slot = arena.find(version(-1, at.step))
+        assert slot is not None
+        layout = layout_of(200_000)
+        assert bytes(arena.image(slot)) == image_of(layout, rank=arena.shape.rank, at=at)
+    finally:
+        arena.close()
+
+
+def test_an_smp_killed_at_any_point_of_a_checkpoint_leaves_one_that_loads(
+    world: World, tmp_path: Path
+) -> None:
+    count = tmp_path / "points"
+    world.start(count=str(count))
+    first = write_twice(world, tmp_path / "whole", count)
+    points = [point for point in passed(count)[first:] if point.startswith("smp.checkpoint.")]
+    assert len({point.partition(":")[0] for point in points}) >= 8
+    world.smp.kill()
+    for point in points:
+        directory = tmp_path / point
+        world.forget()
+        world.start(crash_at=point)
+        with contextlib.suppress(PeerError):
+            write_twice(world, directory)
+        assert world.smp.wait(PATIENCE_S) == -signal.SIGKILL, point
+
+        world.forget()
+        world.start()
+        agent = world.connect("agent")
+        loaded = world.ask(agent, load(directory), m.CheckpointLoaded)
+        assert loaded.step in (1, 2), point
+        for fd in world.granted_fds(agent, WORLD).values():
+            check_loaded(fd, version(0, loaded.step))
+        world.begin(agent)
+        world.ask(agent, m.WriteCheckpoint(str(directory), keep=1), m.CheckpointWritten)
+        assert len(list(directory.iterdir())) == 2, point
+        world.smp.kill()
+
+
+def write_twice(world: World, directory: Path, count: Path | None = None) -> int:
+    """Two checkpoints, the second prunes the first; crash points passed before the second."""
+    agent, workers = world.train(1)
+    world.ask(agent, m.WriteCheckpoint(str(directory), keep=1), m.CheckpointWritten)
+    first = len(passed(count)) if count else 0
+    world.commit(workers, version(0, 2))
+    world.ask(agent, m.WriteCheckpoint(str(directory), keep=1), m.CheckpointWritten)
+    return first
+
+
+def test_a_directory_without_checkpoints_is_no_error(world: World, tmp_path: Path) -> None:
+    world.start()
+    agent = world.connect("agent")
+    nothing = m.CheckpointLoaded(-1, -1, "")
+    assert world.ask(agent, load(tmp_path / "none"), m.CheckpointLoaded) == nothing
+
+
+def test_what_cannot_be_written_or_loaded_is_refused_in_words(world: World, tmp_path: Path) -> None:
+    world.start()
+    agent, workers = world.train()
+    directory = tmp_path / "checkpoints"
+    refused = world.ask(agent, m.WriteCheckpoint(str(directory), keep=1), m.Refused)
+    assert "nothing to write" in refused.why
+    world.commit(workers, version(0, 1))
+    (tmp_path / "file").touch()
+    bad = m.WriteCheckpoint(str(tmp_path / "file" / "below"), keep=1)
+    assert "Not a directory" in world.ask(agent, bad, m.Refused).why
+    full = m.WriteCheckpoint("/proc/sys/kernel", keep=1)
+    assert "not written" in world.ask(agent, full, m.Refused).why
+    world.ask(agent, m.WriteCheckpoint(str(directory), keep=1), m.CheckpointWritten)
+    refused = world.ask(agent, load(directory, world_size=4), m.Refused)
+    assert "2 ranks" in refused.why
+    assert "4" in refused.why
+    assert offered(world.ask(agent, m.TakeInventory(), m.Inventory)) == {(0, 0, 1), (1, 0, 1)}
