@@ -137,6 +137,14 @@ class Keeper:
         crash_point("smp.commit.replaced_freed")
         self._tell_agent(m.VersionCommitted(committed.generation, committed.step))
 
+    def withdraw(self, rank: Rank, sealed: Version) -> m.AnyMessage:
+        """Void a seal while its worker waits, so that no later SMP finds and commits it."""
+        if not self.tracker.withdraw(rank, sealed):
+            return m.Refused(f"{sealed} is committed already")
+        self.memory.void(rank, sealed)
+        crash_point("smp.commit.withdrawn")
+        return m.Done()
+
     def hear_again(self, rank: Rank) -> None:
         """A worker (re)connects: take the seals that the last SMP may have died with."""
         held = self.memory.held(self.tracker.world_size).get(rank, set())

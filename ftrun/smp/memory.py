@@ -28,6 +28,7 @@ from ftrun.wire.arena import (
     create_memfd,
     read_shape,
     read_slot_headers,
+    void_slots,
     void_slots_after,
 )
 from ftrun.wire.crash_points import crash_point
@@ -171,6 +172,11 @@ class ArenaMemory:
     def void_after(self, newest: Version) -> int:
         """Mark later versions as void, in all arenas; how many slots there were."""
         return sum(void_slots_after(arena.fd, newest) for arena in self.all())
+
+    def void(self, rank: Rank, version: Version) -> None:
+        """Mark one rank's slot with this version as void."""
+        for arena in self.of(rank):
+            void_slots(arena.fd, lambda found: found == version)
 
     def free_replaced(
         self, committed: Version, *, ranks: Collection[Rank], generation: Generation

@@ -29,7 +29,7 @@ from ftrun.wire.channel import Channel, Received, accept, listen
 
 _ALLOWED: dict[Role, tuple[type[m.Message], ...]] = {
     Role.UNKNOWN: (m.Hello,),
-    Role.WORKER: (m.ReserveMemory, m.RequestArena, m.ShardSealed),
+    Role.WORKER: (m.ReserveMemory, m.RequestArena, m.ShardSealed, m.WithdrawShard),
     Role.AGENT: (
         m.BeginGeneration,
         m.TakeInventory,
@@ -203,7 +203,7 @@ class Server:
 
     def _serve_worker(self, client: Client, received: Received) -> None:
         body = received.body
-        assert isinstance(body, m.ReserveMemory | m.RequestArena | m.ShardSealed)
+        assert isinstance(body, m.ReserveMemory | m.RequestArena | m.ShardSealed | m.WithdrawShard)
         if body.rank != client.rank:
             raise ProtocolError(f"it speaks for rank {body.rank}")
         if not isinstance(body, m.ShardSealed) and self._keeper.is_over(received.envelope):
@@ -217,6 +217,9 @@ class Server:
             case m.ShardSealed():
                 sealed = version(body.generation, body.step)
                 self._keeper.shard_sealed(Rank(body.rank), sealed)
+            case m.WithdrawShard():
+                sealed = version(body.generation, body.step)
+                client.tell(self._keeper.withdraw(Rank(body.rank), sealed))
 
     def _serve_agent(self, client: Client, received: Received) -> m.AnyMessage | None:  # noqa: C901 - the one dispatch
         keeper = self._keeper

@@ -83,6 +83,14 @@ class CommitTracker:
         self._pending = dict.fromkeys(self._pending)
         return version
 
+    def withdraw(self, rank: Rank, version: Version) -> bool:
+        """Forget a rank's seal; False where it is too late, because it is committed."""
+        if self.committed is not None and version <= self.committed:
+            return False
+        if self._pending.get(rank) == version:
+            self._pending[rank] = None
+        return True
+
     def _counts(self, version: Version) -> bool:
         is_new = self.committed is None or version > self.committed
         return is_new and version.generation == self.generation

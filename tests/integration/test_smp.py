@@ -317,6 +317,14 @@ def offered(inventory: m.Inventory) -> set[tuple[int, int, int]]:
     return {(offer.rank, offer.generation, offer.step) for offer in inventory.offers}
 
 
+def drain(channel: Channel, fds: list[int] | None = None) -> None:
+    """Receive until the other end closes, which is an error."""
+    while True:
+        received = channel.receive(deadline_s=PATIENCE_S)
+        assert fds is not None or not received.fds
+        (fds if fds is not None else []).extend(received.fds)
+
+
 def test_a_version_that_all_ranks_have_sealed_is_committed(world: World) -> None:
     world.start()
     agent, workers = world.train()
@@ -346,8 +354,7 @@ def test_memory_outlives_a_killed_smp_and_the_next_snapshot_goes_on(world: World
     granted = world.granted_fds(agent, WORLD)
     world.smp.kill()
     with pytest.raises(PeerLost):
-        while True:
-            agent.receive(deadline_s=PATIENCE_S)
+        drain(agent)
     # Both have sealed, and nobody was there to hear it.
     for worker in workers:
         worker.capture(version(0, 3))
@@ -532,8 +539,7 @@ def test_a_newer_agent_replaces_the_older(world: World) -> None:
     new = world.connect("agent")
     assert offered(world.ask(new, m.TakeInventory(), m.Inventory)) == {(0, 0, 1), (1, 0, 1)}
     with pytest.raises(PeerLost):
-        while True:
-            world.fds.extend(old.receive(deadline_s=PATIENCE_S).fds)
+        drain(old, world.fds)
 
 
 def test_the_process_is_small_and_secluded(world: World) -> None:
@@ -546,6 +552,26 @@ def test_the_process_is_small_and_secluded(world: World) -> None:
     )
     assert int(status["VmRSS"].split()[0]) < 40_000
     assert "Max core file size        0 " in (proc / "limits").read_text()
+
+
+def test_a_seal_that_is_withdrawn_is_never_committed(world: World) -> None:
+    world.start()
+    agent, workers = world.train(1)
+    for number, worker in enumerate(workers):
+        worker.capture(version(0, 2))
+        if number == 0:
+            worker.tell_sealed(version(0, 2))
+    withdrawal = m.WithdrawShard(rank=0, generation=0, step=2)
+    assert workers[0].channel.ask(withdrawal, deadline_s=PATIENCE_S).body == m.Done()
+    workers[1].tell_sealed(version(0, 2))
+    inventory = world.ask(agent, m.TakeInventory(), m.Inventory)
+    assert offered(inventory) == {(0, 0, 1), (1, 0, 1), (1, 0, 2)}
+    for worker in workers:
+        worker.slot = 1
+    world.commit(workers, version(0, 3))
+    too_late = m.WithdrawShard(rank=0, generation=0, step=3)
+    answer = workers[0].channel.ask(too_late, deadline_s=PATIENCE_S).body
+    assert isinstance(answer, m.Refused)
 
 
 def test_a_request_of_a_generation_that_is_over_is_refused(world: World) -> None:

@@ -1,0 +1,152 @@
+"""A commit means that every rank holds just that version."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ftrun.ids import Generation, Rank, Version, version
+from ftrun.snapshot.versions import CommitTracker, newest_common
+
+R0, R1 = Rank(0), Rank(1)
+
+
+def tracker(*, generation: int = 0, held: dict[Rank, set[Version]] | None = None) -> CommitTracker:
+    found = CommitTracker()
+    found.begin_generation(Generation(generation), [R0, R1], 2, held or {})
+    return found
+
+
+def test_the_last_rank_commits() -> None:
+    found = tracker()
+    assert found.sealed(R0, version(0, 1)) is None
+    assert found.pending(R0) == version(0, 1)
+    assert found.committed is None
+    assert found.sealed(R1, version(0, 1)) == version(0, 1)
+    assert found.committed == version(0, 1)
+    assert found.pending(R0) is None
+
+
+def test_a_seal_that_is_told_twice_commits_once() -> None:
+    found = tracker()
+    found.sealed(R0, version(0, 1))
+    found.sealed(R1, version(0, 1))
+    assert found.sealed(R1, version(0, 1)) is None
+    assert found.sealed(R0, version(0, 1)) is None
+
+
+def test_a_newer_seal_of_a_rank_replaces_its_older_one_as_in_memory() -> None:
+    found = tracker()
+    found.sealed(R0, version(0, 1))
+    found.sealed(R0, version(0, 2))
+    assert found.sealed(R1, version(0, 1)) is None
+    assert found.sealed(R1, version(0, 2)) == version(0, 2)
+
+
+def test_an_older_seal_that_comes_late_changes_nothing() -> None:
+    found = tracker()
+    found.sealed(R0, version(0, 2))
+    found.sealed(R0, version(0, 1))
+    assert found.pending(R0) == version(0, 2)
+
+
+def test_a_seal_of_another_generation_is_dropped() -> None:
+    found = tracker(generation=1)
+    for other in (version(0, 9), version(2, 9)):
+        assert found.sealed(R0, other) is None
+        assert found.sealed(R1, other) is None
+    assert found.committed is None
+
+
+def test_a_withdrawn_seal_counts_no_more() -> None:
+    found = tracker()
+    found.sealed(R0, version(0, 1))
+    assert found.withdraw(R0, version(0, 1))
+    assert found.pending(R0) is None
+    assert found.sealed(R1, version(0, 1)) is None
+    assert found.withdraw(R1, version(0, 2)), "what was never sealed can be withdrawn"
+    assert found.pending(R1) == version(0, 1)
+    assert found.sealed(R0, version(0, 1)) == version(0, 1)
+    assert not found.withdraw(R0, version(0, 1))
+
+
+def test_a_rank_of_another_node_is_dropped() -> None:
+    found = tracker()
+    assert found.sealed(Rank(2), version(0, 1)) is None
+    assert found.pending(Rank(2)) is None
+    assert found.ranks == (R0, R1)
+
+
+def test_a_generation_begins_with_the_restore_point_committed() -> None:
+    held = {R0: {version(0, 7), version(0, 8)}, R1: {version(0, 8)}}
+    found = tracker(generation=1, held=held)
+    assert found.committed == version(0, 8)
+    assert found.sealed(R0, version(1, 9)) is None
+    assert found.sealed(R1, version(1, 9)) == version(1, 9)
+
+
+def test_a_new_smp_learns_a_seal_that_nobody_heard() -> None:
+    held = {R0: {version(0, 7), version(0, 8)}, R1: {version(0, 7)}}
+    found = tracker(held=held)
+    assert found.committed == version(0, 7)
+    assert found.sealed(R1, version(0, 8)) == version(0, 8)
+
+
+def test_a_node_with_a_part_of_the_ranks_never_commits() -> None:
+    found = CommitTracker([R0], 2)
+    assert found.world_size == 2
+    held = {R0: {version(0, 1)}}
+    assert found.begin_generation(Generation(0), [R0], 2, held) is None
+    assert found.sealed(R0, version(0, 2)) is None
+    assert not found.sees_all
+
+
+def test_a_tracker_without_ranks_commits_nothing() -> None:
+    found = CommitTracker()
+    assert not found.sees_all
+    assert found.sealed(R0, version(0, 1)) is None
+    assert newest_common({}, []) is None
+
+
+seals = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 2), st.integers(1, 6)), max_size=60)
+
+
+@given(seals, st.integers(1, 4))
+def test_every_commit_is_newer_and_is_what_each_rank_sealed_last(
+    told: list[tuple[int, int, int]], world_size: int
+) -> None:
+    found = CommitTracker()
+    ranks = [Rank(rank) for rank in range(world_size)]
+    found.begin_generation(Generation(1), ranks, world_size, {})
+    newest: dict[Rank, Version] = {}
+    before: Version | None = None
+    for rank, generation, step in told:
+        sealed = version(generation, step)
+        committed = found.sealed(Rank(rank), sealed)
+        if generation == 1:
+            newest[Rank(rank)] = max(sealed, newest.get(Rank(rank), sealed))
+        if committed is not None:
+            assert committed.generation == 1
+            assert before is None or committed > before
+            assert all(newest[rank] == committed for rank in ranks)
+            before = committed
+        assert found.committed == before
+
+
+@given(seals, st.integers(1, 4))
+def test_a_fresh_tracker_filled_from_the_slots_agrees_with_the_one_that_heard_all(
+    told: list[tuple[int, int, int]], world_size: int
+) -> None:
+    """The protocol: no rank takes a version before the one before it is committed."""
+    ranks = [Rank(rank) for rank in range(world_size)]
+    heard = CommitTracker()
+    heard.begin_generation(Generation(0), ranks, world_size, {})
+    slots: dict[Rank, set[Version]] = {rank: set() for rank in ranks}
+    for number, _, _ in told:
+        rank = Rank(number % world_size)
+        committed = heard.committed
+        mine = version(0, committed.step + 1 if committed else 1)
+        slots[rank] = {one for one in slots[rank] if one == committed} | {mine}
+        heard.sealed(rank, mine)
+        fresh = CommitTracker()
+        fresh.begin_generation(Generation(0), ranks, world_size, slots)
+        assert fresh.committed == heard.committed
+        assert [fresh.pending(one) for one in ranks] == [heard.pending(one) for one in ranks]
