@@ -187,7 +187,7 @@ def _named(name: str) -> Flag:
 
 
 def _unknown(name: str) -> str:
-    long = [spelling for spelling in _ALL if spelling.startswith("--")]
+    long = [f"--{flag.name}" for flag in (*TORCHRUN_FLAGS, *OWN_FLAGS)]
     # A typo is seldom in the first letters: `--nprocs` is nearer to --nproc-per-node than
     # to --nnodes, whatever the number of letters that differ.
     near = [s for s in long if len(name) > _SURE_LETTERS and s.startswith(name[:_SURE_LETTERS])]

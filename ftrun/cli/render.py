@@ -30,12 +30,12 @@ def write_plain(text: str) -> None:
 def show_status(document: Mapping[str, Any]) -> None:
     """The status of a run: the verdict first, then what it rests on."""
     console = _console()
-    console.print(Text(_verdict(document), style=_style(document)))
-    console.print(_headline(document))
+    console.print(Text(_verdict(document), style=_style(document)), soft_wrap=True)
+    console.print(_headline(document), soft_wrap=True)
     if ranks := document.get("ranks"):
         console.print(_rank_table(ranks))
     for line in (*_snapshot_lines(document), *_restart_lines(document), *_other_lines(document)):
-        console.print(Text(line))
+        console.print(Text(line), soft_wrap=True)
 
 
 def show_pairs(rows: Iterable[tuple[str, str]]) -> None:
@@ -148,10 +148,10 @@ def _snapshot_lines(document: Mapping[str, Any]) -> list[str]:
         newest = f"step {found['step']} (generation {found.get('generation', 0)})"
         if found.get("age_s") is not None:
             newest += f", {duration(found['age_s'])} old"
-    lines = [
-        f"snapshots   newest {newest}; {size(found.get('bytes_per_rank') or 0)} per rank, "
-        f"{size(found.get('memory_bytes') or 0)} of memory in all"
-    ]
+    per_rank = found.get("bytes_per_rank")
+    each = f"{size(per_rank)} per rank, " if per_rank else ""
+    memory = f"{size(found.get('memory_bytes') or 0)} of memory in all"
+    lines = [f"snapshots   newest {newest}; {each}{memory}"]
     if "taken" in found:
         every = found.get("every")
         lines.append(

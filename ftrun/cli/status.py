@@ -53,15 +53,27 @@ def _orphan(run: FoundRun) -> dict[str, Any]:
         spec = json.loads(run.folder.spec.read_text())
     except (OSError, ValueError):
         spec = {}
-    age_s = said.get("orphan_s")
+    age_s = said.get("orphaned_for_s")
     since = "" if age_s is None else f" for {render.duration(float(age_s))}"
     resume = f"ftrun --run-id {run.run_id} ..."
     verdict = (
         f"ORPHANED{since}: the launcher is gone and the snapshots are still in memory. "
         f"`{resume}` with the same script resumes, `ftrun stop {run.run_id}` frees them"
     )
-    script = spec.get("script", "")
-    return {**said, "run_id": run.run_id, "state": "orphaned", "verdict": verdict, "script": script}
+    committed = said.get("committed") or [None, None]
+    return {
+        **said,
+        "run_id": run.run_id,
+        "state": "orphaned",
+        "verdict": verdict,
+        "script": spec.get("script", ""),
+        "snapshots": {
+            "generation": committed[0],
+            "step": committed[1],
+            "memory_bytes": said.get("bytes"),
+        },
+        "processes": {"smp": said.get("pid")},
+    }
 
 
 def _ask(channel: Channel) -> dict[str, Any]:

@@ -1,0 +1,42 @@
+"""The command line answers at once and the stub stays small: who loads what."""
+
+import subprocess
+import sys
+
+import pytest
+
+HEAVY = ("torch", "numpy", "pydantic", "rich", "yaml", "msgspec")
+
+
+def loaded_by(code: str) -> set[str]:
+    """Which of the heavy modules are there after the code has run in a new process."""
+    probe = f"import sys\n{code}\nprint([m for m in {HEAVY!r} if m in sys.modules])"
+    command = [sys.executable, "-c", probe]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    return set(eval(done.stdout.splitlines()[-1]))  # our own probe's list of names
+
+
+@pytest.mark.parametrize("module", ["ftrun", "ftrun.cli.app", "ftrun.cli.stub"])
+def test_module_loads_nothing_heavy(module: str) -> None:
+    assert loaded_by(f"import {module}") == set()
+
+
+def test_help_loads_nothing_heavy() -> None:
+    code = (
+        "import sys\nfrom ftrun.cli.app import main\nsys.argv = ['ftrun', '--help']\n"
+        "try:\n    main()\nexcept SystemExit:\n    pass"
+    )
+    assert loaded_by(code) == set()
+
+
+@pytest.mark.parametrize(
+    "module",
+    ["ftrun.cli.run", "ftrun.cli.status", "ftrun.smp.server", "ftrun.wire.channel", "ftrun.config"],
+)
+def test_module_does_not_load_torch(module: str) -> None:
+    assert "torch" not in loaded_by(f"import {module}")
+
+
+@pytest.mark.parametrize("module", ["ftrun.smp.server", "ftrun.wire.channel"])
+def test_what_many_processes_load_is_small(module: str) -> None:
+    assert not loaded_by(f"import {module}") & {"torch", "pydantic", "rich"}

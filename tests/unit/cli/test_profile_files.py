@@ -1,0 +1,137 @@
+"""Profiles: all that is wrong at once, the later layer wins, and every value knows its origin."""
+
+from pathlib import Path
+
+import pytest
+
+from ftrun.cli.profile_files import (
+    INTERNAL_NAMES,
+    MAX_PROFILE_BYTES,
+    Setting,
+    find_profile,
+    known_keys,
+    plain_value,
+    profile_names,
+    read_profile,
+    resolve,
+    setting_from_text,
+    variable_name,
+)
+from ftrun.config import Profile
+from ftrun.errors import ProfileInvalid, UsageError
+
+
+def profile(tmp_path: Path, text: str) -> str:
+    path = tmp_path / "mine.yaml"
+    path.write_text(text)
+    return str(path)
+
+
+def problems(name: str, **variables: str) -> str:
+    with pytest.raises(ProfileInvalid) as caught:
+        resolve(name, variables=variables)
+    return "\n".join(caught.value.problems)
+
+
+def test_default_profile_says_what_holds_without_one() -> None:
+    resolved = resolve("default", variables={})
+    assert resolved.profile == Profile() == resolve(None, variables={}).profile
+    assert set(resolved.origins) == {f"{section}.{key}" for section, key in known_keys()}
+
+
+@pytest.mark.parametrize("name", profile_names())
+def test_packaged_profile_is_valid_and_explains_itself(name: str) -> None:
+    resolve(name, variables={})
+    assert find_profile(name).read_text().startswith("# ")
+
+
+def test_packaged_profiles_are_three() -> None:
+    assert profile_names() == ["default", "laptop", "single-node-gpu"]
+
+
+def test_later_layer_wins_and_says_so(tmp_path: Path) -> None:
+    name = profile(tmp_path, "restart:\n  budget: 1\n  window_s: 5\nsmp:\n  orphan_s: 9\n")
+    resolved = resolve(
+        name,
+        variables={"FTRUN_RESTART_BUDGET": "2", "FTRUN_RESTART_WINDOW_S": "6"},
+        flags=[Setting("restart", "budget", 3, "--set")],
+    )
+    assert resolved.profile.restart.budget == 3
+    assert resolved.profile.restart.window_s == 6
+    assert resolved.profile.smp.orphan_s == 9
+    assert resolved.origins["restart.budget"] == "--set"
+    assert resolved.origins["restart.window_s"] == "environment FTRUN_RESTART_WINDOW_S"
+    assert resolved.origins["smp.orphan_s"] == f"{name}:5"
+
+
+def test_all_that_is_wrong_is_listed_at_once(tmp_path: Path) -> None:
+    name = profile(
+        tmp_path,
+        "snapshot:\n  evry: 3\n  every: often\n  enabled: 3\nrestrt:\n  budget: 3\nsmp: 5\n"
+        "stop:\n  grace_s: -1\n  forward: [USR9]\n  forward: [USR8]\nnonsense: 3\n",
+    )
+    text = problems(name, FTRUN_RESTART_BUDGET="many", FTRUN_SNAPSHOT_EVERY="0")
+    for said in (
+        f"{name}:2: evry is not a key of snapshot; did you mean every?",
+        f"{name}:3: snapshot.every should be auto or a number, and is 'often'",
+        f"{name}:4: snapshot.enabled",
+        f"{name}:6: restrt is not a section; did you mean restart?",
+        "line 7: smp holds keys with values",
+        f"{name}:9: stop.grace_s should be greater than 0, and is -1",
+        "line 11: forward is there twice",
+        "'USR8' is no signal",
+        "line 12: nonsense is not a section",
+        "environment FTRUN_RESTART_BUDGET: restart.budget",
+        "snapshot.every is auto, or 1 and more",
+    ):
+        assert said in text
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("snapshot: &a\n  every: 3\nstart: *a\n", "line 3: aliases are not allowed"),
+        ("snapshot:\n  every: !!python/object:os.system x\n", "line 2: could not determine"),
+        ("snapshot: [\n", "line 2"),
+        ("- snapshot\n", "line 1: a profile holds keys"),
+        ("# " + "x" * MAX_PROFILE_BYTES, "bytes"),
+        ("snapshot:\n  xyzzy: 1\n", "xyzzy is not a key of snapshot; there are enabled,"),
+    ],
+)
+def test_what_cannot_be_read_is_said(tmp_path: Path, text: str, said: str) -> None:
+    assert said in problems(profile(tmp_path, text))
+
+
+@pytest.mark.parametrize("text", ["", "# nothing\n", "snapshot:\n", "{}"])
+def test_empty_profile_is_one(tmp_path: Path, text: str) -> None:
+    assert resolve(profile(tmp_path, text), variables={}).profile == Profile()
+
+
+def test_unknown_name_is_answered_with_the_near_one() -> None:
+    with pytest.raises(UsageError) as caught:
+        find_profile("labtop")
+    assert "Did you mean laptop?" in str(caught.value)
+
+
+def test_variables_of_workers_are_not_settings() -> None:
+    assert not INTERNAL_NAMES & {variable_name(section, key) for section, key in known_keys()}
+    assert "FTRUN_RUN_ID" in INTERNAL_NAMES
+    assert resolve(None, variables=dict.fromkeys(INTERNAL_NAMES, "x")).profile == Profile()
+
+
+def test_set_reads_plain_values() -> None:
+    assert setting_from_text("snapshot.every=5").value == 5
+    assert setting_from_text("start.preload=[a, b]").value == ["a", "b"]
+    assert setting_from_text("checkpoint.directory=/x=y").value == "/x=y"
+    assert plain_value("a: b: c") == "a: b: c"
+
+
+@pytest.mark.parametrize("text", ["snapshot", "snapshot.every", "every=5", "snapshot.=5"])
+def test_set_of_another_form_is_refused(text: str) -> None:
+    with pytest.raises(UsageError):
+        setting_from_text(text)
+
+
+def test_lines_are_kept(tmp_path: Path) -> None:
+    layer = read_profile(Path(profile(tmp_path, "# x\n\nsmp:\n\n  orphan_s: 3\n")))
+    assert [setting.origin.rpartition(":")[2] for setting in layer.settings] == ["5"]

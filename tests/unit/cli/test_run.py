@@ -1,0 +1,173 @@
+"""From words to a spec: what counts before what, and what is refused before anything starts."""
+
+import os
+import socket
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+from ftrun.cli.command_line import parse
+from ftrun.cli.run import build_spec, sweep, take_folder
+from ftrun.config import Profile, RunSpec
+from ftrun.errors import RunIdTaken, UsageError
+from ftrun.ids import RunId
+from ftrun.wire.run_folder import RunFolder, run_folder
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    (tmp_path / "train.py").write_text("")
+    return tmp_path
+
+
+def spec(words: str, variables: Mapping[str, str] | None = None) -> RunSpec:
+    return build_spec(parse(words.split()), variables=variables or {})
+
+
+def refused(words: str, variables: Mapping[str, str] | None = None) -> str:
+    with pytest.raises(UsageError) as caught:
+        spec(words, variables)
+    return str(caught.value)
+
+
+def test_plain_run(place: Path) -> None:
+    made = spec("--nproc 2 train.py --lr 1")
+    assert made.script == str(place / "train.py")
+    assert made.torchrun_argv == ["--nproc-per-node=2", "train.py", "--lr", "1"]
+    assert made.run_id.startswith("train-")
+    assert made.log_folder == str(place / "ftrun-logs" / made.run_id)
+    assert made.max_restarts is None
+    assert made.profile == Profile()
+
+
+def test_each_own_flag_sets_its_key(place: Path) -> None:
+    made = spec(
+        "--snapshot-every 3 --snapshot-required --orphan 5 --checkpoint-dir c --checkpoint-every 7"
+        " --checkpoint-keep 4 --start fresh --preload a --preload b --grace 9"
+        " --forward-signals usr1,SIGUSR2 --no-snapshots --set restart.budget=2 -q --debug train.py"
+    )
+    assert made.profile.snapshot.every == 3
+    assert made.profile.snapshot.required
+    assert not made.profile.snapshot.enabled
+    assert made.profile.smp.orphan_s == 5
+    assert made.profile.checkpoint.directory == str(place / "c")
+    assert made.profile.checkpoint.every_s == 7
+    assert made.profile.checkpoint.keep == 4
+    assert made.profile.start.mode == "fresh"
+    assert made.profile.start.preload == ["a", "b"]
+    assert made.profile.stop.grace_s == 9
+    assert made.profile.stop.forward == ["SIGUSR1", "SIGUSR2"]
+    assert made.profile.restart.budget == 2
+    assert made.quiet
+    assert made.debug
+
+
+def test_flag_before_ftrun_variable_before_pet_variable() -> None:
+    both = {"FTRUN_MAX_RESTARTS": "2", "PET_MAX_RESTARTS": "1"}
+    assert spec("--max-restarts 0 train.py", both).max_restarts == 0
+    assert spec("train.py", both).max_restarts == 2
+    assert spec("train.py", {"PET_MAX_RESTARTS": "1"}).max_restarts == 1
+    assert "3.5" in refused("--max-restarts 3.5 train.py")
+
+
+def test_profile_by_variable_and_flag() -> None:
+    assert spec("train.py", {"FTRUN_PROFILE": "laptop"}).profile.restart.budget == 5
+    assert spec("--profile default train.py", {"FTRUN_PROFILE": "laptop"}).profile == Profile()
+    assert spec("--quiet train.py").quiet
+    assert spec("train.py", {"FTRUN_QUIET": "1"}).quiet
+    assert not spec("train.py", {"FTRUN_QUIET": "0"}).quiet
+
+
+def test_run_id_comes_from_the_rendezvous_unless_given() -> None:
+    assert spec("--rdzv-id job7 train.py").run_id == "job7"
+    assert spec("train.py", {"PET_RDZV_ID": "job8"}).run_id == "job8"
+    assert spec("--rdzv-id none train.py").run_id.startswith("train-")
+    assert spec("--run-id a --rdzv-id b train.py").run_id == "a"
+    assert spec("train.py", {"FTRUN_RUN_ID": "outer"}).run_id.startswith("train-")
+    assert "a/b" in refused("--run-id a/b train.py")
+
+
+def test_several_nodes_are_for_later() -> None:
+    assert "one node" in refused("--nnodes 2 train.py")
+    assert "one node" in refused("train.py", {"PET_NNODES": "1:4"})
+    spec("--nnodes 1:1 train.py")
+    spec("--nnodes 1 train.py", {"PET_NNODES": "4"})
+
+
+def test_missing_script_names_the_near_one_and_the_folder(place: Path) -> None:
+    text = refused("trian.py")
+    assert f"trian.py does not exist; cwd {place}" in text
+    assert "Did you mean train.py?" in text
+    assert "no script" in refused("--standalone")
+    assert "nowhere" in refused("-m nowhere.at.all")
+    assert "no-such-command" in refused("--no-python no-such-command")
+
+
+def test_module_and_command_are_found(place: Path) -> None:
+    (place / "package").mkdir()
+    (place / "package" / "__init__.py").write_text("")
+    assert spec("-m package.training").script == "package.training"
+    assert spec("package.training", {"PET_MODULE": "1"}).script == "package.training"
+    assert spec("-m sys").script == "sys"
+    assert os.path.isabs(spec("--no-python sh -c true").script)
+
+
+def test_flag_of_a_newer_torch_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.metadata.version", lambda _name: "2.8.1+cpu")
+    assert "needs torch 2.12" in refused("--shutdown-timeout 3 train.py")
+    assert "--show-completion" in refused("--print-completion bash")
+
+
+def test_unknown_signal_is_named() -> None:
+    assert "'USR9'" in refused("--forward-signals USR1,USR9 train.py")
+
+
+@pytest.fixture
+def taken(place: Path) -> Iterator[RunFolder]:
+    folder, lock_fd = take_folder(RunId("mine"), script="/a.py")
+    yield folder
+    os.close(lock_fd)
+
+
+def test_live_run_id_is_refused_with_its_pid(taken: RunFolder) -> None:
+    with pytest.raises(RunIdTaken) as caught:
+        take_folder(RunId("mine"), script="/a.py")
+    assert f"pid {os.getpid()}" in str(caught.value)
+
+
+def test_folder_of_a_dead_run_is_taken_over() -> None:
+    folder, lock_fd = take_folder(RunId("mine"), script="/a.py")
+    folder.spec.write_text('{"script": "/a.py"}')
+    os.close(lock_fd)
+    folder, lock_fd = take_folder(RunId("mine"), script="/b.py")
+    os.close(lock_fd)
+    assert folder.path.stat().st_mode & 0o777 == 0o700
+
+
+def test_orphan_is_adopted_by_its_own_script_only() -> None:
+    folder, lock_fd = take_folder(RunId("mine"), script="/a.py")
+    folder.spec.write_text('{"script": "/a.py"}')
+    os.close(lock_fd)
+    with socket.socket(socket.AF_UNIX) as smp:
+        smp.bind(str(folder.smp_socket))
+        smp.listen()
+        with pytest.raises(RunIdTaken) as caught:
+            take_folder(RunId("mine"), script="/b.py")
+        assert "/a.py" in str(caught.value)
+        _, lock_fd = take_folder(RunId("mine"), script="/a.py")
+        os.close(lock_fd)
+        assert folder.smp_socket.exists()
+
+
+def test_sweep_removes_what_nobody_holds(taken: RunFolder) -> None:
+    dead, lock_fd = take_folder(RunId("dead"), script="/a.py")
+    os.close(lock_fd)
+    unlocked = run_folder(RunId("unlocked"))
+    unlocked.path.mkdir()
+    sweep()
+    assert taken.path.exists()
+    assert not dead.path.exists()
+    assert unlocked.path.exists()
