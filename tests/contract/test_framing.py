@@ -1,0 +1,73 @@
+"""However the bytes of a stream are cut, the messages are the same, and nothing else gets in."""
+
+import struct
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ftrun.errors import ProtocolError
+from ftrun.wire.framing import MAX_FRAME_BYTES, FrameReader, encode
+from ftrun.wire.messages import Done, Envelope, Inventory, KeepRunState, Refused, ShardOffer
+
+MESSAGES = [
+    Envelope("run", 1, 2, Done()),
+    Envelope("run", 1, 2, Refused("because")),
+    Envelope("run", 3, 0, Inventory([ShardOffer(0, 1, 2, 3, 4)]), num_fds=2),
+]
+STREAM = b"".join(encode(one) for one in MESSAGES)
+
+
+def test_a_stream_may_be_cut_at_every_byte() -> None:
+    for cut in range(len(STREAM) + 1):
+        reader = FrameReader()
+        assert reader.feed(STREAM[:cut]) + reader.feed(STREAM[cut:]) == MESSAGES
+
+
+def test_a_stream_may_come_byte_by_byte() -> None:
+    reader = FrameReader()
+    found = [one for byte in STREAM for one in reader.feed(bytes([byte]))]
+    assert found == MESSAGES
+
+
+def test_a_length_over_the_limit_is_refused_before_its_bytes_come() -> None:
+    with pytest.raises(ProtocolError):
+        FrameReader().feed(struct.pack("<I", MAX_FRAME_BYTES + 1))
+
+
+def test_a_message_over_the_limit_is_not_sent() -> None:
+    with pytest.raises(ProtocolError):
+        encode(Envelope("run", 0, 0, KeepRunState(b"x" * MAX_FRAME_BYTES)))
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"\xc1",
+        msgspec.msgpack.encode({"run_id": "run"}),
+        msgspec.msgpack.encode(
+            {"run_id": "r", "generation": 0, "incarnation": 0, "body": {"type": "Explode"}}
+        ),
+        msgspec.msgpack.encode(
+            {"run_id": "r", "generation": 0, "incarnation": 0, "body": {"type": "Done", "x": 1}}
+        ),
+        msgspec.msgpack.encode(
+            {"run_id": 5, "generation": 0, "incarnation": 0, "body": {"type": "Done"}}
+        ),
+    ],
+    ids=["empty", "no msgpack", "fields missing", "unknown type", "unknown field", "wrong kind"],
+)
+def test_what_is_no_message_is_refused(body: bytes) -> None:
+    with pytest.raises(ProtocolError):
+        FrameReader().feed(struct.pack("<I", len(body)) + body)
+
+
+@given(st.binary(max_size=200))
+def test_noise_is_a_message_or_a_protocol_error_and_nothing_else(noise: bytes) -> None:
+    reader = FrameReader()
+    try:
+        assert all(isinstance(one, Envelope) for one in reader.feed(noise))
+    except ProtocolError:
+        pass
