@@ -1,0 +1,322 @@
+"""Supervisor: what is retried, how often, and how a run ends."""
+
+from dataclasses import replace
+from signal import SIGINT, SIGTERM
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ftrun.errors import ExitCode
+from ftrun.events import (
+    AllAtBoundary,
+    Event,
+    GenerationStarted,
+    Kind,
+    Progress,
+    SmpExited,
+    StopAsked,
+    Tick,
+    WorkerExit,
+    WorkersExited,
+    ZygoteExited,
+)
+from ftrun.ids import Generation, Rank, Step
+from ftrun.recovery.commands import (
+    AskLastSnapshot,
+    EndRun,
+    GoOnWithout,
+    KillWorkers,
+    RespawnSmp,
+    RespawnZygote,
+    SignalWorkers,
+    StartGeneration,
+)
+from ftrun.recovery.supervisor import Policy, State, Supervisor, first_cause
+
+POLICY = Policy(
+    max_restarts=None,
+    budget=5,
+    window_s=3600.0,
+    backoff_first_s=1.0,
+    backoff_limit_s=4.0,
+    same_cause_limit=3,
+    grace_s=30.0,
+    boundary_wait_s=10.0,
+)
+
+
+def started(generation: int = 0) -> GenerationStarted:
+    return GenerationStarted(Generation(generation), None)
+
+
+def progress(step: int, *, here: int | None = None, attached: bool = True) -> Progress:
+    return Progress(Step(step), step if here is None else here, attached)
+
+
+def killed(rank: int = 0, fingerprint: str = "SIGKILL") -> WorkerExit:
+    return WorkerExit(Rank(rank), Kind.SIGNAL, -9, f"rank {rank} was killed", "", fingerprint)
+
+
+def raised(rank: int = 0, code: int = 1, at_ns: int = 0) -> WorkerExit:
+    return WorkerExit(
+        Rank(rank), Kind.EXCEPTION, code, f"rank {rank} raised", "", "exception", at_ns
+    )
+
+
+def finished(rank: int) -> WorkerExit:
+    return WorkerExit(Rank(rank), Kind.FINISHED, 0, f"rank {rank} has finished")
+
+
+def ends(*exits: WorkerExit, at: Progress) -> WorkersExited:
+    return WorkersExited(exits, at)
+
+
+def supervisor(policy: Policy = POLICY) -> Supervisor:
+    made = Supervisor(policy, world_size=2)
+    assert made.handle(started(), now_s=0.0) == []
+    return made
+
+
+def test_killed_worker_restarts_all_at_once() -> None:
+    commands = supervisor().handle(ends(killed(1), at=progress(5)), now_s=1.0)
+    assert commands == [KillWorkers("rank 1 was killed"), StartGeneration("rank 1 was killed")]
+
+
+def test_restart_of_a_script_without_attach_says_where_it_begins() -> None:
+    commands = supervisor().handle(ends(killed(), at=progress(5, attached=False)), now_s=1.0)
+    assert isinstance(commands[1], StartGeneration)
+    assert "from its own beginning" in commands[1].why
+
+
+def test_run_ends_when_every_rank_has_finished() -> None:
+    made = supervisor()
+    assert made.handle(ends(finished(0), at=progress(5)), now_s=1.0) == []
+    assert made.handle(ends(finished(1), at=progress(5)), now_s=2.0) == [
+        EndRun(ExitCode.DONE, "every rank has finished")
+    ]
+    assert made.state is State.ENDED
+
+
+def test_ranks_that_finished_before_a_restart_are_counted_anew() -> None:
+    made = supervisor()
+    made.handle(ends(finished(0), at=progress(5)), now_s=1.0)
+    made.handle(ends(killed(1), at=progress(5)), now_s=1.0)
+    made.handle(started(1), now_s=1.0)
+    assert made.handle(ends(finished(1), at=progress(9)), now_s=2.0) == []
+
+
+def test_program_that_ends_before_its_first_step_is_not_retried() -> None:
+    commands = supervisor().handle(ends(raised(0, code=2), at=progress(0)), now_s=1.0)
+    assert isinstance(commands[1], EndRun)
+    assert commands[1].exit_code == 2
+    assert "before its first step" in commands[1].advice
+
+
+def test_kill_before_the_first_step_is_retried() -> None:
+    commands = supervisor().handle(ends(killed(), at=progress(0)), now_s=1.0)
+    assert isinstance(commands[1], StartGeneration)
+
+
+def test_exception_before_the_first_step_is_retried_when_max_restarts_is_given() -> None:
+    made = supervisor(replace(POLICY, max_restarts=1))
+    commands = made.handle(ends(raised(), at=progress(0)), now_s=1.0)
+    assert isinstance(commands[1], StartGeneration)
+    made.handle(started(1), now_s=1.0)
+    last = made.handle(ends(raised(1), at=progress(0)), now_s=2.0)[-1]
+    assert isinstance(last, EndRun)
+    assert last.exit_code == 1
+    assert last.advice == "The budget is used up: 1 restarts."
+
+
+def test_max_restarts_of_zero_is_obeyed() -> None:
+    made = supervisor(replace(POLICY, max_restarts=0))
+    last = made.handle(ends(killed(), at=progress(50)), now_s=1.0)[-1]
+    assert isinstance(last, EndRun)
+    assert last.exit_code == 137
+
+
+def test_same_cause_three_times_without_progress_ends_with_93() -> None:
+    made = supervisor()
+    now_s = 0.0
+    for generation in (1, 2):
+        commands = made.handle(ends(killed(), at=progress(7)), now_s=now_s)
+        while not any(isinstance(found, StartGeneration) for found in commands):
+            now_s += 1.0
+            commands = made.handle(Tick(), now_s=now_s)
+        made.handle(started(generation), now_s=now_s)
+    last = made.handle(ends(killed(), at=progress(7)), now_s=now_s)[-1]
+    assert isinstance(last, EndRun)
+    assert last.exit_code == ExitCode.DO_NOT_RESTART
+
+
+def test_same_cause_with_progress_each_time_uses_the_budget_only() -> None:
+    made = supervisor()
+    for generation in range(1, 6):
+        commands = made.handle(ends(killed(), at=progress(7 * generation)), now_s=0.0)
+        assert isinstance(commands[1], StartGeneration)
+        made.handle(started(generation), now_s=0.0)
+    last = made.handle(ends(killed(), at=progress(99)), now_s=0.0)[-1]
+    assert isinstance(last, EndRun)
+    assert "budget" in last.advice
+    assert "--max-restarts" in last.advice
+
+
+def test_without_attach_the_same_step_count_is_no_progress() -> None:
+    made = supervisor(replace(POLICY, backoff_first_s=0.0))
+    at = progress(5, attached=False)
+    for generation in (1, 2):
+        made.handle(ends(killed(), at=at), now_s=0.0)
+        made.handle(started(generation), now_s=0.0)
+    last = made.handle(ends(killed(), at=at), now_s=0.0)[-1]
+    assert isinstance(last, EndRun)
+    assert last.exit_code == ExitCode.DO_NOT_RESTART
+
+
+def test_without_attach_another_step_count_counts_as_progress() -> None:
+    made = supervisor(replace(POLICY, backoff_first_s=0.0))
+    for generation in range(1, 5):
+        at = progress(generation, attached=False)
+        commands = made.handle(ends(killed(), at=at), now_s=0.0)
+        assert isinstance(commands[1], StartGeneration)
+        made.handle(started(generation), now_s=0.0)
+
+
+def test_pause_doubles_up_to_its_limit_while_there_is_no_progress() -> None:
+    made = supervisor(replace(POLICY, same_cause_limit=99, budget=99))
+    pauses: list[float] = []
+    made.handle(ends(killed(), at=progress(7)), now_s=0.0)
+    made.handle(started(), now_s=0.0)
+    now_s = 0.0
+    for generation in range(1, 7):
+        commands = made.handle(ends(killed(), at=progress(7)), now_s=now_s)
+        begun_s = now_s
+        while not any(isinstance(found, StartGeneration) for found in commands):
+            now_s += 0.5
+            commands = made.handle(Tick(), now_s=now_s)
+        pauses.append(now_s - begun_s)
+        made.handle(started(generation), now_s=now_s)
+    assert pauses == [0.0, 1.0, 2.0, 4.0, 4.0, 4.0]
+
+
+def test_ends_of_workers_between_two_generations_are_not_news() -> None:
+    made = supervisor(replace(POLICY, same_cause_limit=99))
+    for generation in range(1, 3):
+        made.handle(ends(killed(), at=progress(7)), now_s=0.0)
+        if made.state is State.STARTING:
+            made.handle(started(generation), now_s=0.0)
+    made.handle(ends(killed(), at=progress(7)), now_s=0.0)
+    assert made.state is State.BACKING_OFF
+    assert made.handle(ends(killed(1), at=progress(7)), now_s=0.0) == []
+
+
+@pytest.mark.parametrize(
+    ("event", "respawn"),
+    [(SmpExited("the SMP died"), RespawnSmp), (ZygoteExited("the zygote died"), RespawnZygote)],
+)
+def test_own_parts_are_respawned_until_they_die_too_often(
+    event: Event, respawn: type[RespawnSmp | RespawnZygote]
+) -> None:
+    made = supervisor()
+    for _ in range(5):
+        assert isinstance(made.handle(event, now_s=1.0)[0], respawn)
+    assert isinstance(made.handle(event, now_s=1.0)[0], GoOnWithout)
+    assert isinstance(made.handle(event, now_s=1000.0)[0], respawn)
+
+
+def test_own_parts_are_not_respawned_after_the_end() -> None:
+    made = supervisor()
+    made.handle(ends(finished(0), finished(1), at=progress(1)), now_s=0.0)
+    assert made.handle(SmpExited("gone"), now_s=1.0) == []
+    assert made.handle(StopAsked(SIGTERM, "late", attached=True), now_s=1.0) == []
+
+
+def test_stop_takes_a_last_snapshot_then_signals_then_ends() -> None:
+    made = supervisor()
+    assert made.handle(StopAsked(SIGTERM, "SIGTERM", attached=True), now_s=0.0) == [
+        AskLastSnapshot("SIGTERM")
+    ]
+    assert made.handle(Tick(), now_s=1.0) == []
+    assert made.handle(AllAtBoundary(), now_s=2.0) == [
+        SignalWorkers(SIGTERM, "the last snapshot is sealed on every rank")
+    ]
+    assert made.handle(AllAtBoundary(), now_s=2.0) == []
+    assert made.handle(ends(killed(0), at=progress(5)), now_s=3.0) == []
+    assert made.handle(ends(finished(1), at=progress(5)), now_s=3.0) == [
+        EndRun(143, "stopped by SIGTERM")
+    ]
+
+
+def test_stop_without_attach_signals_at_once() -> None:
+    commands = supervisor().handle(StopAsked(SIGINT, "SIGINT", attached=False), now_s=0.0)
+    assert commands == [SignalWorkers(SIGINT, "SIGINT")]
+
+
+def test_stop_goes_on_when_no_boundary_comes_and_kills_after_the_grace() -> None:
+    made = supervisor()
+    made.handle(StopAsked(SIGTERM, "SIGTERM", attached=True), now_s=0.0)
+    assert isinstance(made.handle(Tick(), now_s=10.0)[0], SignalWorkers)
+    assert made.handle(Tick(), now_s=29.0) == []
+    assert isinstance(made.handle(Tick(), now_s=30.0)[0], KillWorkers)
+    assert made.handle(Tick(), now_s=99.0) == []
+
+
+def test_second_signal_kills_at_once() -> None:
+    made = supervisor()
+    made.handle(StopAsked(SIGINT, "SIGINT", attached=True), now_s=0.0)
+    assert isinstance(
+        made.handle(StopAsked(SIGINT, "SIGINT", attached=True), now_s=0.1)[0], KillWorkers
+    )
+
+
+def test_stop_during_a_pause_ends_the_run() -> None:
+    made = supervisor(replace(POLICY, same_cause_limit=99))
+    made.handle(ends(killed(), at=progress(7)), now_s=0.0)
+    made.handle(started(1), now_s=0.0)
+    made.handle(ends(killed(), at=progress(7)), now_s=0.0)
+    made.handle(started(2), now_s=0.0)
+    made.handle(ends(killed(), at=progress(7)), now_s=0.0)
+    assert made.handle(StopAsked(SIGTERM, "SIGTERM", attached=True), now_s=0.1) == [
+        EndRun(143, "stopped by SIGTERM")
+    ]
+
+
+def test_first_cause_is_a_kill_before_the_exceptions_it_leads_to() -> None:
+    assert first_cause([raised(0, at_ns=5), killed(1)]).rank == 1
+
+
+def test_first_cause_among_exceptions_is_the_earliest() -> None:
+    assert first_cause([raised(0, at_ns=9), raised(1, at_ns=5), raised(2)]).rank == 1
+
+
+EVENTS = st.one_of(
+    st.just(Tick()),
+    st.just(AllAtBoundary()),
+    st.builds(
+        lambda rank, kind, step: ends(
+            killed(rank) if kind == 0 else raised(rank) if kind == 1 else finished(rank),
+            at=progress(step),
+        ),
+        st.integers(0, 1),
+        st.integers(0, 2),
+        st.integers(0, 5),
+    ),
+    st.builds(lambda attached: StopAsked(SIGTERM, "SIGTERM", attached), st.booleans()),
+    st.just(SmpExited("smp")),
+    st.just(ZygoteExited("zygote")),
+)
+
+
+@given(st.lists(EVENTS, max_size=40))
+def test_whatever_happens_the_budget_holds_and_nothing_follows_the_end(events: list[Event]) -> None:
+    made = supervisor()
+    starts, generation, has_ended = 0, 0, False
+    for now_s, event in enumerate(events):
+        for command in made.handle(event, now_s=float(now_s)):
+            assert not has_ended
+            if isinstance(command, StartGeneration):
+                starts += 1
+                generation += 1
+                made.handle(started(generation), now_s=float(now_s))
+            has_ended |= isinstance(command, EndRun)
+    assert starts <= POLICY.budget
