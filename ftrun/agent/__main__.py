@@ -30,7 +30,7 @@ OLD_WORKERS_WAIT_S = 30.0
 def main() -> int:
     folder = RunFolder(Path(sys.argv[1]))
     become_subreaper()
-    die_with(os.getppid())
+    die_with(int(os.environ.get("FTRUN_STUB_PID", os.getppid())))
     name_process("ftrun-agent")
     spec = RunSpec.model_validate_json(folder.spec.read_bytes())
     level = logging.DEBUG if spec.debug else logging.ERROR if spec.quiet else logging.WARNING
@@ -38,6 +38,7 @@ def main() -> int:
     journal = Journal(Path(spec.log_folder), who="agent")
     smp = SmpLink(folder, spec.profile.smp.orphan_s)
     zygote: ZygoteLink | None = None
+    keep_memory = False
     try:
         os.chdir(spec.cwd)
         _set_thread_count(spec.torchrun_argv)
@@ -59,11 +60,15 @@ def main() -> int:
             f"ftrun: this is a bug in ftrun ({type(error).__name__}); please report it with "
             f"{spec.log_folder}/journal.jsonl\n"
         )
+        # The stub starts another agent, which goes on with the memory that the SMP keeps.
+        (folder.path / "agent-crashed").touch()
+        keep_memory = True
         return InternalError.exit_code
     finally:
         if zygote is not None:
             zygote.close()
-        smp.shutdown()
+        if not keep_memory:
+            smp.shutdown()
 
 
 def _set_thread_count(argv: list[str]) -> None:

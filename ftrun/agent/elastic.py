@@ -24,6 +24,7 @@ from torch.distributed.launcher import api as launcher_api
 
 from ftrun.agent.rendezvous import BACKEND
 from ftrun.agent.worker_starter import WorkerStarter
+from ftrun.config import RunSpec
 
 # Torch registers handlers that raise in the middle of anything. We queue signals instead, so
 # torch gets one to handle that is never sent to a process without a terminal.
@@ -61,9 +62,14 @@ class FtrunElasticAgent(local_elastic_agent.LocalElasticAgent):
         return self._worker_group
 
 
-def parse(argv: list[str]) -> Namespace:
+def parse(spec: RunSpec) -> Namespace:
     """Torch's own parser, then what a run under ftrun always has."""
-    args: Namespace = torchrun.get_args_parser().parse_args(argv)
+    args: Namespace = torchrun.get_args_parser().parse_args(spec.torchrun_argv)
+    if args.rdzv_id == "none":
+        args.rdzv_id = spec.run_id
+    if args.log_dir is None:
+        # Torch would make a folder under /tmp for its error files, and leave it there.
+        args.log_dir = f"{spec.log_folder}/workers"
     args.standalone = False
     args.rdzv_backend = BACKEND
     args.rdzv_endpoint = "127.0.0.1:0"  # unused, but torch warns when it is empty

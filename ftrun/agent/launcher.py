@@ -41,7 +41,7 @@ def launch(
     spec: RunSpec, *, journal: Journal, smp: SmpLink, zygote: ZygoteLink | None, first: int
 ) -> int:
     """Run to the end; the exit code of the started process."""
-    args = elastic.parse(spec.torchrun_argv)
+    args = elastic.parse(spec)
     world_size = determine_local_world_size(args.nproc_per_node)
     zygote = _fit(zygote, journal)
     if zygote is not None:
@@ -142,7 +142,7 @@ def _say_end(command: EndRun, spec: RunSpec, run: RunLoop) -> None:
     run.journal.write("end", exit_code=int(command.exit_code), why=command.why)
     cause = command.cause
     path = run.workers.error_file(cause.rank) if cause is not None else ""
-    if path and os.path.exists(path):
+    if path and os.path.exists(path) and "TORCHELASTIC_ERROR_FILE" in os.environ:
         # Whoever has started us with an error file of its own finds the first cause there.
         get_error_handler().dump_error_file(path, command.exit_code)
     sys.stdout.flush()

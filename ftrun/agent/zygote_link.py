@@ -44,7 +44,6 @@ class ZygoteLink:
         self._preload = tuple(preload)
         self._standbys: deque[Standby] = deque()
         self._control: socket.socket | None = None
-        self._ready = False
         self._ordered = 0
         self.child: Child | None = None
         self.unfit = ""
@@ -66,7 +65,7 @@ class ZygoteLink:
         if self._control is not None:
             self._control.close()
         self._control = mine
-        self._ready = False
+        self.unfit = ""
         self._ordered = 0
 
     def want(self, standbys: int) -> None:
@@ -160,7 +159,6 @@ class ZygoteLink:
             self._standbys.append(Standby(orders))
         if "unfit" in said:
             self.unfit = said["unfit"]
-        self._ready |= "ready" in said
         return True
 
     def _hello(self, standby: Standby) -> Child | None:

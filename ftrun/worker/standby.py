@@ -11,6 +11,7 @@ fresh seeds for numpy, and the variables that torch reads once, at import.
 """
 
 import builtins
+import contextlib
 import gc
 import json
 import logging
@@ -89,15 +90,26 @@ def become_worker(order: LaunchOrder, fds: list[int]) -> None:
     os.environ.clear()
     os.environ.update(order.variables)
     os.chdir(order.cwd)
-    sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
-    sys.stdout = open(1, "w", 1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
-    sys.stderr = open(2, "w", 1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(write_through=True)
-    sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr
+    _open_streams()
     _reseed()
     name_process(f"ftrun-rank{order.variables.get('RANK', '')}")
     heartbeat.install(started_with=started_with)
+
+
+def _open_streams() -> None:
+    """Streams on the new descriptors, unbuffered as with `python -u`."""
+    encoding = sys.__stdout__.encoding if sys.__stdout__ is not None else "utf-8"
+    sys.stdin = sys.__stdin__ = None  # type: ignore[assignment]
+    with contextlib.suppress(OSError):  # closed, as under some schedulers
+        sys.stdin = sys.__stdin__ = open(0, encoding=encoding, closefd=False)  # noqa: SIM115
+    out, err = (
+        open(fd, "w", 1, encoding=encoding, errors=errors, closefd=False)  # noqa: SIM115
+        for fd, errors in ((1, "strict"), (2, "backslashreplace"))
+    )
+    for stream in (out, err):
+        stream.reconfigure(write_through=True)
+    sys.stdout = sys.__stdout__ = out
+    sys.stderr = sys.__stderr__ = err
 
 
 def _reseed() -> None:
