@@ -12,7 +12,7 @@ version has generation -1: older than anything that generation 0 of the new run 
 import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import xxhash
@@ -169,24 +169,18 @@ def _fill(fd: int, folder: Path, shard: ShardFile, step: int) -> None:
             clock.now_ns(),
         )
         arena.write_header(0, header)
-        _layout, data = verify(arena, 0, what=what)
-        start = shard.num_bytes - len(data)
-        del data
-        if xxhash.xxh3_64_hexdigest(arena.image(0)[:start]) != shard.header_digest:
-            raise SnapshotCorrupt(what=f"{what}, header", piece=0, pieces=shard.num_pieces)
-        arena.write_header(
-            0,
-            SlotHeader(
-                SlotState.SEALED,
-                header.generation,
-                header.step,
-                header.image_bytes,
-                header.table_digest,
-                header.sealed_ns,
-            ),
-        )
+        _check_header(arena.image(0), shard, what)
+        verify(arena, 0, what=what)
+        arena.write_header(0, replace(header, state=SlotState.SEALED))
     finally:
         arena.close()
+
+
+def _check_header(image: memoryview, shard: ShardFile, what: str) -> None:
+    """The digest table covers the data only; the index covers what describes them."""
+    end = 8 + int.from_bytes(image[:8], "little")
+    if end > len(image) or xxhash.xxh3_64_hexdigest(image[:end]) != shard.header_digest:
+        raise SnapshotCorrupt(what=f"{what}, header", piece=0, pieces=shard.num_pieces)
 
 
 def _read_into(path: Path, target: memoryview, what: str) -> None:

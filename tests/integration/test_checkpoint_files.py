@@ -1,0 +1,301 @@
+"""A checkpoint is whole or it is set aside, and the one before it is used."""
+
+import fcntl
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import xxhash
+
+from ftrun.errors import CheckpointError, MemoryTooSmall
+from ftrun.ids import Rank, RunId, version
+from ftrun.smp.checkpoint import TRIES, CheckpointWriter, read_index
+from ftrun.smp.checkpoint_load import Loaded, load_checkpoint
+from ftrun.snapshot.layout import PAGE_BYTES, Entry, When, make_layout
+from ftrun.wire.arena import (
+    Arena,
+    ArenaShape,
+    SlotHeader,
+    SlotState,
+    create_memfd,
+    table_digest,
+    verify,
+)
+
+LAYOUT = make_layout([Entry("weight", "F32", (150_000,), When.LAZY)], plain_bytes=10)
+RANKS = [Rank(0), Rank(1)]
+
+
+class Arenas:
+    """The arenas of two ranks, filled by hand."""
+
+    def __init__(self) -> None:
+        self.fds = {
+            rank: [
+                create_memfd(ArenaShape(rank, 2, LAYOUT.image_bytes, len(LAYOUT.pieces), 9 + rank))
+            ]
+            for rank in RANKS
+        }
+
+    def seal(self, step: int, *, generation: int = 0, slot: int = 0) -> None:
+        for rank in RANKS:
+            self.seal_one(rank, step, generation=generation, slot=slot)
+
+    def seal_one(self, rank: Rank, step: int, *, generation: int = 0, slot: int = 0) -> None:
+        arena = Arena(self.fds[rank][0], writable=True)
+        image = arena.image(slot)
+        start = len(LAYOUT.header)
+        image[:] = LAYOUT.header + bytes([step * 10 + rank]) * (len(image) - start)
+        table = arena.table(slot)
+        for index, piece in enumerate(LAYOUT.pieces):
+            at = start + piece.offset
+            table[index] = xxhash.xxh3_64_intdigest(image[at : at + piece.num_bytes])
+        size = len(image)
+        arena.write_header(
+            slot,
+            SlotHeader(SlotState.SEALED, generation, step, size, table_digest(table), step),
+        )
+        del image, table
+        arena.close()
+
+
+@pytest.fixture
+def arenas() -> Iterator[Arenas]:
+    before = len(os.listdir("/proc/self/fd"))
+    found = Arenas()
+    yield found
+    for some in found.fds.values():
+        for fd in some:
+            os.close(fd)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def writer(*, free_bytes: int = 1 << 40, stop: bool = False) -> CheckpointWriter:
+    event = threading.Event()
+    if stop:
+        event.set()
+    return CheckpointWriter(RunId("run"), free_bytes=lambda: free_bytes, stop=event)
+
+
+def write(arenas: Arenas, directory: Path, *, keep: int = 3, free_bytes: int = 1 << 40) -> Path:
+    found = writer(free_bytes=free_bytes).write(
+        arenas.fds, world_size=2, directory=directory, keep=keep
+    )
+    return found.path
+
+
+def load(directory: Path, world_size: int = 2) -> Loaded | None:
+    return load_checkpoint(
+        directory, world_size=world_size, ranks=RANKS, check=lambda needed_bytes: None
+    )
+
+
+def check(loaded: Loaded | None, step: int) -> list[str]:
+    """It is this step, bit for bit; the notes."""
+    assert loaded is not None
+    assert loaded.version == version(-1, step)
+    for rank, fd in zip(RANKS, loaded.fds, strict=True):
+        arena = Arena(fd, writable=False)
+        assert arena.shape.layout_id == 9 + rank
+        slot = arena.find(version(-1, step))
+        assert slot == 0
+        _, data = verify(arena, slot, what="test")
+        assert bytes(data) == bytes([step * 10 + rank]) * len(data)
+        del data
+        arena.close()
+        os.close(fd)
+    return loaded.notes
+
+
+@pytest.mark.parametrize("free_bytes", [1 << 40, 0], ids=["copied first", "piece by piece"])
+def test_what_was_sealed_comes_back(arenas: Arenas, tmp_path: Path, free_bytes: int) -> None:
+    arenas.seal(4)
+    path = write(arenas, tmp_path, free_bytes=free_bytes)
+    assert check(load(tmp_path), 4) == []
+    index = read_index(path)
+    assert (index.run_id, index.generation, index.step, index.world_size) == ("run", 0, 4, 2)
+    assert (path / "rank-00001.safetensors").stat().st_size == LAYOUT.image_bytes
+    assert (path / "rank-00000.safetensors").read_bytes()[: len(LAYOUT.header)] == LAYOUT.header
+
+
+def test_only_a_version_of_all_ranks_is_written(arenas: Arenas, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError):
+        write(arenas, tmp_path)
+    arenas.seal(4)
+    arenas.seal_one(Rank(0), 5, slot=1)
+    assert write(arenas, tmp_path).name == "step-00000004-g0"
+
+
+def spoil(path: Path, at: int = 0) -> None:
+    with path.open("r+b") as file:
+        file.seek(at)
+        (byte,) = file.read(1)
+        file.seek(at)
+        file.write(bytes([byte ^ 4]))
+
+
+@pytest.mark.parametrize(
+    ("name", "at"),
+    [
+        ("rank-00001.safetensors", PAGE_BYTES + 400_000),
+        ("rank-00000.safetensors", 60),
+        ("rank-00000.safetensors", 0),
+        ("rank-00001.digests", 3),
+        ("index.json", 300),
+        ("index.json", 20),
+    ],
+)
+def test_one_flipped_bit_sets_a_checkpoint_aside_for_the_one_before(
+    arenas: Arenas, tmp_path: Path, name: str, at: int
+) -> None:
+    arenas.seal(4)
+    write(arenas, tmp_path)
+    arenas.seal(5)
+    newest = write(arenas, tmp_path)
+    spoil(newest / name, at)
+    notes = check(load(tmp_path), 4)
+    assert notes
+    assert all(str(newest) in note for note in notes)
+
+
+@pytest.mark.parametrize("name", ["rank-00000.safetensors", "rank-00000.digests", "index.json"])
+@pytest.mark.parametrize("cut", [False, True], ids=["missing", "cut short"])
+def test_an_incomplete_checkpoint_is_set_aside(
+    arenas: Arenas, tmp_path: Path, name: str, cut: bool
+) -> None:
+    arenas.seal(4)
+    write(arenas, tmp_path)
+    arenas.seal(5)
+    newest = write(arenas, tmp_path)
+    if cut:
+        os.truncate(newest / name, 5)
+    else:
+        (newest / name).unlink()
+    assert check(load(tmp_path), 4)
+
+
+def test_without_latest_the_one_written_last_is_used(arenas: Arenas, tmp_path: Path) -> None:
+    arenas.seal(9)
+    write(arenas, tmp_path)
+    arenas.seal(4, generation=1)
+    write(arenas, tmp_path)
+    (tmp_path / "latest").unlink()
+    check(load(tmp_path), 4)
+
+
+def test_a_link_to_nothing_is_noted(arenas: Arenas, tmp_path: Path) -> None:
+    arenas.seal(4)
+    write(arenas, tmp_path)
+    (tmp_path / "latest").unlink()
+    (tmp_path / "latest").symlink_to("step-00000099-g0")
+    assert check(load(tmp_path), 4)
+
+
+def test_when_none_can_be_used_the_error_says_why(arenas: Arenas, tmp_path: Path) -> None:
+    arenas.seal(4)
+    path = write(arenas, tmp_path)
+    spoil(path / "rank-00000.safetensors", PAGE_BYTES + 5)
+    with pytest.raises(CheckpointError):
+        load(tmp_path)
+    assert load(tmp_path / "elsewhere") is None
+
+
+def test_another_world_size_is_refused_with_both_numbers(arenas: Arenas, tmp_path: Path) -> None:
+    arenas.seal(4)
+    write(arenas, tmp_path)
+    with pytest.raises(CheckpointError) as caught:
+        load(tmp_path, world_size=8)
+    assert "2 ranks" in str(caught.value)
+    assert "8" in str(caught.value)
+
+
+def test_too_little_memory_is_an_error_of_its_own(arenas: Arenas, tmp_path: Path) -> None:
+    arenas.seal(4)
+    write(arenas, tmp_path)
+
+    def refuse(needed_bytes: int) -> None:
+        raise MemoryTooSmall(needed_bytes=needed_bytes, available_bytes=1, limit="test")
+
+    with pytest.raises(MemoryTooSmall):
+        load_checkpoint(tmp_path, world_size=2, ranks=RANKS, check=refuse)
+
+
+def test_old_checkpoints_and_what_a_killed_writer_left_are_removed(
+    arenas: Arenas, tmp_path: Path
+) -> None:
+    (tmp_path / ".tmp-1-step-9").mkdir()
+    (tmp_path / ".tmp-1-step-9" / "rank-00000.safetensors").touch()
+    (tmp_path / ".tmp-1-latest").symlink_to("nothing")
+    (tmp_path / "notes of the user").touch()
+    for step in (1, 2, 3, 4):
+        arenas.seal(step)
+        write(arenas, tmp_path, keep=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "latest",
+        "notes of the user",
+        "step-00000003-g0",
+        "step-00000004-g0",
+    ]
+
+
+def test_a_name_that_is_taken_is_not_written_over(arenas: Arenas, tmp_path: Path) -> None:
+    arenas.seal(4)
+    first = write(arenas, tmp_path)
+    second = write(arenas, tmp_path)
+    assert (first.name, second.name) == ("step-00000004-g0", "step-00000004-g0.2")
+    assert (tmp_path / "latest").resolve() == second
+    check(load(tmp_path), 4)
+
+
+def test_a_corrupted_slot_is_never_written(arenas: Arenas, tmp_path: Path) -> None:
+    arenas.seal(4)
+    arena = Arena(arenas.fds[Rank(1)][0], writable=True)
+    image = arena.image(0)
+    image[-1] ^= 1
+    del image
+    arena.close()
+    with pytest.raises(CheckpointError):
+        write(arenas, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("free_bytes", [1 << 40, 0], ids=["copied first", "piece by piece"])
+def test_a_slot_that_is_overwritten_again_and_again_is_given_up(
+    arenas: Arenas, tmp_path: Path, free_bytes: int
+) -> None:
+    arenas.seal(1)
+    steps = iter(range(2, 20))
+
+    def train_on_meanwhile() -> int:
+        """Called between the choice of the slots and their reading."""
+        arenas.seal(next(steps))
+        return free_bytes
+
+    busy = CheckpointWriter(RunId("run"), free_bytes=train_on_meanwhile, stop=threading.Event())
+    with pytest.raises(CheckpointError) as caught:
+        busy.write(arenas.fds, world_size=2, directory=tmp_path, keep=1)
+    assert "overwritten" in str(caught.value)
+    assert list(tmp_path.iterdir()) == []
+    assert next(steps) == 2 + TRIES
+
+
+def test_another_run_in_the_same_directory_is_refused(arenas: Arenas, tmp_path: Path) -> None:
+    arenas.seal(4)
+    fd = os.open(tmp_path, os.O_RDONLY)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        with pytest.raises(CheckpointError):
+            write(arenas, tmp_path)
+    finally:
+        os.close(fd)
+    with pytest.raises(CheckpointError):
+        write(arenas, Path("relative"))
+
+
+def test_a_write_is_given_up_when_the_run_is_stopped(arenas: Arenas, tmp_path: Path) -> None:
+    arenas.seal(4)
+    with pytest.raises(CheckpointError):
+        writer(stop=True).write(arenas.fds, world_size=2, directory=tmp_path, keep=1)
+    assert list(tmp_path.iterdir()) == []
