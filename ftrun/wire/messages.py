@@ -79,6 +79,19 @@ class ShardSealed(Message, frozen=True):
     layout_id: int
 
 
+class WithdrawShard(Message):
+    """Worker -> SMP: forget my seal of this version, I am about to overwrite it.
+
+    A rank that skipped or discarded a version which the others have sealed would stop them for
+    good: theirs is never committed, and what is not committed is not overwritten. Answer: Done,
+    it will never be committed; Refused, it is committed, or about to be.
+    """
+
+    rank: int
+    generation: int
+    step: int
+
+
 # --- agent -> SMP ---------------------------------------------------------------------------
 
 
@@ -226,6 +239,7 @@ AnyMessage = (
     | RequestArena
     | ArenaGranted
     | ShardSealed
+    | WithdrawShard
     | BeginGeneration
     | TakeInventory
     | Inventory

@@ -1,0 +1,71 @@
+"""Whether a step boundary lies in the middle of a gradient accumulation.
+
+Runs in:  worker, training thread.
+Takes in: torch's global hook before each optimizer step, gradients as they stand at a boundary.
+Gives:    yes or no; gradients are no part of a snapshot, so nothing is taken in the middle.
+
+An optimizer is in the middle when it has not stepped in this turn and gradients have been
+added since its last step. That is read off identity and version counter of a few gradients:
+a backward adds to all of them. A step that GradScaler skips looks the same, and costs no more
+than waiting for the next boundary.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+
+from ftrun.worker.tensors import version_of
+
+_SAMPLED = 16
+
+Signature = tuple[tuple[int, int], ...]
+
+
+class Accumulation:
+    """Follows the attached optimizers from boundary to boundary."""
+
+    def __init__(self, optimizers: Iterable[Optimizer]) -> None:
+        self._optimizers = {id(optimizer): optimizer for optimizer in optimizers}
+        self._stepped: set[int] = set()
+        self._at_step: dict[int, Signature] = {}
+        self._versions: dict[int, list[int]] = {}
+        self._hook = register_optimizer_step_pre_hook(self._before_step)
+
+    def close(self) -> None:
+        self._hook.remove()
+
+    def boundary(self) -> bool:
+        """End a turn; whether some optimizer is in the middle of an accumulation."""
+        found = [self._is_pending(optimizer) for optimizer in self._optimizers.values()]
+        self._stepped.clear()
+        return any(found)
+
+    def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
+        if id(optimizer) in self._optimizers:
+            self._stepped.add(id(optimizer))
+            self._at_step[id(optimizer)] = _signature(optimizer)
+
+    def _is_pending(self, optimizer: Optimizer) -> bool:
+        key = id(optimizer)
+        versions = [version_of(parameter) for parameter in _sample(optimizer)]
+        before, self._versions[key] = self._versions.get(key, versions), versions
+        if key in self._stepped:
+            return False
+        now = _signature(optimizer)
+        if versions != before:
+            # A compiled step has no hook; the parameters show that it has been.
+            self._at_step[key] = now
+            return False
+        return bool(now) and now != self._at_step.get(key)
+
+
+def _signature(optimizer: Optimizer) -> Signature:
+    grads = (parameter.grad for parameter in _sample(optimizer))
+    return tuple((id(grad), version_of(grad)) for grad in grads if grad is not None)
+
+
+def _sample(optimizer: Optimizer) -> list[torch.Tensor]:
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    return parameters[:: max(1, len(parameters) // _SAMPLED)]

@@ -1,0 +1,206 @@
+"""The position in the data, and how to come back to it.
+
+Runs in:  worker, training thread.
+Takes in: a DataLoader, torchdata's StatefulDataLoader or any iterable of batches.
+Gives:    its batches, from the restored one on; plain values that say which one that is.
+
+A StatefulDataLoader knows its position. For a plain DataLoader the random states at the start
+of the pass are kept: they are put back, the loader's iterator is made again, and its sampler
+is asked for the batches that have been used and that nobody loads. That gives the same indices
+in the same order without reading one sample. Where the data set is an iterable one there is
+nothing to skip by, so batches are loaded and dropped.
+"""
+
+import copy
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from ftrun.worker import rng
+
+_log = logging.getLogger(__name__)
+
+
+class Feed:
+    """One loader and the position in it."""
+
+    def __init__(self, name: str, loader: Any) -> None:
+        self.name = name
+        self.loader = loader
+        self._pass = 0
+        self._handed_out = 0
+        self._started_with: dict[str, Any] | None = None
+        self._has_begun = False
+        self._clone: Any = None
+        self._resume: dict[str, Any] | None = None
+
+    def state(self) -> dict[str, Any]:
+        """Where the loader is, as plain values and what its own state_dict holds."""
+        own = None
+        if self._is_stateful and getattr(self.loader, "_iterator", None) is not None:
+            own = self.loader.state_dict()
+        return {
+            "pass": self._pass,
+            "handed_out": self._handed_out,
+            "started_with": self._started_with,
+            "had_workers": self._has_begun and self._keeps_workers and self._pass > 0,
+            "own": own,
+        }
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Begin the next iteration where `state` was taken."""
+        self._pass = state["pass"]
+        self._handed_out = state["handed_out"]
+        self._started_with = state["started_with"]
+        self._resume = state
+        if state["own"] is not None and self._is_stateful:
+            self.loader.load_state_dict(state["own"])
+
+    def warning(self) -> str | None:
+        """What cannot be exact with this loader, and the remedy."""
+        if self._is_stateful or not isinstance(self.loader, DataLoader):
+            return None
+        remedy = "use torchdata's StatefulDataLoader for an exact resume"
+        if isinstance(self.loader.dataset, IterableDataset):
+            return f"{self.name} reads an iterable data set: a resume reads it again; {remedy}"
+        if self.loader.num_workers > 0:
+            return (
+                f"{self.name} has worker processes, whose random augmentation a resume does not "
+                f"repeat exactly; {remedy}"
+            )
+        return None
+
+    def batches(self, epoch: int | None, after_start: Callable[[], None]) -> Iterator[Any]:
+        """One pass, or what is left of it.
+
+        Args:
+            epoch: for the sampler; without one, passes are counted.
+            after_start: called once the iterator exists and before it loads anything.
+        """
+        resume, self._resume = self._resume, None
+        self._set_epoch(self._pass if epoch is None else epoch)
+        if resume is None:
+            self._handed_out = 0
+            self._started_with = None if self._is_stateful else self._random_states()
+            iterator = iter(self._clone if self._clone is not None else self.loader)
+        else:
+            iterator = self._again(resume)
+        self._has_begun = True
+        after_start()
+        for batch in iterator:
+            self._handed_out += 1
+            yield batch
+        self._pass += 1
+        self._handed_out = 0
+        self._started_with = None
+
+    @property
+    def _is_stateful(self) -> bool:
+        return hasattr(self.loader, "state_dict") and hasattr(self.loader, "load_state_dict")
+
+    @property
+    def _keeps_workers(self) -> bool:
+        return bool(getattr(self.loader, "persistent_workers", False))
+
+    def _again(self, resume: dict[str, Any]) -> Iterator[Any]:
+        if self._is_stateful or resume["started_with"] is None:
+            return self._iterator_over(self.loader)
+        self._put_back(resume["started_with"])
+        to_skip = resume["handed_out"]
+        if isinstance(self.loader, DataLoader) and not isinstance(
+            self.loader.dataset, IterableDataset
+        ):
+            restart = resume["started_with"] if resume["had_workers"] else None
+            return self._skipping(to_skip, restart)
+        iterator = self._iterator_over(self.loader)
+        for _ in range(to_skip):
+            next(iterator, None)
+        return iterator
+
+    def _skipping(self, to_skip: int, restart: dict[str, Any] | None) -> Iterator[Any]:
+        """An iterator over a copy of the loader whose sampler has lost its first batches."""
+        loader = self.loader
+        clone = copy.copy(loader)
+        inner = "sampler" if loader.batch_sampler is None else "batch_sampler"
+        put_back = None if restart is None else (lambda: self._put_back(restart))
+        skipping = _SkippingSampler(getattr(loader, inner), to_skip, put_back)
+        clone.__dict__[inner] = skipping  # DataLoader refuses a plain assignment
+        clone.__dict__["_iterator"] = None
+        if self._keeps_workers and loader.num_workers > 0:
+            self._clone = clone  # its workers are the ones that stay
+        iterator = self._iterator_over(clone)
+        skipping.skip()
+        return iterator
+
+    @staticmethod
+    def _iterator_over(loader: Iterable[Any]) -> Iterator[Any]:
+        return iter(loader)
+
+    def _set_epoch(self, epoch: int) -> None:
+        sampler = getattr(self.loader, "sampler", None)
+        batch_sampler = getattr(self.loader, "batch_sampler", None)
+        for one in (sampler, batch_sampler, getattr(batch_sampler, "sampler", None)):
+            if callable(set_epoch := getattr(one, "set_epoch", None)):
+                set_epoch(epoch)
+                return
+
+    def _generators(self) -> dict[str, torch.Generator]:
+        loader = self.loader
+        sampler = getattr(loader, "sampler", None)
+        found = {
+            "loader": getattr(loader, "generator", None),
+            "sampler": getattr(sampler, "generator", None),
+        }
+        return {name: g for name, g in found.items() if isinstance(g, torch.Generator)}
+
+    def _random_states(self) -> dict[str, Any]:
+        generators = {name: rng.generator_bytes(g) for name, g in self._generators().items()}
+        return {"rng": rng.take_all(), "generators": generators}
+
+    def _put_back(self, states: dict[str, Any]) -> None:
+        rng.put_back(states["rng"])
+        for name, generator in self._generators().items():
+            if name in states["generators"]:
+                rng.set_generator(generator, states["generators"][name])
+
+
+class _SkippingSampler:
+    """A sampler without its first items, in the first pass that is really drawn from."""
+
+    def __init__(
+        self, inner: Iterable[Any], to_skip: int, before: Callable[[], None] | None
+    ) -> None:
+        self._inner = inner
+        self._to_skip = to_skip
+        self._before = before
+        self._begun: Iterator[Any] | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def __len__(self) -> int:
+        return len(self._inner)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[Any]:
+        # Lazy: a DataLoader draws its base seed after it has called iter() (with workers, twice),
+        # and a sampler draws its own seed at its first item. The order of draws must not change.
+        begun, self._begun = self._begun, None
+        yield from self._start() if begun is None else begun
+
+    def skip(self) -> None:
+        """Draw what is to be skipped, unless the loader has begun to draw already."""
+        if self._to_skip or self._before:
+            self._begun = self._start()
+
+    def _start(self) -> Iterator[Any]:
+        to_skip, self._to_skip = self._to_skip, 0
+        before, self._before = self._before, None
+        if before is not None:
+            before()
+        iterator = iter(self._inner)
+        for _ in range(to_skip):
+            next(iterator, None)
+        return iterator

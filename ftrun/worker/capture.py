@@ -1,0 +1,357 @@
+"""The life of a snapshot in the worker: from a step boundary to the seal.
+
+Runs in:  worker; the boundary and the optimizer's pre-hook in the training thread, lazy copies
+          and the seal in the copy thread.
+Takes in: the state of each boundary, commits on the command page, memory from the SMP.
+Gives:    sealed slots, and word of them; counts and times on the heartbeat page.
+Survives: nothing by itself; the slot that holds the newest committed version is never touched,
+          so a kill at any moment leaves it whole.
+
+Rule 1: between two boundaries at most one snapshot is under way, and the thread that copies is
+        idle whenever an optimizer changes a parameter.
+Rule 2: what belongs to an optimizer is copied lazily only as long as that is proven: version
+        counters and addresses at each copy's end, digests at the first and every so many.
+Rule 3: a slot is overwritten only once what it holds is committed and superseded, or withdrawn.
+Rule 4: a fault in here costs protection, never the run.
+
+Source: the lazy copy behind forward and backward is DataStates-LLM's (arXiv 2406.10707).
+"""
+
+import logging
+import os
+from collections.abc import Callable
+from typing import Any
+
+import xxhash
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from ftrun import clock
+from ftrun.errors import FtrunError, MemoryTooSmall, PeerError
+from ftrun.ids import Version, version
+from ftrun.snapshot.layout import Layout, When, make_layout
+from ftrun.wire.arena import NUM_SLOTS, Arena, SlotHeader, SlotState, table_digest
+from ftrun.wire.crash_points import crash_point
+from ftrun.wire.pages import Beat, Command
+from ftrun.worker.cadence import Cadence
+from ftrun.worker.context import WorkerContext
+from ftrun.worker.copying import CopyThread, SlotCopy, SlotViews
+from ftrun.worker.laziness import Proof
+from ftrun.worker.smp_link import SmpLink
+from ftrun.worker.state_tree import Lasting, State, StateTree
+
+_POLL_S = 0.0005
+_LAST_COMMIT_WAIT_S = 5.0
+
+_log = logging.getLogger(__name__)
+
+
+class Slots:
+    """An arena as the capture uses it: its layout, and per slot the views and the copies."""
+
+    def __init__(self, arena: Arena, layout: Layout, layout_id: int) -> None:
+        self.arena = arena
+        self.layout = layout
+        self.layout_id = layout_id
+        self.views = [SlotViews(layout, arena.image(slot)) for slot in range(NUM_SLOTS)]
+        self._copies: list[tuple[Lasting, SlotCopy] | None] = [None] * NUM_SLOTS
+
+    def copy_of(self, slot: int, state: State, hasty: set[str]) -> SlotCopy:
+        """The copies into a slot; made anew when the sources are no longer the same objects."""
+        cached = self._copies[slot]
+        if cached is None or cached[0] is not state.lasting:
+            made = self.views[slot].prepare(state.lasting.sources, state.fresh, hasty)
+            cached = self._copies[slot] = (state.lasting, made)
+        copy = cached[1]
+        num_lasting = len(copy.boundary_targets) - len(state.fresh)
+        copy.boundary_sources[num_lasting:] = [source.tensor for source in state.fresh]
+        return copy
+
+    def forget_copies(self) -> None:
+        self._copies = [None] * NUM_SLOTS
+
+
+class Capture:
+    """Takes snapshots at step boundaries."""
+
+    def __init__(self, context: WorkerContext, tree: StateTree, link: SmpLink) -> None:
+        self._context = context
+        self._tree = tree
+        self._link = link
+        self._page = context.page
+        self._cadence = Cadence(context.settings, context.page, context.commands)
+        self._thread = CopyThread()
+        self._pid = os.getpid()
+        self._slots: Slots | None = None
+        self._inherited: Arena | None = None
+        self._layout_of: tuple[tuple[object, ...], ...] | None = None
+        self._hasty: set[str] = set()
+        self._newest_sealed = context.restore
+        self._restored = context.restore
+        self._proof: Proof | None = None
+        self._num_taken = 0
+        self._copy_s = 0.0
+        self._blocked_ns = 0
+        self._had_copy = False
+        self._last_boundary_ns = 0
+        self._hook_fired = False
+        self._is_off = False
+        self._hook = register_optimizer_step_pre_hook(self._before_optimizer_step)
+
+    # --- training thread -------------------------------------------------------------------
+
+    def boundary(
+        self, step: int, *, collect: Callable[[], State], force: bool, allowed: bool
+    ) -> None:
+        """Take a snapshot of this boundary where one is due.
+
+        Args:
+            step: boundaries passed, this one included.
+            collect: gives the state; called only where it is needed.
+            force: take one whatever the interval says, and wait for its seal.
+            allowed: the loop is where a snapshot may be taken.
+        """
+        if self._is_off:
+            return
+        began_ns = clock.now_ns()
+        try:
+            self._close_window()
+            self._learn(began_ns)
+            self._link.tell_again()
+            asked = self._cadence.was_asked()
+            if force or (allowed and (asked or self._cadence.is_due(step))):
+                self._take(step, collect, wait_s=self._commit_wait_s(force))
+                if force:
+                    self._thread.wait()
+        except PeerError as error:
+            # The agent starts another SMP; until then there is no memory to ask for.
+            self._page.add(Beat.SKIPPED_COUNT, 1)
+            _log.warning("no snapshot of step %d: %s", step, error)
+        except MemoryTooSmall as error:
+            self._give_up(error)
+            if self._context.settings.required:
+                raise
+        except Exception as error:  # noqa: BLE001 - rule 4
+            self._give_up(error)
+        self._count_blocked(began_ns)
+        self._last_boundary_ns = clock.now_ns()
+
+    def warm(self, arena: Arena) -> None:
+        """Map an inherited arena's pages while the first step computes."""
+        self._inherited = arena
+        self._thread.start(arena.populate)
+
+    def finish(self) -> None:
+        """Wait for the copy under way; the end of the loop and of the process call this."""
+        if os.getpid() == self._pid:
+            self._thread.wait()
+
+    def close(self) -> None:
+        self.finish()
+        self._hook.remove()
+        self._is_off = True
+
+    def _before_optimizer_step(self, *_: Any) -> None:
+        # A process forked by the script has this hook but no copy thread.
+        if self._is_off or os.getpid() != self._pid:
+            return
+        self._hook_fired = True
+        if self._thread.is_busy:
+            began_ns = clock.now_ns()
+            self._thread.wait()
+            self._count_blocked(began_ns)
+
+    def _count_blocked(self, began_ns: int) -> None:
+        blocked_ns = clock.now_ns() - began_ns
+        self._blocked_ns += blocked_ns
+        self._page.add(Beat.BLOCKED_NS, blocked_ns)
+
+    def _commit_wait_s(self, force: bool) -> float:
+        return _LAST_COMMIT_WAIT_S if force else self._context.settings.commit_wait_s
+
+    def _close_window(self) -> None:
+        """End the time in which lazy sources had to stay as they were."""
+        self._thread.wait()
+        if self._proof is not None and not self._hook_fired:
+            # No hook came before this boundary, so whatever changed them did so unseen.
+            self._demote(self._proof.changed(), "changed by no optimizer step that ftrun can see")
+        self._proof = None
+        self._hook_fired = False
+
+    def _learn(self, now_ns: int) -> None:
+        if self._last_boundary_ns:
+            self._cadence.learn(
+                step_s=(now_ns - self._last_boundary_ns) / 1e9,
+                had_copy=self._had_copy,
+                copy_s=self._copy_s,
+                blocked_s=self._blocked_ns / 1e9,
+            )
+        self._had_copy = False
+        self._blocked_ns = 0
+
+    def _take(self, step: int, collect: Callable[[], State], *, wait_s: float) -> None:
+        if not self._may_overwrite(wait_s):
+            self._page.add(Beat.SKIPPED_COUNT, 1)
+            return
+        crash_point("worker.capture.begun")
+        state = collect()
+        slots = self._slots_for(state)
+        slot = self._free_slot(slots.arena)
+        slots.arena.write_header(slot, self._header(SlotState.COPYING, step, 0))
+        crash_point("worker.capture.marked")
+        copy = slots.copy_of(slot, state, self._hasty)
+        copy.copy_boundary()
+        slots.views[slot].write_header()
+        slots.views[slot].write_plain(state.plain)
+        crash_point("worker.capture.boundary_copied")
+        settings = self._context.settings
+        by_digest = (
+            self._num_taken < settings.proof_first or self._num_taken % settings.proof_every == 0
+        )
+        self._num_taken += 1
+        proof = self._proof = Proof(state.lasting, self._hasty, by_digest=by_digest)
+        self._had_copy = True
+        self._thread.start(lambda: self._copy(slots, slot, copy, proof, step))
+
+    def _may_overwrite(self, wait_s: float) -> bool:
+        """Whether the last seal is committed, waiting a little for that, or else withdrawn."""
+        last = self._newest_sealed
+        if last is None:
+            return True
+        give_up_s = clock.now_s() + wait_s
+        while not self._is_committed(last):
+            if clock.now_s() >= give_up_s:
+                return self._link.withdraw(last.step)
+            clock.sleep(_POLL_S)
+        return True
+
+    def _is_committed(self, wanted: Version) -> bool:
+        committed = self._committed()
+        return committed is not None and committed >= wanted
+
+    def _committed(self) -> Version | None:
+        commands = self._context.commands
+        found = version(
+            commands.get(Command.COMMITTED_GENERATION), commands.get(Command.COMMITTED_STEP)
+        )
+        known = [v for v in (found, self._restored) if v is not None and v.generation >= 0]
+        return max(known, default=None)
+
+    def _free_slot(self, arena: Arena) -> int:
+        committed = self._committed()
+        kept = arena.find(committed) if committed is not None else None
+        return 0 if kept is None else (kept + 1) % NUM_SLOTS
+
+    def _header(self, state: SlotState, step: int, digest: int) -> SlotHeader:
+        image_bytes = self._slots.layout.image_bytes if self._slots else 0
+        now_ns = clock.now_ns() if state is SlotState.SEALED else 0
+        return SlotHeader(state, self._context.generation, step, image_bytes, digest, now_ns)
+
+    # --- memory ----------------------------------------------------------------------------
+
+    def _slots_for(self, state: State) -> Slots:
+        """Where this state goes: the arena there is, or a new one where the layout changed."""
+        slots = self._slots
+        shape = (state.lasting.entries, tuple(source.entry for source in state.fresh))
+        fits = slots is not None and len(state.plain) + 8 <= slots.layout.plain_capacity
+        if slots is not None and fits and shape == self._layout_of:
+            return slots
+        layout = make_layout(
+            [*shape[0], *shape[1]],
+            plain_bytes=len(state.plain) + 8,
+            metadata={"format": "pt", "ftrun.rank": str(self._context.rank)},
+        )
+        layout_id = xxhash.xxh3_64_intdigest(layout.header)
+        arena = self._reuse(layout, layout_id) or self._request(layout, layout_id)
+        self._layout_of = shape
+        self._slots = Slots(arena, layout, layout_id)
+        self._page.set(Beat.IMAGE_BYTES, layout.image_bytes)
+        return self._slots
+
+    def _reuse(self, layout: Layout, layout_id: int) -> Arena | None:
+        arena, self._inherited = self._inherited, None
+        if arena is None or arena.shape.layout_id != layout_id:
+            return None
+        fits = arena.shape.image_bytes == layout.image_bytes
+        return arena if fits and arena.shape.num_pieces == len(layout.pieces) else None
+
+    def _request(self, layout: Layout, layout_id: int) -> Arena:
+        fd = self._link.request_arena(
+            image_bytes=layout.image_bytes, num_pieces=len(layout.pieces), layout_id=layout_id
+        )
+        try:
+            arena = Arena(fd, writable=True)
+        finally:
+            os.close(fd)
+        arena.populate()
+        crash_point("worker.capture.arena_mapped")
+        return arena
+
+    # --- copy thread -----------------------------------------------------------------------
+
+    def _copy(self, slots: Slots, slot: int, copy: SlotCopy, proof: Proof, step: int) -> None:
+        began_ns = clock.now_ns()
+        try:
+            table = slots.arena.table(slot)
+            copy.copy_lazy(table)
+            crash_point("worker.capture.copied")
+            changed = proof.changed()
+            if changed:
+                self._page.add(Beat.DISCARDED_COUNT, 1)
+                self._demote(changed, "changed while it was copied; that snapshot is discarded")
+                return
+            digest = table_digest(table)
+            slots.arena.write_header(slot, self._header(SlotState.SEALED, step, digest))
+            crash_point("worker.capture.sealed")
+            self._newest_sealed = version(self._context.generation, step)
+            self._page.set(Beat.SEALED_GENERATION, self._context.generation)
+            self._page.set(Beat.SEALED_STEP, step)
+            self._page.set(Beat.SEALED_NS, clock.now_ns())
+            self._page.add(Beat.SEALED_COUNT, 1)
+            self._link.tell_sealed(step=step, layout_id=slots.layout_id)
+            crash_point("worker.capture.told")
+        except Exception as error:  # noqa: BLE001 - rule 4
+            self._give_up(error)
+        finally:
+            self._copy_s = (clock.now_ns() - began_ns) / 1e9
+
+    def _demote(self, names: list[str], why: str) -> None:
+        if not names:
+            return
+        self._hasty.update(names)
+        if self._slots is not None:
+            self._slots.forget_copies()
+        shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        text = f"{shown} {why}; from now on copied at each step boundary"
+        self._page.note = text
+        _log.warning("%s", text)
+
+    def _give_up(self, error: Exception) -> None:
+        """No more snapshots from this process; training goes on."""
+        self._is_off = True
+        kind = "" if isinstance(error, FtrunError) else f"a bug in ftrun: {type(error).__name__}: "
+        text = f"no more snapshots: {kind}{error}"
+        self._page.set(Beat.UNPROTECTED, 1)
+        self._page.note = text
+        _log.warning("rank %d takes %s", self._context.rank, text, exc_info=bool(kind))
+
+
+def needed_bytes(tree: StateTree) -> int:
+    """An estimate of one image before the optimizers have made their state."""
+    lasting = tree.lasting()
+    known = sum(entry.num_bytes for entry in lasting.entries)
+    lazy = sum(source.entry.num_bytes for source in lasting.sources if source.when is When.LAZY)
+    has_state = any(optimizer.state for optimizer in tree.attached.optimizers.values())
+    copies = 0 if has_state else _state_copies(tree)
+    return known + copies * lazy + (1 << 20)
+
+
+def _state_copies(tree: StateTree) -> int:
+    """How many tensors of a parameter's size an optimizer keeps for it, at most."""
+    most = 0
+    for optimizer in tree.attached.optimizers.values():
+        defaults = optimizer.defaults
+        if "betas" in defaults:
+            most = max(most, 3 if defaults.get("amsgrad") else 2)
+        else:
+            most = max(most, 1 if defaults.get("momentum", 1) else 0)
+    return most

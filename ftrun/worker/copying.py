@@ -1,0 +1,196 @@
+"""Copies between live tensors and a slot, and their digests.
+
+Runs in:  worker: boundary copies in the training thread, lazy ones in the copy thread.
+Takes in: a layout, the sources, a slot's image.
+Gives:    bytes in the slot and a digest per piece.
+
+Large tensors go piece by piece, and the digest is taken of the source's piece while that is
+still in the processor's cache: 256 KiB pieces with views cut beforehand reach 83 % of a plain
+warm copy, where cutting them on each call or hashing afterwards reaches half (2026-11). Both
+calls release the interpreter lock.
+"""
+
+import queue
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+
+from ftrun.snapshot.layout import PLAIN_NAME, Entry, Layout, Piece, When, cut
+from ftrun.worker.state_tree import Source
+from ftrun.worker.tensors import DTYPES, byte_view
+
+digest_of: Callable[[Any], int] = xxhash.xxh3_64_intdigest
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """One piece of a large source: where from, where to, and whose digest."""
+
+    source: torch.Tensor
+    target: torch.Tensor
+    source_bytes: Any  # a numpy view of `source`
+    index: int
+
+
+@dataclass
+class SlotCopy:
+    """What to copy into one slot for one set of lasting sources, with every view cut."""
+
+    small_targets: list[torch.Tensor] = field(default_factory=list)
+    small_sources: list[torch.Tensor] = field(default_factory=list)
+    cuts: list[Cut] = field(default_factory=list)
+    boundary_targets: list[torch.Tensor] = field(default_factory=list)
+    boundary_sources: list[torch.Tensor] = field(default_factory=list)
+    afterwards: list[tuple[int, Any]] = field(default_factory=list)
+    """Pieces whose digest is taken of the slot: packs, boundary copies, plain values."""
+
+    def copy_boundary(self) -> None:
+        if self.boundary_targets:
+            torch._foreach_copy_(self.boundary_targets, self.boundary_sources)
+
+    def copy_lazy(self, table: memoryview) -> None:
+        if self.small_targets:
+            torch._foreach_copy_(self.small_targets, self.small_sources)
+        for one in self.cuts:
+            one.target.copy_(one.source)
+            table[one.index] = digest_of(one.source_bytes)
+        for index, view in self.afterwards:
+            table[index] = digest_of(view)
+
+
+class SlotViews:
+    """Typed views of a slot's entries; cut once per slot."""
+
+    def __init__(self, layout: Layout, image: memoryview) -> None:
+        self.layout = layout
+        self._start = len(layout.header)
+        self.image = image
+        self.data = torch.frombuffer(image, dtype=torch.uint8)[self._start :]
+        self.bytes = np.frombuffer(image, dtype=np.uint8)[self._start :]
+        self._entries = {entry.name: entry for entry in layout.entries}
+        self._targets: dict[str, torch.Tensor] = {}
+
+    def write_header(self) -> None:
+        self.image[: self._start] = self.layout.header
+
+    def write_plain(self, plain: bytes) -> None:
+        at = self._start + self._entries[PLAIN_NAME].offset
+        self.image[at : at + 8] = len(plain).to_bytes(8, "little")
+        self.image[at + 8 : at + 8 + len(plain)] = plain
+
+    def target(self, name: str) -> torch.Tensor:
+        """The entry's bytes in the slot as a tensor of its dtype and shape."""
+        if name not in self._targets:
+            self._targets[name] = entry_view(self.data, self._entries[name])
+        return self._targets[name]
+
+    def prepare(
+        self, lasting: Sequence[Source], fresh: Sequence[Source], hasty: Iterable[str]
+    ) -> SlotCopy:
+        """The copies of these sources.
+
+        Args:
+            lasting: sources of the layout that stay the same objects.
+            fresh: sources that are new objects at each boundary, always small in number.
+            hasty: names of lazy sources that are copied at the boundary all the same.
+        """
+        made = SlotCopy()
+        index_at = {p.offset: i for i, p in enumerate(self.layout.pieces) if p.num_bytes}
+        hashed: set[int] = set()
+        hasty = set(hasty)
+        for source in lasting:
+            entry = self._entries[source.name]
+            target = self.target(source.name)
+            if source.when is When.BOUNDARY or source.name in hasty:
+                made.boundary_targets.append(target)
+                made.boundary_sources.append(source.tensor)
+            elif entry.is_small or not can_be_cut(source.tensor):
+                made.small_targets.append(target)
+                made.small_sources.append(source.tensor)
+            else:
+                cuts = self._cut(entry, source.tensor, index_at)
+                made.cuts += cuts
+                hashed.update(one.index for one in cuts)
+        for source in fresh:
+            made.boundary_targets.append(self.target(source.name))
+        made.afterwards = [
+            (index, self._bytes_of(piece))
+            for index, piece in enumerate(self.layout.pieces)
+            if index not in hashed
+        ]
+        return made
+
+    def _cut(self, entry: Entry, tensor: torch.Tensor, index_at: dict[int, int]) -> list[Cut]:
+        source, target = byte_view(tensor), byte_view(self.target(entry.name))
+        array = source.numpy()
+        made = []
+        for piece in cut(entry.offset, entry.num_bytes):
+            start = piece.offset - entry.offset
+            end = start + piece.num_bytes
+            made.append(
+                Cut(source[start:end], target[start:end], array[start:end], index_at[piece.offset])
+            )
+        return made
+
+    def _bytes_of(self, piece: Piece) -> Any:
+        return self.bytes[piece.offset : piece.offset + piece.num_bytes]
+
+
+def entry_view(data: torch.Tensor, entry: Entry) -> torch.Tensor:
+    """An entry of a shard's data as a tensor that shares its memory."""
+    dtype = DTYPES[entry.dtype]
+    raw = data[entry.offset : entry.offset + entry.num_bytes]
+    if raw.numel() == 0:
+        return torch.empty(entry.shape, dtype=dtype)
+    return raw.view(dtype).view(entry.shape)
+
+
+def can_be_cut(tensor: torch.Tensor) -> bool:
+    """Whether its bytes can be copied and hashed piece by piece where they lie."""
+    return tensor.is_contiguous() and tensor.device.type == "cpu"
+
+
+def content_digest(tensor: torch.Tensor) -> int:
+    """The digest of a tensor's bytes; only where it cannot be cut does this copy them."""
+    if not can_be_cut(tensor):
+        tensor = tensor.cpu().contiguous()
+    return digest_of(byte_view(tensor).numpy()) if tensor.numel() else 0
+
+
+class CopyThread:
+    """The one daemon thread that copies behind the training thread."""
+
+    def __init__(self) -> None:
+        self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._idle = threading.Event()
+        self._idle.set()
+        self._thread: threading.Thread | None = None
+
+    @property
+    def is_busy(self) -> bool:
+        return not self._idle.is_set()
+
+    def start(self, job: Callable[[], None]) -> None:
+        """Begin a job; the last one has been waited for. The job catches what it raises."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="ftrun-copy", daemon=True)
+            self._thread.start()
+        self._idle.clear()
+        self._jobs.put(job)
+
+    def wait(self) -> None:
+        """Until the job is done; as long as a copy of all bytes takes at most."""
+        self._idle.wait()
+
+    def _work(self) -> None:
+        while True:
+            job = self._jobs.get()
+            try:
+                job()
+            finally:
+                self._idle.set()

@@ -1,0 +1,223 @@
+"""What a session does where an agent has started it: restore, capture, obey.
+
+Runs in:  worker, training thread.
+Takes in: the context, what is attached, the loaders' positions.
+Gives:    a restored state at `attach`, a snapshot at boundaries, a halt where the agent asks.
+Survives: see capture.py.
+"""
+
+import atexit
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ftrun import clock
+from ftrun.errors import MemoryTooSmall, PeerError
+from ftrun.wire.arena import Arena
+from ftrun.wire.pages import Beat, Command
+from ftrun.worker.accumulation import Accumulation
+from ftrun.worker.attached import Attached
+from ftrun.worker.buckets import WrapperWatch, is_needed, ready_order, warm_buckets
+from ftrun.worker.capture import Capture, needed_bytes
+from ftrun.worker.context import WorkerContext
+from ftrun.worker.reload import SavedState, put_back_random_states, reload
+from ftrun.worker.smp_link import SmpLink
+from ftrun.worker.state_tree import StateTree
+
+_POLL_S = 0.02
+_STOP_WAIT_S = 600.0
+
+_log = logging.getLogger(__name__)
+
+Warmup = Callable[[], object]
+
+
+class Protection:
+    """Snapshots and restores of one attached state."""
+
+    def __init__(self, context: WorkerContext, attached: Attached, warmup: Warmup | None) -> None:
+        self._context = context
+        self._attached = attached
+        self._warmup = warmup
+        self._tree = StateTree(attached)
+        self._link = SmpLink(context)
+        self._accumulation = Accumulation(attached.optimizers.values())
+        self._watch = WrapperWatch()
+        self._capture: Capture | None = None
+        self._saved: SavedState | None = None
+        self._wrapped_at_load: set[int] = set()
+        self._orders: dict[str, list[int]] = {}
+        self._final_orders: set[str] = set()
+        self._is_restored = False
+
+    # --- attach ----------------------------------------------------------------------------
+
+    def restore(self) -> dict[str, Any] | None:
+        """Put the version to restore into what is attached; the session's own values of it.
+
+        Raises:
+            SnapshotError: it cannot be restored.
+        """
+        context = self._context
+        context.page.set(Beat.ATTACHED, 1)
+        context.page.set(Beat.ATTACH_NS, clock.now_ns())
+        if torch.distributed.is_initialized() and not self._wrappers():
+            self._watch.find_older()
+        if context.arena_fd is None or context.restore is None:
+            return None
+        self._arena = Arena(context.arena_fd, writable=True)
+        self._saved = SavedState(self._arena, context.restore, context)
+        self._orders = self._saved.part("orders")
+        self._is_restored = True
+        self._load()
+        return {"session": self._saved.part("session"), "loaders": self._saved.part("loaders")}
+
+    def begin(self, extra: Callable[[], dict[str, Any]]) -> None:
+        """Reserve the memory and get ready to take snapshots.
+
+        Raises:
+            MemoryTooSmall: two slots do not fit, and the profile requires them.
+            ValueNotStorable: something attached holds what a snapshot cannot store.
+        """
+        context = self._context
+        if not context.settings.enabled:
+            return
+        self._tree.collect(extra())  # what cannot be stored is said now, not at the first step
+        if context.arena_fd is None and not self._reserve():
+            return
+        self._capture = Capture(context, self._tree, self._link)
+        atexit.register(self._capture.finish)
+        if self._saved is not None:
+            self._capture.warm(self._arena)
+
+    def put_back_random_states(self) -> None:
+        if self._saved is not None:
+            put_back_random_states(self._saved, self._attached)
+
+    def _load(self) -> None:
+        assert self._saved is not None
+        self._warm_buckets()
+        self._wrapped_at_load = {id(ddp) for ddp in self._wrappers().values()}
+        reload(self._saved, self._tree, self._context)
+
+    def _reserve(self) -> bool:
+        context = self._context
+        try:
+            self._link.reserve(needed_bytes(self._tree))
+        except MemoryTooSmall as error:
+            if context.settings.required:
+                raise
+            context.page.set(Beat.UNPROTECTED, 1)
+            context.page.note = str(error)
+            _log.warning("rank %d trains without protection: %s", context.rank, error)
+            return False
+        except PeerError as error:
+            _log.warning("memory is not reserved: %s", error)
+        return True
+
+    # --- loop ------------------------------------------------------------------------------
+
+    def first_turn(self) -> None:
+        """The loop begins: what the script has done since attach must not have cost the state."""
+        if self._saved is not None:
+            now = {id(ddp) for ddp in self._wrappers().values()}
+            if now - self._wrapped_at_load:
+                # DDP's constructor has sent rank 0's buffers to all.
+                self._finish_capture()
+                self._load()
+            self.put_back_random_states()
+            self._saved = None
+
+    def boundary(
+        self, step: int, extra: Callable[[], dict[str, Any]], *, force: bool, allowed: bool
+    ) -> None:
+        """One step is done.
+
+        Args:
+            step: boundaries passed, this one included.
+            extra: the session's own values, asked for where a snapshot is taken.
+            force: take a snapshot whatever the interval says.
+            allowed: the script does not object to one here.
+        """
+        self._tell(step)
+        is_between = not self._accumulation.boundary()
+        stops = is_between and self._context.commands.get(Command.STOP_AFTER_STEP) <= step
+        if self._capture is not None:
+            self._capture.boundary(
+                step,
+                collect=lambda: self._tree.collect({**extra(), "orders": self._known_orders()}),
+                force=(force and is_between) or stops,
+                allowed=allowed and is_between,
+            )
+        if stops:
+            self._halt(step)
+
+    def _finish_capture(self) -> None:
+        if self._capture is not None:
+            self._capture.finish()
+
+    def finish(self) -> None:
+        """The loop is over: let the last snapshot be sealed."""
+        self._finish_capture()
+
+    def close(self) -> None:
+        self._watch.close()
+        self._accumulation.close()
+        if self._capture is not None:
+            self._capture.close()
+            atexit.unregister(self._capture.finish)
+        self._link.close()
+
+    def _tell(self, step: int) -> None:
+        page = self._context.page
+        now_ns = clock.now_ns()
+        page.set(Beat.STEP, step)
+        page.set(Beat.BEAT_NS, now_ns)
+        if not page.get(Beat.FIRST_STEP_NS):
+            page.set(Beat.FIRST_STEP_NS, now_ns)
+
+    def _halt(self, step: int) -> None:
+        """Stand still until the agent ends this process, or takes the stop back."""
+        commands = self._context.commands
+        self._context.page.set(Beat.STOPPED_AT_BOUNDARY, 1)
+        give_up_s = clock.now_s() + _STOP_WAIT_S
+        while commands.get(Command.STOP_AFTER_STEP) <= step and clock.now_s() < give_up_s:
+            clock.sleep(_POLL_S)  # short, so that a signal handler of the script can run
+        self._context.page.set(Beat.STOPPED_AT_BOUNDARY, 0)
+
+    # --- bucket order ------------------------------------------------------------------------
+
+    def _wrappers(self) -> dict[str, Any]:
+        return self._watch.wrappers_of(self._attached.modules)
+
+    def _warm_buckets(self) -> None:
+        wrappers = {n: ddp for n, ddp in self._wrappers().items() if is_needed(ddp)}
+        if not wrappers:
+            return
+        if self._warmup is not None:
+            self._warmup()
+            return
+        for name, ddp in wrappers.items():
+            if name in self._orders:
+                warm_buckets(ddp, self._orders[name])
+            else:
+                _log.warning("not bitwise: no order of gradients is recorded for %s", name)
+
+    def _known_orders(self) -> dict[str, list[int]]:
+        if not torch.distributed.is_initialized():
+            return self._orders
+        wrappers = {n: ddp for n, ddp in self._wrappers().items() if n not in self._final_orders}
+        for name, ddp in wrappers.items():
+            if not is_needed(ddp):
+                self._final_orders.add(name)
+                continue
+            order, is_final = ready_order(ddp)
+            if is_final:
+                self._final_orders.add(name)
+                if name in self._orders and self._is_restored and order != self._orders[name]:
+                    _log.warning("not bitwise: the gradient buckets of %s differ", name)
+            if order is not None and (is_final or name not in self._orders):
+                self._orders[name] = order
+        return self._orders

@@ -1,0 +1,275 @@
+"""Puts a restored version into what is attached, in place.
+
+Runs in:  worker, training thread, inside `attach`.
+Takes in: this rank's arena, as it outlived the last worker, and the version to restore.
+Gives:    modules, optimizers and all else as they were at that boundary, and ftrun's own values.
+
+Modules are written into; optimizer state is handed over as copies, because an optimizer that
+kept views of the arena would train in the snapshot. Random states come last and by themselves:
+whatever runs between restore and first step may draw.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from ftrun import clock
+from ftrun.errors import LayoutUnknown, ShapeChanged, SnapshotCorrupt
+from ftrun.ids import Version
+from ftrun.snapshot import plain
+from ftrun.snapshot.layout import PLAIN_NAME, Entry
+from ftrun.snapshot.plain import TensorRef
+from ftrun.wire.arena import Arena, verify
+from ftrun.wire.crash_points import crash_point
+from ftrun.wire.pages import Beat
+from ftrun.worker import rng
+from ftrun.worker.attached import Attached, named_parts
+from ftrun.worker.context import WorkerContext
+from ftrun.worker.copying import entry_view
+from ftrun.worker.state_tree import Lasting, StateTree
+
+_NOTHING = "nothing"
+
+
+class SavedState:
+    """One verified version of this rank's shard."""
+
+    def __init__(self, arena: Arena, wanted: Version, context: WorkerContext) -> None:
+        """Check every digest.
+
+        Raises:
+            SnapshotCorrupt: one does not match; the page names the slot, so that the agent sets
+                it aside and restores another version.
+            LayoutUnknown: the version is not there, or not readable.
+        """
+        self.version = wanted
+        slot = arena.find(wanted)
+        if slot is None:
+            raise LayoutUnknown(f"rank {context.rank}'s arena does not hold {wanted}")
+        try:
+            layout, data = verify(arena, slot, what=f"{wanted} of rank {context.rank}")
+        except (SnapshotCorrupt, LayoutUnknown) as error:
+            context.page.note = str(error)
+            context.page.set(Beat.CORRUPT_SLOT, 1 + slot)
+            raise
+        self._data = torch.frombuffer(data, dtype=torch.uint8)
+        self._entries = {entry.name: entry for entry in layout.entries}
+        at = self._entries[PLAIN_NAME].offset
+        length = int.from_bytes(data[at : at + 8], "little")
+        self._parts: dict[str, bytes] = plain.decode(data[at + 8 : at + 8 + length])
+        self._used: set[str] = set()
+
+    def part(self, name: str) -> Any:
+        """A part of the plain values, with its tensors; each tensor is a copy of its own."""
+        return plain.decode(self._parts[name], deref=self._deref)
+
+    def part_or_none(self, name: str) -> Any:
+        return self.part(name) if name in self._parts else None
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """A tensor that shares the arena's memory: to copy from at once."""
+        self._used.add(name)
+        return entry_view(self._data, self._entries[name])
+
+    def entry(self, name: str) -> Entry | None:
+        return self._entries.get(name)
+
+    def check_all_used(self) -> None:
+        """Nothing that was saved has been left behind.
+
+        Raises:
+            ShapeChanged: names the first tensor that nobody wanted.
+        """
+        for name, entry in self._entries.items():
+            if name not in self._used and not name.startswith("ftrun."):
+                raise ShapeChanged(key=name, saved=str(entry), present=_NOTHING)
+
+    def _deref(self, ref: TensorRef) -> object:
+        copied = self.tensor(ref.name).clone()
+        if ref.kind == "array":
+            return copied.numpy()
+        return _Sharded(copied) if ref.kind == "sharded" else copied
+
+
+class _Sharded:
+    """The local part of a DTensor whose mesh only its parameter knows."""
+
+    def __init__(self, local: torch.Tensor) -> None:
+        self.local = local
+
+    def like(self, parameter: Any) -> torch.Tensor:
+        from torch.distributed.tensor import DTensor
+
+        return DTensor.from_local(
+            self.local.to(parameter.device),
+            parameter.device_mesh,
+            parameter.placements,
+            run_check=False,
+            shape=parameter.shape,
+            stride=parameter.stride(),
+        )
+
+
+def reload(saved: SavedState, tree: StateTree, context: WorkerContext) -> None:
+    """Load everything but the random states.
+
+    Raises:
+        ShapeChanged: what is attached is not what was saved.
+    """
+    page = context.page
+    page.set(Beat.RESTORE_BEGIN_NS, clock.now_ns())
+    crash_point("worker.restore.begun")
+    _add_groups(saved, tree)
+    lasting = tree.lasting()
+    _load_tensors(saved, lasting, tree.attached)
+    crash_point("worker.restore.tensors_loaded")
+    _load_optimizers(saved, tree, lasting)
+    _load_objects(saved, tree.attached)
+    saved.check_all_used()
+    crash_point("worker.restore.loaded")
+    page.set(Beat.RESTORED_GENERATION, saved.version.generation)
+    page.set(Beat.RESTORED_STEP, saved.version.step)
+    page.set(Beat.RESTORE_END_NS, clock.now_ns())
+
+
+def put_back_random_states(saved: SavedState, attached: Attached) -> None:
+    for name, state in saved.part("generators").items():
+        if name in attached.generators:
+            rng.set_generator(attached.generators[name], state)
+    rng.put_back(saved.part("rng"))
+
+
+def _add_groups(saved: SavedState, tree: StateTree) -> None:
+    """Groups that the script had added later on, where the model still has their parameters."""
+    present = {h.name: h.tensor for h in tree.lasting().held}
+    for name, groups in saved.part("groups").items():
+        optimizer = tree.attached.optimizers.get(name)
+        if optimizer is None:
+            raise ShapeChanged(key=name, saved=f"{len(groups)} groups", present=_NOTHING)
+        for at in range(len(optimizer.param_groups), len(groups)):
+            names = groups[at]["params"]
+            if missing := [one for one in names if present.get(one) is None]:
+                raise ShapeChanged(
+                    key=f"{name}.param_groups[{at}]", saved=missing[0], present=_NOTHING
+                )
+            optimizer.add_param_group({"params": [present[one] for one in names]})
+
+
+def _load_tensors(saved: SavedState, lasting: Lasting, attached: Attached) -> None:
+    wanted = {*lasting.names.values(), *attached.tensors}
+    targets = []
+    sources = []
+    for source in lasting.sources:
+        if source.name in wanted:
+            entry = saved.entry(source.name)
+            now = source.entry
+            if entry is None or (entry.dtype, entry.shape) != (now.dtype, now.shape):
+                raise ShapeChanged(
+                    key=source.name, saved=str(entry) if entry else _NOTHING, present=str(now)
+                )
+            targets.append(source.tensor)
+            sources.append(saved.tensor(source.name))
+    if targets:
+        with torch.no_grad():
+            torch._foreach_copy_(targets, sources)
+    frozen = set(saved.part("frozen"))
+    for name, parameter in lasting.learned:
+        if parameter.requires_grad == (name in frozen):
+            parameter.requires_grad_(name not in frozen)
+
+
+def _load_optimizers(saved: SavedState, tree: StateTree, lasting: Lasting) -> None:
+    all_groups = saved.part("groups")
+    all_states = saved.part("optimizer_state")
+    for name, optimizer in tree.attached.optimizers.items():
+        if name not in all_groups:
+            raise ShapeChanged(key=name, saved=_NOTHING, present=type(optimizer).__name__)
+        _load_optimizer(name, optimizer, all_groups[name], all_states[name]["state"], lasting.names)
+
+
+def _load_optimizer(
+    name: str,
+    optimizer: torch.optim.Optimizer,
+    groups: list[dict[str, Any]],
+    state: dict[Any, Any],
+    names: dict[int, str],
+) -> None:
+    parameters = {names[id(p)]: p for group in optimizer.param_groups for p in group["params"]}
+    index = {one: at for at, one in enumerate(parameters)}
+    for at, (saved_group, group) in enumerate(zip(groups, optimizer.param_groups, strict=False)):
+        present = [names[id(p)] for p in group["params"]]
+        if saved_group["params"] != present:
+            raise ShapeChanged(
+                key=f"{name}.param_groups[{at}]",
+                saved=f"{len(saved_group['params'])} parameters ({_first(saved_group['params'])})",
+                present=f"{len(present)} parameters ({_first(present)})",
+            )
+    if len(groups) != len(optimizer.param_groups):
+        raise ShapeChanged(
+            key=f"{name}.param_groups",
+            saved=f"{len(groups)} groups",
+            present=f"{len(optimizer.param_groups)} groups",
+        )
+    state = {key: _shard_like(parameters.get(key), values) for key, values in state.items()}
+    optimizer.load_state_dict(
+        {
+            "state": {index.get(key, key): values for key, values in state.items()},
+            "param_groups": [
+                {**group, "params": [index[one] for one in group["params"]]} for group in groups
+            ],
+        }
+    )
+    _restore_dtypes(optimizer, parameters, state)
+
+
+def _shard_like(parameter: torch.Tensor | None, values: Any) -> Any:
+    if not isinstance(values, dict):
+        return values
+    return {
+        key: value.like(parameter) if isinstance(value, _Sharded) else value
+        for key, value in values.items()
+    }
+
+
+def _restore_dtypes(
+    optimizer: torch.optim.Optimizer, parameters: dict[str, torch.Tensor], state: dict[Any, Any]
+) -> None:
+    # load_state_dict casts state to the parameter's dtype: bf16 parameters would lose the lower
+    # half of an fp32 exp_avg.
+    for key, values in state.items():
+        if key not in parameters or not isinstance(values, dict):
+            continue
+        loaded = optimizer.state[parameters[key]]
+        for field, value in values.items():
+            if isinstance(value, torch.Tensor) and loaded[field].dtype != value.dtype:
+                loaded[field] = value.to(loaded[field].device)
+
+
+def _load_objects(saved: SavedState, attached: Attached) -> None:
+    stateful = saved.part("stateful")
+    dicts = saved.part("dicts")
+    _check_names(stateful, attached.stateful)
+    _check_names(dicts, attached.dicts)
+    for name, thing in attached.stateful.items():
+        thing.load_state_dict(stateful[name])
+    for name, holder in attached.dicts.items():
+        holder.clear()
+        holder.update(dicts[name])
+    extra = saved.part("extra_state")
+    for name, module in attached.modules.items():
+        for path, part in named_parts(module, name):
+            if path in extra:
+                part.set_extra_state(extra[path])
+
+
+def _check_names(saved: Iterable[str], present: Iterable[str]) -> None:
+    saved, present = set(saved), set(present)
+    for name in sorted(saved - present):
+        raise ShapeChanged(key=name, saved="something", present=_NOTHING)
+    for name in sorted(present - saved):
+        raise ShapeChanged(key=name, saved=_NOTHING, present="something")
+
+
+def _first(names: list[str]) -> str:
+    return f"{names[0]} ..." if names else "none"

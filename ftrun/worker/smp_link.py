@@ -1,0 +1,138 @@
+"""The worker's line to its SMP.
+
+Runs in:  worker, training thread and copy thread; one lock, so one asker at a time.
+Takes in: the socket's path, from the context.
+Gives:    memory, and word of each seal; every call has a deadline.
+Survives: the SMP: a lost line is opened anew at the next call, for its successor listens at the
+          same path, and the last seal is told again.
+"""
+
+import contextlib
+import os
+import threading
+
+from ftrun.errors import MemoryTooSmall, PeerError, ProtocolError
+from ftrun.wire.channel import Channel, Received, connect
+from ftrun.wire.messages import (
+    AnyMessage,
+    ArenaGranted,
+    Done,
+    Hello,
+    MemoryRefused,
+    RequestArena,
+    ReserveMemory,
+    ShardSealed,
+    WithdrawShard,
+)
+from ftrun.worker.context import WorkerContext
+
+_CONNECT_S = 1.0
+_ANSWER_S = 60.0  # the SMP allocates and populates: 0.25 s per GiB measured, more when it is busy
+
+
+class SmpLink:
+    """Asks the SMP, and tells it."""
+
+    def __init__(self, context: WorkerContext) -> None:
+        self._context = context
+        self._channel: Channel | None = None
+        self._lock = threading.Lock()
+        self._untold: ShardSealed | None = None
+
+    def reserve(self, image_bytes: int) -> None:
+        """Ask whether two slots of this size fit.
+
+        Raises:
+            MemoryTooSmall: they do not.
+            PeerError: the SMP cannot be asked.
+        """
+        _raise_if_refused(self._ask(ReserveMemory(self._context.rank, image_bytes)))
+
+    def request_arena(self, *, image_bytes: int, num_pieces: int, layout_id: int) -> int:
+        """The descriptor of a new arena, the caller's to close.
+
+        Raises:
+            MemoryTooSmall, PeerError.
+        """
+        context = self._context
+        received = self._ask(
+            RequestArena(context.rank, context.world_size, image_bytes, num_pieces, layout_id)
+        )
+        _raise_if_refused(received)
+        if not isinstance(received.body, ArenaGranted) or len(received.fds) != 1:
+            raise ProtocolError(f"the SMP answered {received.body!r} to a request for memory")
+        return received.fds[0]
+
+    def tell_sealed(self, *, step: int, layout_id: int) -> None:
+        """Tell of a seal; where the SMP is gone, `tell_again` does it later."""
+        context = self._context
+        self._untold = ShardSealed(context.rank, context.generation, step, layout_id)
+        self.tell_again()
+
+    def tell_again(self) -> None:
+        """Tell of the last seal if that has not worked yet. Never raises for a missing SMP."""
+        if self._untold is None:
+            return
+        with self._lock, contextlib.suppress(PeerError):
+            for _ in range(2):  # the first may find a line whose other end is long dead
+                try:
+                    self._connected().send(self._untold, deadline_s=_CONNECT_S)
+                except PeerError:
+                    self._drop()
+                else:
+                    self._untold = None
+                    return
+
+    def withdraw(self, step: int) -> bool:
+        """Take back a seal that was not committed; whether the SMP agrees to forget it."""
+        context = self._context
+        try:
+            received = self._ask(WithdrawShard(context.rank, context.generation, step))
+        except PeerError:
+            return False
+        return isinstance(received.body, Done)
+
+    def close(self) -> None:
+        with self._lock:
+            self._drop()
+
+    def _ask(self, body: AnyMessage) -> Received:
+        with self._lock:
+            try:
+                return self._connected().ask(body, deadline_s=_ANSWER_S)
+            except PeerError:
+                self._drop()
+            try:
+                return self._connected().ask(body, deadline_s=_ANSWER_S)
+            except PeerError:
+                self._drop()
+                raise
+
+    def _connected(self) -> Channel:
+        if self._channel is None:
+            context = self._context
+            self._channel = connect(
+                context.smp_socket,
+                run_id=context.run_id,
+                peer="the SMP",
+                hello=Hello(role="worker", pid=os.getpid(), rank=context.rank),
+                deadline_s=_CONNECT_S,
+            )
+            self._channel.generation = context.generation
+            self._channel.incarnation = context.incarnation
+        return self._channel
+
+    def _drop(self) -> None:
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
+
+
+def _raise_if_refused(received: Received) -> None:
+    body = received.body
+    if isinstance(body, MemoryRefused):
+        raise MemoryTooSmall(
+            needed_bytes=body.needed_bytes, available_bytes=body.available_bytes, limit=body.limit
+        )
+    if not isinstance(body, (Done, ArenaGranted)):
+        raise ProtocolError(f"the SMP answered {body!r} to a question about memory")

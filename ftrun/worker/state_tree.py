@@ -1,0 +1,270 @@
+"""The state of all that is attached, as named tensors and one tree of plain values.
+
+Runs in:  worker, training thread, at each step boundary.
+Takes in: an `Attached`.
+Gives:    a `State`: the sources that are owned by an optimizer (lazy), those that are not
+          (boundary), and the packed plain values.
+
+Names carry no trace of DDP or torch.compile. Walking the modules costs milliseconds, so the
+walk's result is kept and only checked at a boundary: same objects in the same dicts, at the
+same addresses. Objects with a state_dict are asked each time; what they give is small.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from operator import is_
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from ftrun.errors import ValueNotStorable
+from ftrun.snapshot.layout import Entry, When
+from ftrun.snapshot.plain import TensorRef, encode
+from ftrun.worker import rng
+from ftrun.worker.attached import Attached, Held, held_by, named_parts
+from ftrun.worker.tensors import described, is_sharded, local_tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A tensor to copy: detached, and local to this rank."""
+
+    name: str
+    tensor: torch.Tensor
+    when: When
+
+    @property
+    def entry(self) -> Entry:
+        dtype, shape = described(self.tensor)
+        return Entry(self.name, dtype, shape, self.when)
+
+
+@dataclass(frozen=True)
+class Lasting:
+    """Sources that stay the same objects from step to step; one that changes makes a new one."""
+
+    sources: tuple[Source, ...]
+    originals: tuple[torch.Tensor, ...]
+    addresses: list[int]
+    held: tuple[Held, ...]
+    num_held: int
+    parameters: list[torch.Tensor]
+    state_values: list[object]
+    optimizer_state: bytes
+    names: dict[int, str]
+
+    @cached_property
+    def learned(self) -> tuple[tuple[str, torch.Tensor], ...]:
+        """Parameters, without buffers."""
+        return tuple((h.name, h.tensor) for h in self.held if isinstance(h.tensor, nn.Parameter))
+
+    @cached_property
+    def entries(self) -> tuple[Entry, ...]:
+        return tuple(source.entry for source in self.sources)
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """All there is to copy at one boundary."""
+
+    lasting: Lasting
+    fresh: tuple[Source, ...]
+    plain: bytes
+
+
+class StateTree:
+    """Collects the state at each boundary."""
+
+    def __init__(self, attached: Attached) -> None:
+        self.attached = attached
+        self._lasting: Lasting | None = None
+
+    def collect(self, extra: dict[str, Any]) -> State:
+        """The state as it is now.
+
+        Args:
+            extra: plain values of ftrun's own: counters, loader positions.
+
+        Raises:
+            ValueNotStorable: names the key of a value that is neither tensor nor plain.
+        """
+        lasting = self.lasting()
+        fresh = _References(When.BOUNDARY)
+        attached = self.attached
+        parts = {
+            "groups": {name: groups_of(o, lasting) for name, o in attached.optimizers.items()},
+            "stateful": {name: thing.state_dict() for name, thing in attached.stateful.items()},
+            "dicts": attached.dicts,
+            "extra_state": dict(_extra_states(attached)),
+            "generators": {n: rng.generator_bytes(g) for n, g in attached.generators.items()},
+            "frozen": [name for name, tensor in lasting.learned if not tensor.requires_grad],
+            "rng": rng.take_all(),
+            **extra,
+        }
+        # Part by part, so that the path in an error starts at the name given to attach.
+        packed = {key: encode(part, refer=fresh) for key, part in parts.items()}
+        packed["optimizer_state"] = lasting.optimizer_state
+        return State(lasting, tuple(fresh.sources), encode(packed))
+
+    def lasting(self) -> Lasting:
+        """The walk's result: the last one while it still holds."""
+        if self._lasting is None or not self._holds(self._lasting):
+            self._lasting = self._walk()
+        return self._lasting
+
+    def _holds(self, lasting: Lasting) -> bool:
+        return (
+            all(h.is_current for h in lasting.held)
+            and lasting.num_held == self._num_held()
+            and _same(lasting.parameters, self._parameters())
+            and _same(lasting.state_values, self._state_values())
+            and lasting.addresses == [address_of(t) for t in lasting.originals]
+        )
+
+    def _walk(self) -> Lasting:
+        self._reshard()
+        held = tuple(self._held())
+        names: dict[int, str] = {}
+        found: dict[str, torch.Tensor] = {}
+        for one in held:
+            if one.tensor is not None and id(one.tensor) not in names:
+                names[id(one.tensor)] = one.name
+                found[one.name] = one.tensor
+        for name, parameter in self._nameless(names):
+            names[id(parameter)] = name
+            found[name] = parameter
+        owned = {id(parameter) for parameter in self._parameters()}
+        sources = [
+            Source(name, local_tensor(t, name), When.LAZY if id(t) in owned else When.BOUNDARY)
+            for name, t in found.items()
+        ]
+        originals = list(found.values())
+        references = _References(When.LAZY)
+        state = {name: _state_of(o, names) for name, o in self.attached.optimizers.items()}
+        packed = encode(state, refer=references)
+        originals += references.originals
+        return Lasting(
+            sources=(*sources, *references.sources),
+            originals=tuple(originals),
+            addresses=[address_of(tensor) for tensor in originals],
+            held=held,
+            num_held=self._num_held(),
+            parameters=self._parameters(),
+            state_values=self._state_values(),
+            optimizer_state=packed,
+            names=names,
+        )
+
+    def _held(self) -> Iterator[Held]:
+        for name, module in self.attached.modules.items():
+            yield from held_by(module, name)
+        holder = self.attached.tensors
+        for name, tensor in holder.items():
+            yield Held(holder, name, name, tensor)
+
+    def _nameless(self, names: dict[int, str]) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, optimizer in self.attached.optimizers.items():
+            for at, group in enumerate(optimizer.param_groups):
+                for index, parameter in enumerate(group["params"]):
+                    if id(parameter) not in names:
+                        yield f"{name}.params[{at}][{index}]", parameter
+
+    def _num_held(self) -> int:
+        return sum(
+            len(part._modules) + len(part._parameters) + len(part._buffers)
+            for module in self.attached.modules.values()
+            for part in module.modules()
+        )
+
+    def _parameters(self) -> list[torch.Tensor]:
+        return [
+            parameter
+            for optimizer in self.attached.optimizers.values()
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        ]
+
+    def _state_values(self) -> list[object]:
+        # Numbers among them are other objects after each step, so an optimizer that keeps some is
+        # walked each time; torch's own keep tensors only.
+        return [
+            value
+            for optimizer in self.attached.optimizers.values()
+            for state in optimizer.state.values()
+            for value in state.values()
+        ]
+
+    def _reshard(self) -> None:
+        # FSDP2 hangs whole parameters into the module between forward and backward, and leaves
+        # the root's there after a forward without gradients.
+        for module in self.attached.modules.values():
+            for _, part in named_parts(module, ""):
+                if callable(reshard := getattr(part, "reshard", None)):
+                    reshard()
+
+
+class _References:
+    """Puts tensors aside while a tree is packed, and leaves references in their place."""
+
+    def __init__(self, when: When) -> None:
+        self.sources: list[Source] = []
+        self.originals: list[torch.Tensor] = []
+        self._when = when
+
+    def __call__(self, value: object, path: str) -> TensorRef | None:
+        if isinstance(value, torch.Tensor):
+            sharded = is_sharded(value)
+            if sharded and self._when is When.BOUNDARY:
+                raise ValueNotStorable(key=path, kind="DTensor outside of a module or optimizer")
+            self._add(path, value)
+            return TensorRef(path, "sharded" if sharded else "tensor")
+        if isinstance(value, np.ndarray):
+            self._add(path, _as_tensor(value, path))
+            return TensorRef(path, "array")
+        return None
+
+    def _add(self, path: str, tensor: torch.Tensor) -> None:
+        self.sources.append(Source(path, local_tensor(tensor, path), self._when))
+        self.originals.append(tensor)
+
+
+def groups_of(optimizer: torch.optim.Optimizer, lasting: Lasting) -> list[dict[str, Any]]:
+    """The parameter groups, with names instead of parameters."""
+    return [
+        {**group, "params": [lasting.names[id(parameter)] for parameter in group["params"]]}
+        for group in optimizer.param_groups
+    ]
+
+
+def _state_of(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> dict[str, Any]:
+    # A key that is no parameter belongs to the optimizer as a whole and stays as it is.
+    return {"state": {names.get(id(k), k): state for k, state in optimizer.state.items()}}
+
+
+def _extra_states(attached: Attached) -> Iterator[tuple[str, object]]:
+    for name, module in attached.modules.items():
+        for path, part in named_parts(module, name):
+            if type(part).get_extra_state is not nn.Module.get_extra_state:
+                yield path, part.get_extra_state()
+
+
+def _as_tensor(array: np.ndarray, path: str) -> torch.Tensor:
+    try:
+        return torch.from_numpy(
+            np.ascontiguousarray(array) if array.flags.writeable else array.copy()
+        )
+    except TypeError as error:
+        raise ValueNotStorable(key=path, kind=f"numpy array of {array.dtype}") from error
+
+
+def address_of(tensor: torch.Tensor) -> int:
+    if is_sharded(tensor):
+        tensor = tensor._local_tensor  # type: ignore[attr-defined]
+    return tensor.data_ptr()
+
+
+def _same(before: list[Any], now: list[Any]) -> bool:
+    return len(before) == len(now) and all(map(is_, before, now))

@@ -1,0 +1,204 @@
+"""A training that loses its processes at some step ends as one that does not: bit for bit."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from ftrun import clock
+from ftrun.ids import Version, version
+from ftrun.wire import environment as env
+from ftrun.wire import messages as m
+from ftrun.wire.channel import Channel, connect
+from ftrun.wire.pages import Beat, Page, create_command_page, create_page
+
+SCRIPTS = Path(__file__).parent / "scripts"
+RUN = "session-test"
+
+
+class Node:
+    """The agent's part, reduced: an SMP, pages, arenas, and workers as plain processes."""
+
+    def __init__(self, folder: Path, world_size: int) -> None:
+        self.folder = folder
+        self.world_size = world_size
+        self.generation = -1
+        self.command_fd = create_command_page()
+        self.commands = Page(self.command_fd)
+        self.beats: list[Page] = []
+        self.arenas: dict[int, int] = {}
+        self.socket = folder / "smp.sock"
+        self._smp = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "ftrun.smp", "--run-id", RUN),
+                *("--socket", str(self.socket), "--orphan-s", "60"),
+            ]
+        )
+        self.agent = self._connect()
+
+    def _connect(self) -> Channel:
+        give_up_s = clock.now_s() + 30
+        while not self.socket.exists() and clock.now_s() < give_up_s:
+            os.sched_yield()
+        hello = m.Hello(role="agent", pid=os.getpid())
+        return connect(self.socket, run_id=RUN, peer="the SMP", hello=hello, deadline_s=10)
+
+    def ask(self, body: m.AnyMessage, *fds: int) -> m.AnyMessage:
+        """Ask the SMP, and keep what it hands over unasked on the way."""
+        self.agent.send(body, fds=fds)
+        while True:
+            received = self.agent.receive(deadline_s=20)
+            if isinstance(received.body, m.ArenaGranted):
+                self.arenas[received.body.rank] = received.fds[0]
+            elif not isinstance(received.body, m.VersionCommitted):
+                return received.body
+
+    def restore_point(self) -> Version | None:
+        inventory = self.ask(m.TakeInventory())
+        assert isinstance(inventory, m.Inventory)
+        held = [
+            {version(o.generation, o.step) for o in inventory.offers if o.rank == rank}
+            for rank in range(self.world_size)
+        ]
+        return max(set.intersection(*held), default=None)
+
+    def run(self, script: str, *arguments: str, settings: str = '{"every": 1}') -> list[int]:
+        """A generation from its start to the exit of all ranks; their exit codes."""
+        self.generation += 1
+        restore = self.restore_point()
+        if restore is not None:
+            self.ask(m.VoidAfter(restore.generation, restore.step))
+        ranks = list(range(self.world_size))
+        self.ask(m.BeginGeneration(self.generation, self.world_size, ranks), self.command_fd)
+        fds = [create_page(f"beat-{rank}") for rank in ranks]
+        self.beats = [Page(fd) for fd in fds]
+        workers = [
+            subprocess.Popen(
+                [sys.executable, str(SCRIPTS / script), str(self.folder), *arguments],
+                env=self._environment(rank, fds[rank], restore, settings),
+                pass_fds=[fds[rank], self.command_fd, *self.arenas.values()],
+            )
+            for rank in ranks
+        ]
+        codes = []
+        for worker in workers:
+            if any(code != 0 for code in codes):
+                worker.kill()
+            codes.append(worker.wait(120))
+        return codes
+
+    def _environment(
+        self, rank: int, beat_fd: int, restore: Version | None, settings: str
+    ) -> dict[str, str]:
+        made = {
+            **os.environ,
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(self.world_size),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(_free_port(self.generation)),
+            "OMP_NUM_THREADS": "1",
+            "GLOO_SOCKET_IFNAME": "lo",
+            env.RUN_ID: RUN,
+            env.GENERATION: str(self.generation),
+            env.INCARNATION: str(self.generation),
+            env.HEARTBEAT_FD: str(beat_fd),
+            env.COMMAND_FD: str(self.command_fd),
+            env.SMP_SOCKET: str(self.socket),
+            env.SNAPSHOT: settings,
+        }
+        if rank in self.arenas:
+            made[env.ARENA_FD] = str(self.arenas[rank])
+        if restore is not None:
+            made[env.RESTORE] = f"{restore.generation}:{restore.step}"
+        return made
+
+    def losses(self, rank: int = 0) -> dict[int, str]:
+        """Loss by step, the later generation's where a step was repeated; all must agree."""
+        found: dict[int, str] = {}
+        for generation in range(self.generation + 1):
+            path = self.folder / f"loss.{rank}.{generation}"
+            for line in path.read_text().splitlines() if path.exists() else ():
+                step, loss = line.split()
+                assert found.setdefault(int(step), loss) == loss, f"step {step} differs"
+        return found
+
+    def end(self, rank: int = 0) -> tuple[int, list[torch.Tensor]]:
+        step, tensors = torch.load(self.folder / f"end.{rank}.pt", weights_only=True)
+        return step, tensors
+
+    def close(self) -> None:
+        self.agent.close()
+        self._smp.terminate()
+        self._smp.wait(20)
+        for fd in (self.command_fd, *self.arenas.values()):
+            os.close(fd)
+
+
+_ports: dict[int, int] = {}
+
+
+def _free_port(generation: int) -> int:
+    import socket
+
+    if generation not in _ports:
+        with socket.socket() as sock:
+            sock.bind(("127.0.0.1", 0))
+            _ports[generation] = sock.getsockname()[1]
+    return _ports[generation]
+
+
+@contextmanager
+def node(folder: Path, world_size: int = 1) -> Iterator[Node]:
+    folder.mkdir()
+    _ports.clear()
+    made = Node(folder, world_size)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def assert_same_as_undisturbed(
+    tmp_path: Path, *switches: str, world_size: int = 1, die_at: tuple[int, ...] = (7,)
+) -> None:
+    with node(tmp_path / "calm", world_size) as calm, node(tmp_path / "hit", world_size) as hit:
+        assert calm.run("small_training.py", "3", *switches) == [0] * world_size
+        for step in die_at:
+            assert any(hit.run("small_training.py", "3", *switches, f"die={step}"))
+        assert hit.run("small_training.py", "3", *switches) == [0] * world_size
+        assert hit.beats[0].get(Beat.RESTORED_STEP) >= sum(die_at) - 2 * len(die_at)
+        for rank in range(world_size):
+            assert hit.losses(rank) == calm.losses(rank)
+            step, tensors = hit.end(rank)
+            calm_step, calm_tensors = calm.end(rank)
+            assert step == calm_step
+            assert all(torch.equal(a, b) for a, b in zip(tensors, calm_tensors, strict=True))
+
+
+def test_one_process_with_shuffled_data_resumes_bitwise(tmp_path: Path) -> None:
+    assert_same_as_undisturbed(tmp_path, "batchnorm", die_at=(1, 13))
+
+
+@pytest.mark.parametrize("kind", ["workers", "persistent", "stateful"])
+def test_each_kind_of_loader_resumes_bitwise(tmp_path: Path, kind: str) -> None:
+    switches = ("workers", "persistent") if kind == "persistent" else (kind,)
+    assert_same_as_undisturbed(tmp_path, *switches, die_at=(14,))
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_ddp_resumes_bitwise(tmp_path: Path, world_size: int) -> None:
+    assert_same_as_undisturbed(tmp_path, "ddp", world_size=world_size, die_at=(2, 2))
+
+
+def test_ddp_wrapped_after_attach_resumes_bitwise(tmp_path: Path) -> None:
+    assert_same_as_undisturbed(tmp_path, "ddp", "late-ddp", "batchnorm", world_size=3)
+
+
+def test_fsdp_resumes_bitwise(tmp_path: Path) -> None:
+    assert_same_as_undisturbed(tmp_path, "fsdp", world_size=2)
