@@ -79,7 +79,7 @@ class ShardSealed(Message, frozen=True):
     layout_id: int
 
 
-class WithdrawShard(Message):
+class WithdrawShard(Message, frozen=True):
     """Worker -> SMP: forget my seal of this version, I am about to overwrite it.
 
     A rank that skipped or discarded a version which the others have sealed would stop them for
