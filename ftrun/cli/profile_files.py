@@ -259,11 +259,11 @@ def _impossible_values(
     if isinstance(every, int) and not isinstance(every, bool) and every < 1:
         found.append(f"{origins['snapshot.every']}: snapshot.every is auto, or 1 and more")
     names = nested.get("stop", {}).get("forward")
-    for name in names if isinstance(names, list) else []:
-        if name not in signal.Signals.__members__:
-            found.append(
-                f"{origins['stop.forward']}: {name!r} is no signal; they are written as SIGUSR1"
-            )
+    found.extend(
+        f"{origins['stop.forward']}: {name!r} is no signal; they are written as SIGUSR1"
+        for name in (names if isinstance(names, list) else [])
+        if name not in signal.Signals.__members__
+    )
     return found
 
 

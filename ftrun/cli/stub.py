@@ -16,7 +16,6 @@ Rule 3: when the run is over nothing stays: SMP, descendants, run folder.
 
 import contextlib
 import ctypes
-import importlib.machinery
 import os
 import select
 import signal
@@ -266,13 +265,12 @@ def answers(path: Path) -> bool:
 def python_command(module: str, *arguments: str) -> list[str]:
     """`python -m module`, kept from importing what lies in the user's folder (a types.py).
 
-    In a checkout that is not installed ftrun itself may be found by that folder only.
+    Only in a checkout that is not installed is it the current folder by which ftrun is found.
     """
-    elsewhere = [entry for entry in sys.path if entry and Path(entry) != Path.cwd()]
-    spec = importlib.machinery.PathFinder.find_spec("ftrun", elsewhere)
-    ours = Path(__file__).parents[1] / "__init__.py"
-    is_found = spec is not None and spec.origin == str(ours)
-    return [sys.executable, *(["-P"] if is_found else []), "-m", module, *arguments]
+    root = Path(__file__).parents[2]
+    elsewhere = [Path(entry) for entry in sys.path if entry and Path(entry) != Path.cwd()]
+    needs_folder = root == Path.cwd() and root not in elsewhere
+    return [sys.executable, *([] if needs_folder else ["-P"]), "-m", module, *arguments]
 
 
 def main(arguments: list[str]) -> int:

@@ -1,0 +1,277 @@
+"""The started process outlives its agents, leaves nothing behind, and is right as PID 1."""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+DEADLINE_S = 60.0
+MAX_STUB_BYTES = 20_000_000
+
+WAITING_SCRIPT = """
+import os, subprocess, sys, time
+from pathlib import Path
+
+here = Path(sys.argv[1])
+rank, generation = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
+if "daemon" in sys.argv:
+    daemon = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+    (here / "daemon").write_text(str(daemon.pid))
+part = here / f"part-{rank}-{generation}"
+part.write_text(str(os.getpid()))
+part.rename(here / f"alive-{rank}-{generation}")
+give_up_s = time.monotonic() + 120
+while not (here / "go").exists() and time.monotonic() < give_up_s:
+    time.sleep(0.02)
+print(f"rank {rank} generation {generation} ends", flush=True)
+if "daemon" in sys.argv:
+    os._exit(0)
+"""
+
+
+class Run:
+    """One started ftrun, in a folder of its own."""
+
+    def __init__(self, folder: Path, *flags: str, words: tuple[str, ...] = ()) -> None:
+        self.folder = folder
+        # Not the folder itself: a folder named ftrun there could hide an editable installation.
+        self.runtime = folder / "runtime"
+        self.runtime.mkdir()
+        self.variables = {**os.environ, "XDG_RUNTIME_DIR": str(self.runtime)}
+        (folder / "train.py").write_text(WAITING_SCRIPT)
+        self.command = [sys.executable, "-m", "ftrun", "--run-id", "mine", *flags]
+        self.words = ["train.py", str(folder), *words]
+        self.process: subprocess.Popen[str]
+        self.start()
+
+    def start(self, *before: str) -> subprocess.Popen[str]:
+        self.process = subprocess.Popen(
+            [*before, *self.command, *self.words],
+            cwd=self.folder,
+            env=self.variables,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        return self.process
+
+    def ask(self, *words: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "ftrun", *words]
+        return subprocess.run(
+            command,
+            cwd=self.folder,
+            env=self.variables,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=DEADLINE_S,
+        )
+
+    def status(self) -> dict[str, Any]:
+        asked = self.ask("status", "mine", "--json")
+        assert asked.returncode == 0, asked.stderr
+        found: dict[str, Any] = json.loads(asked.stdout)
+        return found
+
+    def wait_alive(self, generation: int, rank: int = 0) -> int:
+        """Until a rank runs; gives its pid."""
+        path = self.folder / f"alive-{rank}-{generation}"
+        wait_for(lambda: path.exists() or self.process.poll() is not None)
+        assert path.exists(), self.process.communicate()
+        return int(path.read_text())
+
+    def finish(self) -> tuple[int, str, str]:
+        out, err = self.process.communicate(timeout=DEADLINE_S)
+        return self.process.returncode, out, err
+
+    def nothing_is_left(self) -> bool:
+        return not (self.runtime / "ftrun" / "mine").exists()
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        if self.process.stdout and not self.process.stdout.closed:
+            self.process.communicate(timeout=DEADLINE_S)
+        if not self.nothing_is_left():
+            self.ask("stop", "mine")
+
+
+def wait_for(is_so: Callable[[], object]) -> None:
+    give_up_s = time.monotonic() + DEADLINE_S
+    while not is_so():
+        assert time.monotonic() < give_up_s
+        time.sleep(0.01)
+
+
+def is_alive(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Run]]:
+    started: list[Run] = []
+
+    def make(*flags: str, words: tuple[str, ...] = ()) -> Run:
+        started.append(Run(tmp_path, *flags, words=words))
+        return started[-1]
+
+    yield make
+    for run in started:
+        run.close()
+
+
+def test_killed_agent_is_followed_by_another(start: Callable[..., Run]) -> None:
+    run = start()
+    rank = run.wait_alive(0)
+    agent = run.status()["processes"]["agent"]
+    os.kill(agent, signal.SIGKILL)
+    run.wait_alive(1)
+    assert not is_alive(rank)
+    assert run.status()["processes"]["agent"] != agent
+    (run.folder / "go").touch()
+    code, out, err = run.finish()
+    assert (code, out) == (0, "rank 0 generation 1 ends\n")
+    assert "the agent was killed by SIGKILL; starting another" in err
+    assert run.nothing_is_left()
+
+
+def test_stub_is_small_and_keeps_its_pid(start: Callable[..., Run]) -> None:
+    run = start()
+    run.wait_alive(0)
+    status = Path(f"/proc/{run.process.pid}/status").read_text()
+    resident = next(line for line in status.splitlines() if line.startswith("VmRSS"))
+    assert int(resident.split()[1]) * 1024 <= MAX_STUB_BYTES
+    assert "Threads:\t1" in status
+    assert b"ftrun.cli.stub" in Path(f"/proc/{run.process.pid}/cmdline").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)], ids=lambda v: str(v)
+)
+def test_signal_ends_the_run(start: Callable[..., Run], number: signal.Signals, code: int) -> None:
+    run = start()
+    rank = run.wait_alive(0)
+    run.process.send_signal(number)
+    assert run.finish()[0] == code
+    assert not is_alive(rank)
+    assert run.nothing_is_left()
+
+
+def test_signal_before_the_agent_can_take_it_ends_the_run(start: Callable[..., Run]) -> None:
+    run = start()
+    wait_for(
+        lambda: (
+            b"ftrun.cli.stub" in Path(f"/proc/{run.process.pid}/cmdline").read_bytes()
+            and Path(f"/proc/{run.process.pid}/task/{run.process.pid}/children").read_text()
+        )
+    )
+    run.process.send_signal(signal.SIGTERM)
+    assert run.finish()[0] == 143
+    assert run.nothing_is_left()
+
+
+def test_orphan_of_a_rank_ends_with_the_run(start: Callable[..., Run]) -> None:
+    run = start(words=("daemon",))
+    run.wait_alive(0)
+    daemon = int((run.folder / "daemon").read_text())
+    assert is_alive(daemon)
+    (run.folder / "go").touch()
+    assert run.finish()[0] == 0
+    assert not is_alive(daemon)
+
+
+def test_killed_stub_leaves_only_memory_which_stop_frees(start: Callable[..., Run]) -> None:
+    run = start()
+    rank = run.wait_alive(0)
+    processes = run.status()["processes"]
+    run.process.kill()
+    run.finish()
+    wait_for(lambda: not is_alive(processes["agent"]) and not is_alive(rank))
+    assert is_alive(processes["smp"])
+    assert run.ask("status").stdout.startswith("ORPHANED")
+    assert run.ask("stop").returncode == 0
+    wait_for(lambda: not is_alive(processes["smp"]))
+    assert run.nothing_is_left()
+
+
+def test_killed_stub_is_followed_by_the_same_command(start: Callable[..., Run]) -> None:
+    run = start()
+    run.wait_alive(0)
+    smp = run.status()["processes"]["smp"]
+    run.process.kill()
+    run.finish()
+    other = run.folder / "other.py"
+    other.touch()
+    refused = run.ask("--run-id", "mine", str(other))
+    assert refused.returncode == 2
+    assert "train.py" in refused.stderr
+    run.start()
+    run.wait_alive(1)
+    assert is_alive(smp)
+    (run.folder / "go").touch()
+    assert run.finish()[:2] == (0, "rank 0 generation 1 ends\n")
+    assert not is_alive(smp)
+    assert run.nothing_is_left()
+
+
+def test_stop_ends_a_run(start: Callable[..., Run]) -> None:
+    run = start()
+    run.wait_alive(0)
+    stopped = run.ask("stop")
+    assert stopped.returncode == 0, stopped.stderr
+    assert run.finish()[0] == 143
+    assert run.nothing_is_left()
+
+
+def test_every_descendant_ends() -> None:
+    code = """
+import subprocess
+from ftrun.cli.stub import become_subreaper, children, end_children, reap_all
+become_subreaper()
+tree = "trap '' TERM; (sleep 9 & sleep 9 & echo up; exec setsid sh -c 'sleep 9 & wait') & wait"
+shell = subprocess.Popen(["sh", "-c", tree], stdout=subprocess.PIPE)
+shell.stdout.readline()
+shell.kill()
+shell.wait()
+assert children(), "the orphans have come here"
+end_children(term_first=True)
+assert not children() and not reap_all()
+print("clean")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=DEADLINE_S,
+    )
+    assert done.stdout == "clean\n", done.stderr
+
+
+def test_as_pid_1_of_a_container(start: Callable[..., Run], tmp_path: Path) -> None:
+    unshare = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--mount-proc"]
+    if (
+        shutil.which("unshare") is None
+        or subprocess.run([*unshare, "true"], check=False).returncode
+    ):
+        pytest.skip("needs an own pid namespace")
+    run = start()
+    run.close()
+    run.words.append("daemon")
+    (tmp_path / "alive-0-0").unlink(missing_ok=True)
+    run.start(*unshare, "--kill-child")
+    run.wait_alive(0)
+    (tmp_path / "go").touch()
+    assert run.finish()[:2] == (0, "rank 0 generation 0 ends\n")
+    assert run.nothing_is_left()
