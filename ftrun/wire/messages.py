@@ -229,7 +229,6 @@ class StopRun(Message, frozen=True):
     """Cli -> agent: stop as on SIGTERM. Answer: Done, before the stop has ended."""
 
 
-
 AnyMessage = (
     Hello
     | Done

@@ -597,6 +597,9 @@ def passed(count: Path) -> list[str]:
     return [f"{name}:{names[: at + 1].count(name)}" for at, name in enumerate(names)]
 
 
+@pytest.mark.chaos
+@pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_an_smp_killed_at_any_point_of_a_run_loses_no_sealed_version(
     world: World, tmp_path: Path
 ) -> None:
@@ -698,6 +701,9 @@ def check_loaded(fd: int, at: Version) -> None:
         arena.close()
 
 
+@pytest.mark.chaos
+@pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_an_smp_killed_at_any_point_of_a_checkpoint_leaves_one_that_loads(
     world: World, tmp_path: Path
 ) -> None:
