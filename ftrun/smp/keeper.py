@@ -90,7 +90,8 @@ class Keeper:
         rank = Rank(body.rank)
         arena = self.memory.grant_again(shape, self.tracker.generation)
         if arena is not None:
-            self._grant(client, arena.fd, shape)
+            # The agent has it: from its making, from HandOver, or it brought it itself.
+            client.tell(_granted(shape), fds=(arena.fd,))
             return
         try:
             self.memory.promise(rank, shape.total_bytes)
@@ -119,10 +120,9 @@ class Keeper:
         client.tell(answer)
 
     def _grant(self, client: Client, fd: int, shape: ArenaShape) -> None:
-        granted = m.ArenaGranted(rank=shape.rank, layout_id=shape.layout_id)
-        self._tell_agent(granted, fds=(fd,))
+        self._tell_agent(_granted(shape), fds=(fd,))
         crash_point("smp.arena.agent_told")
-        client.tell(granted, fds=(fd,))
+        client.tell(_granted(shape), fds=(fd,))
         crash_point("smp.arena.granted")
 
     def shard_sealed(self, rank: Rank, sealed: Version) -> None:
@@ -293,10 +293,7 @@ class Keeper:
         self._writer.remember(directory, loaded.version, loaded.path)
         self.memory.put_instead(loaded.fds, self.tracker.generation)
         for arena in self.memory.all():
-            self._tell_agent(
-                m.ArenaGranted(rank=arena.shape.rank, layout_id=arena.shape.layout_id),
-                fds=(arena.fd,),
-            )
+            self._tell_agent(_granted(arena.shape), fds=(arena.fd,))
         crash_point("smp.checkpoint.loaded")
         client.tell(
             m.CheckpointLoaded(
@@ -348,6 +345,10 @@ class Keeper:
     def _tell_agent(self, body: m.AnyMessage, *, fds: tuple[int, ...] = ()) -> None:
         if self.agent is not None:
             self.agent.tell(body, fds=fds)
+
+
+def _granted(shape: ArenaShape) -> m.ArenaGranted:
+    return m.ArenaGranted(rank=shape.rank, layout_id=shape.layout_id)
 
 
 def _refusal(error: MemoryTooSmall) -> m.MemoryRefused:

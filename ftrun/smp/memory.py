@@ -129,7 +129,7 @@ class ArenaMemory:
         return arena
 
     def adopt(self, fd: int, *, rank: int, generation: Generation) -> None:
-        """Keep an arena that outlived another SMP.
+        """Keep an arena that outlived another SMP; one that is here already is kept once.
 
         Raises:
             LayoutUnknown: it is none of this format; the descriptor stays the caller's.
@@ -144,6 +144,9 @@ class ArenaMemory:
                 f"the memory for rank {rank} is an arena of rank {shape.rank} of "
                 f"{os.fstat(fd).st_size} bytes, {shape.total_bytes} are needed"
             )
+        if any(os.path.sameopenfile(fd, arena.fd) for arena in self.of(Rank(rank))):
+            os.close(fd)
+            return
         self.add(fd, generation)
 
     def offers(self) -> list[ShardOffer]:

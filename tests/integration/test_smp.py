@@ -370,6 +370,8 @@ def test_memory_outlives_a_killed_smp_and_the_next_snapshot_goes_on(world: World
     assert offered(inventory) == {(rank, 0, step) for rank in (0, 1) for step in (2, 3)}
     for fd in granted.values():
         check_bytes(fd, version(0, 3))
+    world.ask(agent, m.Adopt(ranks=list(granted)), m.Done, *granted.values())
+    assert world.ask(agent, m.TakeInventory(), m.Inventory) == inventory, "nothing is kept twice"
 
     assert isinstance(again.request(), m.ArenaGranted)
     again.slot = workers[0].slot
@@ -582,6 +584,8 @@ def test_a_request_of_a_generation_that_is_over_is_refused(world: World) -> None
     again = world.worker(0, generation=1)
     assert isinstance(again.request(), m.ArenaGranted)
     check_bytes(again.fd, version(0, 1))
+    world.ask(agent, m.TakeInventory(), m.Inventory)
+    assert len(world.all_granted()) == WORLD, "what the agent has is not sent again"
 
 
 def change_layout(world: World, workers: list[Worker]) -> None:
