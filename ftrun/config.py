@@ -8,6 +8,7 @@ The SMP and the workers do not import this (pydantic costs 60 ms); they are hand
 need: the SMP by arguments, a worker as `SnapshotSettings` in its environment.
 """
 
+import os
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -139,3 +140,9 @@ class RunSpec(BaseModel):
     debug: bool = False
     cwd: str
     profile: Profile = Profile()
+
+    @property
+    def checkpoint_directory(self) -> str | None:
+        """Absolute: the SMP does not share our working directory."""
+        directory = self.profile.checkpoint.directory
+        return os.path.join(self.cwd, directory) if directory else None

@@ -18,6 +18,7 @@ from pathlib import Path
 from ftrun import clock
 from ftrun.agent.processes import become_subreaper, die_with, name_process, process_state
 from ftrun.agent.smp_link import SmpLink
+from ftrun.agent.stub_link import StubLink, kept
 from ftrun.agent.zygote_link import ZygoteLink
 from ftrun.config import RunSpec
 from ftrun.errors import ExitCode, FtrunError, InternalError
@@ -45,10 +46,11 @@ def main() -> int:
         if spec.profile.start.mode == "warm":
             zygote = ZygoteLink(preload=spec.profile.start.preload)
             zygote.start()
+        stub = StubLink()
         first_generation = _take_over(smp, journal)
         from ftrun.agent.launcher import launch  # noqa: PLC0415 - imports torch
 
-        return launch(spec, journal=journal, smp=smp, zygote=zygote, first=first_generation)
+        return launch(spec, journal, smp, zygote, stub, first=first_generation)
     except FtrunError as error:
         journal.write("error", kind_of=type(error).__name__, text=str(error))
         sys.stderr.write(f"ftrun: {error}\n")
@@ -86,13 +88,19 @@ def _set_thread_count(argv: list[str]) -> None:
 
 def _take_over(smp: SmpLink, journal: Journal) -> int:
     """Adopt what an earlier agent left, or start an SMP; the generation to begin with."""
+    fds, kept_state = kept()
     left = smp.find()
     if left is None:
+        smp.adopt(fds)
         smp.start()
+    else:
+        for fd in fds:
+            os.close(fd)
+    state = json.loads(left) if left else kept_state
+    if not state:
         return 0
-    state = json.loads(left) if left else {"generation": -1, "pids": []}
     _wait_for_end_of(state["pids"])
-    journal.write("adopted", arenas=len(smp.arenas), generation=state["generation"])
+    journal.write("adopted", arenas=len(smp.held), generation=state["generation"])
     return int(state["generation"]) + 1
 
 

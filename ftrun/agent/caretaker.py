@@ -60,6 +60,7 @@ class Caretaker:
         self._workers.kill_long_stopped(now_s, monitor.stopped_kill_s)
         self._workers.agree_interval()
         self._generations.measure()
+        self._generations.keep_arenas()
         self._report_silence(now_s, monitor.silence_report_s)
         self._refill(now_s)
         self._checkpoint(now_s)
@@ -67,7 +68,7 @@ class Caretaker:
 
     def last_checkpoint(self) -> None:
         """At the end of the run: what is committed goes to disk, if that is wished."""
-        directory = self._spec.profile.checkpoint.directory
+        directory = self._spec.checkpoint_directory
         if not directory or self._smp.committed is None:
             return
         try:
@@ -105,10 +106,11 @@ class Caretaker:
 
     def _checkpoint(self, now_s: float) -> None:
         settings = self._spec.profile.checkpoint
-        if settings.directory and now_s > self._checkpoint_due_s and self._smp.committed:
+        directory = self._spec.checkpoint_directory
+        if directory and now_s > self._checkpoint_due_s and self._smp.committed:
             self._checkpoint_due_s = now_s + settings.every_s
             try:
-                self._smp.begin_checkpoint(settings.directory, settings.keep)
+                self._smp.begin_checkpoint(directory, settings.keep)
             except PeerError as error:
                 self._journal.write("checkpoint_not_written", why=str(error))
         self._tell_checkpoint()

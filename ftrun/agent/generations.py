@@ -13,6 +13,7 @@ from ftrun import clock
 from ftrun.agent.elastic import FtrunElasticAgent
 from ftrun.agent.rendezvous import StorePool
 from ftrun.agent.smp_link import SmpLink
+from ftrun.agent.stub_link import StubLink
 from ftrun.agent.worker_group import WorkerGroup
 from ftrun.config import RunSpec
 from ftrun.errors import PeerError, SnapshotError
@@ -51,6 +52,7 @@ class Generations:
         first: int,
         journal: Journal,
         smp: SmpLink,
+        stub: StubLink,
         stores: StorePool,
         workers: WorkerGroup,
     ) -> None:
@@ -60,6 +62,7 @@ class Generations:
         self._spec = spec
         self._journal = journal
         self._smp = smp
+        self._stub = stub
         self._stores = stores
         self._workers = workers
         self._first = first
@@ -130,7 +133,7 @@ class Generations:
 
     def _restore_point(self) -> Version | None:
         point = restore_point(self._offers(), self.world_size)
-        directory = self._spec.profile.checkpoint.directory
+        directory = self._spec.checkpoint_directory
         why = point.why
         found = point.version
         if found is None and directory and self.number == self._first:
@@ -142,7 +145,8 @@ class Generations:
     def _load_checkpoint(self, directory: str) -> tuple[Version | None, str]:
         answer = self._smp.load_checkpoint(directory, list(range(self.world_size)))
         if isinstance(answer, msg.CheckpointLoaded):
-            return version(answer.generation, answer.step), f"checkpoint {answer.path}"
+            why = "; ".join([f"checkpoint {answer.path}", *answer.notes])
+            return version(answer.generation, answer.step), why
         if answer is None:
             return None, f"no checkpoint in {directory} yet"
         raise SnapshotError(
@@ -155,8 +159,15 @@ class Generations:
             for held in self._smp.offers()
         ]
 
+    def keep_arenas(self) -> None:
+        """Give the stub whatever memory has come or gone; cheap when nothing has."""
+        pids = self._workers.pids()
+        state: dict[str, object] = {"generation": self.number, "pids": pids}
+        self._stub.keep([fd for _, fd in self._smp.held], state)
+
     def _keep_run_state(self, pids: list[int]) -> None:
-        state = {"generation": self.number, "pids": pids, "script": self._spec.script}
+        self.keep_arenas()
+        state = {"generation": self.number, "pids": pids}
         try:
             self._smp.keep_run_state(json.dumps(state).encode())
         except PeerError as error:

@@ -22,6 +22,7 @@ from ftrun.agent.generations import Generations
 from ftrun.agent.rendezvous import LOOPBACK, StorePool, register
 from ftrun.agent.run_loop import RunEnded, RunLoop
 from ftrun.agent.smp_link import SmpLink
+from ftrun.agent.stub_link import StubLink
 from ftrun.agent.worker_group import WorkerGroup
 from ftrun.agent.worker_starter import WorkerStarter
 from ftrun.agent.zygote_link import ZygoteLink
@@ -37,8 +38,14 @@ KNOWN_TORCH = ((2, 8), (2, 15))
 _log = logging.getLogger("ftrun")
 
 
-def launch(
-    spec: RunSpec, *, journal: Journal, smp: SmpLink, zygote: ZygoteLink | None, first: int
+def launch(  # noqa: PLR0913 - the parts of a run
+    spec: RunSpec,
+    journal: Journal,
+    smp: SmpLink,
+    zygote: ZygoteLink | None,
+    stub: StubLink,
+    *,
+    first: int,
 ) -> int:
     """Run to the end; the exit code of the started process."""
     args = elastic.parse(spec)
@@ -48,7 +55,7 @@ def launch(
         zygote.want(world_size)
     stores = StorePool(args.master_addr if _is_given(args) else LOOPBACK, args.master_port or 0)
     register(stores)
-    run = _assemble(spec, journal=journal, smp=smp, zygote=zygote, stores=stores, first=first)
+    run = _assemble(spec, journal, smp, zygote, stub, stores, first=first)
     run.supervisor.world_size = world_size
     if smp.child is not None:
         try:
@@ -70,18 +77,19 @@ def launch(
     return 0
 
 
-def _assemble(
+def _assemble(  # noqa: PLR0913 - the parts of a run
     spec: RunSpec,
-    *,
     journal: Journal,
     smp: SmpLink,
     zygote: ZygoteLink | None,
+    stub: StubLink,
     stores: StorePool,
+    *,
     first: int,
 ) -> RunLoop:
     workers = WorkerGroup(spec, smp=smp, starter=WorkerStarter(zygote, journal))
     generations = Generations(
-        spec, first=first, journal=journal, smp=smp, stores=stores, workers=workers
+        spec, first=first, journal=journal, smp=smp, stub=stub, stores=stores, workers=workers
     )
     caretaker = Caretaker(
         spec,

@@ -10,7 +10,6 @@ import os
 import sys
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from ftrun import clock
 from ftrun.agent.processes import Child, spawn
@@ -67,10 +66,25 @@ class SmpLink:
         self._run_state = handed.body.run_state
         return self._run_state
 
+    def adopt(self, fds: list[int]) -> None:
+        """Take memory that outlived both the last agent and its SMP."""
+        for fd in fds:
+            try:
+                self._keep(Rank(read_shape(fd).rank), fd)
+            except LayoutUnknown:
+                os.close(fd)
+
+    @property
+    def held(self) -> list[tuple[Rank, int]]:
+        """Every arena's rank and descriptor, of each rank the oldest layout first."""
+        return [(rank, fd) for rank, fds in sorted(self.arenas.items()) for fd in fds]
+
     def start(self) -> None:
         """Start an SMP without waiting for it; `ready` waits."""
         argv = [sys.executable, "-m", "ftrun.smp", "--run-id", self.folder.run_id]
         argv += ["--socket", str(self.folder.smp_socket), "--orphan-s", str(self.orphan_s)]
+        if self.held:
+            argv.append("--adopt")
         self.folder.smp_socket.unlink(missing_ok=True)
         self.child = spawn(argv, name="smp", variables=os.environ)
 
@@ -89,10 +103,9 @@ class SmpLink:
                 if clock.now_s() > give_up_s or (self.child is not None and self.child.reap()):
                     raise
                 clock.sleep(0.005)
-        held = [(rank, fd) for rank, fds in sorted(self.arenas.items()) for fd in fds]
-        if held:
-            body = msg.Adopt([rank for rank, _ in held])
-            self._ask(body, fds=tuple(fd for _, fd in held))
+        if self.held:
+            body = msg.Adopt([rank for rank, _ in self.held])
+            self._ask(body, fds=tuple(fd for _, fd in self.held))
         if self._run_state:
             self._ask(msg.KeepRunState(self._run_state))
 
@@ -166,14 +179,11 @@ class SmpLink:
         self, directory: str, ranks: list[int]
     ) -> msg.CheckpointLoaded | str | None:
         """Fill the arenas from a checkpoint; or why that is not possible; None: there is none."""
-        folder = Path(directory)
-        if not (folder / "latest").is_symlink() and not any(folder.glob("step-*")):
-            return None
         answer = self._ask(
             msg.LoadCheckpoint(directory, len(ranks), ranks), deadline_s=CHECKPOINT_WAIT_S
         ).body
         if isinstance(answer, msg.CheckpointLoaded):
-            return answer
+            return answer if answer.path else None
         return answer.why if isinstance(answer, msg.Refused) else repr(answer)
 
     def collect(self) -> None:
@@ -232,7 +242,7 @@ class SmpLink:
                 self.last_checkpoint, self.refused, self.writing = body, "", False
                 self.num_checkpoints += 1
                 self.last_checkpoint_s = clock.now_s()
-            case msg.Refused() if self.writing:
+            case msg.CheckpointRefused():
                 self.refused, self.writing = body.why, False
             case _:
                 return False

@@ -12,6 +12,7 @@ Rule 2: every child is reaped, known or not: orphans come here too, and as PID 1
 would reap them. The agent is reaped here only, so that its pid stays its own while signals are
 sent to it.
 Rule 3: when the run is over nothing stays: SMP, descendants, run folder.
+Rule 4: it holds duplicates of the run's memory, unread: agent and SMP may be killed together.
 """
 
 import contextlib
@@ -47,6 +48,10 @@ CRASH_MARK = "agent-crashed"
 
 INCARNATION = "FTRUN_AGENT_INCARNATION"
 STUB_PID = "FTRUN_STUB_PID"
+STUB_SOCKET = "FTRUN_STUB_SOCKET"
+KEPT_FDS = "FTRUN_KEPT_FDS"
+KEPT_STATE = "FTRUN_KEPT_STATE"
+_MAX_KEPT_FDS = 253  # the kernel's SCM_MAX_FD
 
 MAX_AGENT_STARTS = 5
 AGENT_WINDOW_S = 600.0
@@ -69,6 +74,10 @@ class Stub:
         self._asked: signal.Signals | None = None
         self._held: list[signal.Signals] = []
         self._read_fd, self._write_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._keep_here, self._keep_there = socket.socketpair(
+            socket.AF_UNIX, socket.SOCK_SEQPACKET
+        )
+        self._kept: tuple[list[int], str] = ([], "")
 
     def run(self) -> int:
         """Until the run is over; gives its exit code."""
@@ -96,16 +105,37 @@ class Stub:
             (self._folder.path / CRASH_MARK).unlink()
         self._starts_s.append(clock.now_s())
         command = python_command("ftrun.agent", str(self._folder.path))
+        self._take_what_to_keep()
+        fds, state = self._kept
         variables = {
             **os.environ,
             INCARNATION: str(self._incarnation),
             STUB_PID: str(os.getpid()),
+            STUB_SOCKET: str(self._keep_there.fileno()),
+            KEPT_FDS: ",".join(str(fd) for fd in fds),
+            KEPT_STATE: state,
         }
+        inherited = [*fds, self._keep_there.fileno()]
+        for fd in inherited:
+            os.set_inheritable(fd, True)
         self._agent = os.posix_spawn(command[0], command, variables, setsid=True)
+        for fd in inherited:
+            os.set_inheritable(fd, False)
+
+    def _take_what_to_keep(self) -> None:
+        """The newest memory and state that an agent has given; see Rule 4."""
+        self._keep_here.setblocking(False)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                state, fds, _, _ = socket.recv_fds(self._keep_here, 1 << 16, _MAX_KEPT_FDS)
+                for fd in self._kept[0]:
+                    os.close(fd)
+                self._kept = (list(fds), state.decode())
 
     def _turn(self, *, timeout_s: float | None) -> None:
         """Wait for signals, and handle all that are there."""
-        select.select([self._read_fd], [], [], timeout_s)
+        select.select([self._read_fd, self._keep_here], [], [], timeout_s)
+        self._take_what_to_keep()
         numbers = b""
         with contextlib.suppress(BlockingIOError):
             numbers = os.read(self._read_fd, 4096)

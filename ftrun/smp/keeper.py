@@ -236,7 +236,7 @@ class Keeper:
 
     def write_checkpoint(self, client: Client, body: m.WriteCheckpoint) -> None:
         if not self.tracker.sees_all:
-            client.tell(m.Refused("not all ranks of the run are on this node"))
+            client.tell(m.CheckpointRefused("not all ranks of the run are on this node"))
             return
         fds = {
             rank: [os.dup(arena.fd) for arena in self.memory.of(rank)] for rank in self.memory.ranks
@@ -244,7 +244,7 @@ class Keeper:
         self._jobs.submit(
             "disk",
             partial(self._write, client, body, fds, self.tracker.world_size),
-            failed=partial(client.tell, _BUG),
+            failed=partial(client.tell, m.CheckpointRefused(_BUG.why)),
         )
 
     def _write(
@@ -255,7 +255,7 @@ class Keeper:
                 fds, world_size=world_size, directory=Path(body.directory), keep=body.keep
             )
         except CheckpointError as error:
-            return partial(client.tell, m.Refused(str(error)))
+            return partial(client.tell, m.CheckpointRefused(str(error)))
         finally:
             for some in fds.values():
                 for fd in some:

@@ -164,7 +164,8 @@ class KeepRunState(Message, frozen=True):
 
 
 class WriteCheckpoint(Message, frozen=True):
-    """Agent -> SMP: write the newest committed version there. Answer when durable."""
+    """Agent -> SMP: write the newest committed version there. Answer when durable: CheckpointWritten
+    or CheckpointRefused."""
 
     directory: str
     keep: int
@@ -178,6 +179,12 @@ class CheckpointWritten(Message, frozen=True):
     path: str
     total_bytes: int
     seconds: float
+
+
+class CheckpointRefused(Message, frozen=True):
+    """SMP -> agent: it is not written, and why. Not `Refused`: other answers may come first."""
+
+    why: str
 
 
 class LoadCheckpoint(Message, frozen=True):
@@ -249,6 +256,7 @@ AnyMessage = (
     | KeepRunState
     | WriteCheckpoint
     | CheckpointWritten
+    | CheckpointRefused
     | LoadCheckpoint
     | CheckpointLoaded
     | VersionCommitted

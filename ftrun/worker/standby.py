@@ -146,9 +146,9 @@ def run_script(order: LaunchOrder, *, start: str) -> None:
 
 
 def _run_file(argv: list[str]) -> None:
-    path = argv[0]
+    path = os.path.abspath(argv[0])
     sys.argv = list(argv)
-    sys.path[0] = os.path.dirname(os.path.abspath(path))
+    sys.path[0] = os.path.dirname(path)
     main = types.ModuleType("__main__")
     main.__file__ = path
     main.__loader__ = SourceFileLoader("__main__", path)

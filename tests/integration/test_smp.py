@@ -759,14 +759,14 @@ def test_what_cannot_be_written_or_loaded_is_refused_in_words(world: World, tmp_
     world.start()
     agent, workers = world.train()
     directory = tmp_path / "checkpoints"
-    refused = world.ask(agent, m.WriteCheckpoint(str(directory), keep=1), m.Refused)
+    refused = world.ask(agent, m.WriteCheckpoint(str(directory), keep=1), m.CheckpointRefused)
     assert "nothing to write" in refused.why
     world.commit(workers, version(0, 1))
     (tmp_path / "file").touch()
     bad = m.WriteCheckpoint(str(tmp_path / "file" / "below"), keep=1)
-    assert "Not a directory" in world.ask(agent, bad, m.Refused).why
+    assert "Not a directory" in world.ask(agent, bad, m.CheckpointRefused).why
     full = m.WriteCheckpoint("/proc/sys/kernel", keep=1)
-    assert "not written" in world.ask(agent, full, m.Refused).why
+    assert "not written" in world.ask(agent, full, m.CheckpointRefused).why
     world.ask(agent, m.WriteCheckpoint(str(directory), keep=1), m.CheckpointWritten)
     refused = world.ask(agent, load(directory, world_size=4), m.Refused)
     assert "2 ranks" in refused.why

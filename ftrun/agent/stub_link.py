@@ -1,0 +1,54 @@
+"""The agent's side of the stub: what the next agent is to find, kept by the one who starts it.
+
+Runs in:  agent, main thread.
+Takes in: the arenas' descriptors and the run's state, each time they change.
+Gives:    the same to the next agent, where the SMP has died together with this one.
+Survives: agent and SMP at once; the stub is the third holder of the memory.
+
+The message is opaque to the stub, which has no msgspec: some JSON, and descriptors beside it.
+"""
+
+import json
+import os
+import socket
+from collections.abc import Sequence
+from contextlib import suppress
+
+STUB_SOCKET = "FTRUN_STUB_SOCKET"
+"""Number of the inherited socket on which the stub takes what it is to keep."""
+
+KEPT_FDS = "FTRUN_KEPT_FDS"
+"""Descriptors that the last agent gave the stub, comma-separated; inherited."""
+
+KEPT_STATE = "FTRUN_KEPT_STATE"
+"""The JSON that came with them."""
+
+
+class StubLink:
+    """One end of the socket between stub and agent; does nothing where there is no stub."""
+
+    def __init__(self) -> None:
+        number = os.environ.pop(STUB_SOCKET, "")
+        self._socket = socket.socket(fileno=int(number)) if number else None
+        if self._socket is not None:
+            self._socket.set_inheritable(False)
+        self._sent: tuple[tuple[int, ...], str] = ((), "")
+
+    def keep(self, fds: Sequence[int], state: dict[str, object]) -> None:
+        """Have the stub hold duplicates of exactly these descriptors, and this state."""
+        now = (tuple(fds), json.dumps(state))
+        if self._socket is None or now == self._sent:
+            return
+        self._sent = now
+        with suppress(OSError):  # a stub that is gone takes us along anyway
+            socket.send_fds(self._socket, [now[1].encode()], list(now[0]))
+
+
+def kept() -> tuple[list[int], dict[str, object]]:
+    """What the stub has kept from the last agent: descriptors, now ours, and state."""
+    numbers = os.environ.pop(KEPT_FDS, "")
+    state = os.environ.pop(KEPT_STATE, "")
+    fds = [int(number) for number in numbers.split(",") if number]
+    for fd in fds:
+        os.set_inheritable(fd, False)
+    return fds, json.loads(state) if state else {}

@@ -1,0 +1,268 @@
+"""A script with nothing of ftrun in it runs as under torchrun, and survives a kill of a rank."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.integration.conftest import Start, is_gone
+
+TRAIN = '''
+import os, sys
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+torch.manual_seed(0)
+model = DistributedDataParallel(torch.nn.Linear(16, 16))
+optimizer = torch.optim.AdamW(model.parameters())
+generation = os.environ["TORCHELASTIC_RESTART_COUNT"]
+print(f"begin rank={rank} generation={generation} pid={os.getpid()}", flush=True)
+for step in range(int(sys.argv[1])):
+    optimizer.zero_grad()
+    model(torch.randn(4, 16)).pow(2).mean().backward()
+    if os.path.exists("hold"):
+        while os.path.exists("hold"):
+            os.sched_yield()
+    optimizer.step()
+    if os.path.exists(f"die-{rank}-{generation}-{step}"):
+        os.kill(os.getpid(), 9)
+print(f"end rank={rank} generation={generation}", flush=True)
+dist.destroy_process_group()
+'''
+
+CONTRACT = (
+    "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE",
+    "ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT",
+    "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_USE_AGENT_STORE", "OMP_NUM_THREADS",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+)  # fmt: skip
+
+Script = Callable[..., str]
+
+
+def test_killed_rank_of_an_unmodified_script_is_respawned(start: Start, script: Script) -> None:
+    name = script(TRAIN)
+    run = start("--nproc-per-node", "2", name, "200")
+    (run.folder / "die-1-0-20").touch()
+    assert run.wait() == 0, run.text
+    assert "begin rank=1 generation=1" in run.text
+    assert "end rank=0 generation=1" in run.text
+    assert "end rank=1 generation=1" in run.text
+    (recovered,) = run.journal("StartGeneration")[1:]
+    assert "killed by SIGKILL" in str(recovered["why"])
+    assert "does not call ftrun.attach" in str(recovered["why"])
+
+
+def test_environment_is_torchruns(start: Start, script: Script, tmp_path: Path) -> None:
+    name = script(
+        "import json, os, sys\n"
+        "path = f\"{sys.argv[1]}-{os.environ['RANK']}.json\"\n"
+        "json.dump([dict(os.environ), sys.argv, sys.path[0], __file__, __name__],"
+        " open(path, 'w'))\n"
+    )
+    words = ["--nproc-per-node", "2", "--max-restarts", "3", name]
+    run = start(*words, "ours", "--flag")
+    assert run.wait() == 0, run.text
+    subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", *words, "theirs", "--flag"],
+        cwd=tmp_path,
+        env=run.variables,
+        check=True,
+        timeout=120,
+    )
+    for rank in (0, 1):
+        ours = json.loads((tmp_path / f"ours-{rank}.json").read_text())
+        theirs = json.loads((tmp_path / f"theirs-{rank}.json").read_text())
+        assert [ours[0].get(key) for key in CONTRACT] == [theirs[0].get(key) for key in CONTRACT]
+        assert ours[1] == [name, "ours", "--flag"]
+        assert ours[2:] == theirs[2:]
+        extra = {key for key in set(ours[0]) - set(theirs[0]) if not key.startswith("FTRUN_")}
+        assert extra <= {"PYTORCH_NVML_BASED_CUDA_CHECK"}
+        assert set(theirs[0]) - set(ours[0]) <= {"LC_CTYPE"}
+
+
+def test_exception_ends_with_its_code_and_the_users_line(start: Start, script: Script) -> None:
+    name = script("import torch\nraise SystemExit(7)\n")
+    run = start("--nproc-per-node", "2", name)
+    assert run.wait() == 7
+    assert "Nothing was retried" in run.text
+
+
+def test_final_block_shows_the_first_cause_in_under_25_lines(start: Start, script: Script) -> None:
+    name = script(
+        "import torch, torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "if dist.get_rank() == 1:\n"
+        "    raise ValueError('the culprit')\n"
+        "dist.barrier()\n"
+    )
+    run = start("--nproc-per-node", "2", name)
+    assert run.wait() == 1
+    block = run.text[run.text.index("ftrun: run") :]
+    assert "raised ValueError: the culprit" in block
+    assert "raise ValueError('the culprit')" in block
+    assert len(block.splitlines()) < 25
+
+
+def test_same_failure_again_and_again_ends_with_93(start: Start, script: Script) -> None:
+    name = script(
+        "import torch\n"
+        "weight = torch.zeros(1, requires_grad=True)\n"
+        "optimizer = torch.optim.SGD([weight])\n"
+        "for step in range(3):\n"
+        "    weight.sum().backward()\n"
+        "    optimizer.step()\n"
+        "raise RuntimeError('again')\n"
+    )
+    run = start(name)
+    assert run.wait() == 93
+    assert len(run.journal("StartGeneration")) == 3
+
+
+def test_max_restarts_zero_restarts_nothing(start: Start, script: Script) -> None:
+    name = script(TRAIN)
+    run = start("--nproc-per-node", "2", "--max-restarts", "0", name, "100")
+    (run.folder / "die-1-0-5").touch()
+    assert run.wait() == 137
+    assert len(run.journal("StartGeneration")) == 1
+
+
+def test_fresh_start_is_the_same_run(start: Start, script: Script) -> None:
+    name = script(TRAIN)
+    run = start("--start", "fresh", "--nproc-per-node", "2", name, "100")
+    (run.folder / "die-0-0-5").touch()
+    assert run.wait() == 0, run.text
+    assert run.journal("fresh_start")
+
+
+def test_module_and_command_start(start: Start, script: Script) -> None:
+    script("import sys, os\nprint('module', sys.argv[1:], os.environ['RANK'])\n", "mod.py")
+    run = start("--nproc-per-node", "2", "-m", "mod", "a", "-b")
+    assert run.wait() == 0, run.text
+    assert "module ['a', '-b'] 1" in run.text
+    other = start("--no-python", "sh", "-c", "echo rank $RANK of $WORLD_SIZE")
+    assert other.wait() == 0, other.text
+    assert "rank 0 of 1" in other.text
+
+
+def test_redirects_and_tee_go_where_torchrun_puts_them(start: Start, script: Script) -> None:
+    name = script("import os, sys\nprint('out', os.environ['RANK'])\nprint('err', file=sys.stderr)\n")
+    words = ("--nproc-per-node", "2", "--log-dir", "logs", "--redirects", "3", "--tee", "1")
+    run = start(*words, name)
+    assert run.wait() == 0, run.text
+    (attempt,) = (run.folder / "logs").glob("*/attempt_0")
+    assert (attempt / "0" / "stdout.log").read_text() == "out 0\n"
+    assert (attempt / "1" / "stderr.log").read_text() == "err\n"
+    assert "out 1" in run.text
+    assert "err" not in run.text
+
+
+def test_script_finds_a_whole_interpreter(start: Start, script: Script) -> None:
+    name = script('''
+import atexit, os, pickle, random, sys, threading
+import numpy, torch
+from torch.utils.data import DataLoader, Dataset
+
+
+class Numbers(Dataset):
+    def __len__(self): return 8
+    def __getitem__(self, index): return index
+
+
+class Thing:
+    value = 5
+
+
+if __name__ == "__main__":
+    assert sys.modules["__main__"].Thing is Thing
+    assert pickle.loads(pickle.dumps(Thing())).value == 5
+    assert sorted(int(n) for n in DataLoader(Numbers(), num_workers=2)) == list(range(8))
+    spawned = DataLoader(Numbers(), num_workers=1, multiprocessing_context="spawn")
+    assert sorted(int(n) for n in spawned) == list(range(8))
+    assert sys.stdin.read() == ""
+    print("numpy", numpy.random.randint(1 << 30), "torch", torch.initial_seed())
+    atexit.register(lambda: print("atexit", os.environ["RANK"], flush=True))
+    threading.Thread(target=lambda: print("thread done", flush=True)).start()
+''')
+    run = start("--nproc-per-node", "2", name)
+    assert run.wait() == 0, run.text
+    assert "atexit 0" in run.text
+    assert "atexit 1" in run.text
+    numbers = [line.split()[1] for line in run.text.splitlines() if line.startswith("numpy")]
+    assert len(set(numbers)) == 2, "numpy repeats its numbers in every rank"
+
+
+def test_variable_set_before_import_torch_is_reported(start: Start, script: Script) -> None:
+    name = script(
+        "import os\nos.environ['OMP_NUM_THREADS'] = '3'\nimport torch\n"
+        "weight = torch.zeros(1, requires_grad=True)\n"
+        "optimizer = torch.optim.SGD([weight])\nweight.sum().backward()\noptimizer.step()\n"
+    )
+    run = start(name)
+    assert run.wait() == 0
+    assert "OMP_NUM_THREADS set by the script has no effect" in run.text
+
+
+@pytest.mark.slow
+def test_torch_compile_works_in_a_warm_worker(
+    start: Start, script: Script, tmp_path: Path
+) -> None:
+    name = script(
+        "import torch\n"
+        "f = torch.compile(lambda x: (x * 2).sin().sum())\n"
+        "print('compiled', float(f(torch.ones(8))))\n"
+    )
+    run = start(name, env={"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")})
+    assert run.wait() == 0, run.text
+    assert "compiled" in run.text
+    assert any((tmp_path / "cache").iterdir())
+
+
+def test_sigterm_stops_cleanly(start: Start, script: Script) -> None:
+    run = start("--nproc-per-node", "2", script(TRAIN), "1000000")
+    run.wait_for_step(5)
+    pids = run.pids()
+    run.process.send_signal(signal.SIGTERM)
+    assert run.wait() == 143
+    assert all(is_gone(pid) for pid in pids)
+    assert "stopped by SIGTERM" in run.text
+
+
+def test_stopped_rank_is_acted_on(start: Start, script: Script) -> None:
+    run = start(
+        "--nproc-per-node", "2", "--set", "monitor.stopped_kill_s=0.5", script(TRAIN), "3000"
+    )
+    run.wait_for_step(5)
+    os.kill(run.pids()[0], signal.SIGSTOP)
+    run.wait_until("restarted", lambda: len(run.journal("StartGeneration")) == 2)
+    assert "was stopped (SIGSTOP)" in str(run.journal("StartGeneration")[1]["why"])
+
+
+def test_data_loader_workers_of_a_killed_rank_die_with_it(start: Start, script: Script) -> None:
+    name = script('''
+import os, time, torch
+from torch.utils.data import DataLoader
+if __name__ == "__main__":
+    loader = iter(DataLoader(list(range(1000000)), num_workers=2))
+    weight = torch.zeros(1, requires_grad=True)
+    optimizer = torch.optim.SGD([weight])
+    for step in range(10):
+        next(loader); weight.sum().backward(); optimizer.step()
+    kids = open(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read()
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        open("kids", "w").write(kids)
+        os.kill(os.getpid(), 9)
+''')
+    run = start(name)
+    assert run.wait() == 0, run.text
+    kids = [int(pid) for pid in (run.folder / "kids").read_text().split()]
+    assert len(kids) == 2
+    assert all(is_gone(pid) for pid in kids)
