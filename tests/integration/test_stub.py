@@ -50,19 +50,19 @@ class Run:
         (folder / "train.py").write_text(WAITING_SCRIPT)
         self.command = [sys.executable, "-m", "ftrun", "--run-id", "mine", *flags]
         self.words = ["train.py", str(folder), *words]
-        self.process: subprocess.Popen[str]
+        self.out, self.err = folder / "out", folder / "err"
         self.start()
 
-    def start(self, *before: str) -> subprocess.Popen[str]:
-        self.process = subprocess.Popen(
-            [*before, *self.command, *self.words],
-            cwd=self.folder,
-            env=self.variables,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        return self.process
+    def start(self, *before: str) -> None:
+        # Files, not pipes: an SMP that outlives its run would hold a pipe open.
+        with self.out.open("w") as out, self.err.open("w") as err:
+            self.process = subprocess.Popen(
+                [*before, *self.command, *self.words],
+                cwd=self.folder,
+                env=self.variables,
+                stdout=out,
+                stderr=err,
+            )
 
     def ask(self, *words: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "ftrun", *words]
@@ -82,16 +82,27 @@ class Run:
         found: dict[str, Any] = json.loads(asked.stdout)
         return found
 
+    def processes(self) -> dict[str, int]:
+        """The pids of ftrun's own processes, once all are there."""
+        found: dict[str, Any] = {}
+
+        def are_there() -> bool:
+            found.update(self.status()["processes"])
+            return all(found.values())
+
+        wait_for(are_there)
+        return found
+
     def wait_alive(self, generation: int, rank: int = 0) -> int:
         """Until a rank runs; gives its pid."""
         path = self.folder / f"alive-{rank}-{generation}"
         wait_for(lambda: path.exists() or self.process.poll() is not None)
-        assert path.exists(), self.process.communicate()
+        assert path.exists(), self.err.read_text()
         return int(path.read_text())
 
     def finish(self) -> tuple[int, str, str]:
-        out, err = self.process.communicate(timeout=DEADLINE_S)
-        return self.process.returncode, out, err
+        code = self.process.wait(timeout=DEADLINE_S)
+        return code, self.out.read_text(), self.err.read_text()
 
     def nothing_is_left(self) -> bool:
         return not (self.runtime / "ftrun" / "mine").exists()
@@ -99,8 +110,7 @@ class Run:
     def close(self) -> None:
         if self.process.poll() is None:
             self.process.kill()
-        if self.process.stdout and not self.process.stdout.closed:
-            self.process.communicate(timeout=DEADLINE_S)
+        self.process.wait(timeout=DEADLINE_S)
         if not self.nothing_is_left():
             self.ask("stop", "mine")
 
@@ -134,7 +144,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Run]]:
 def test_killed_agent_is_followed_by_another(start: Callable[..., Run]) -> None:
     run = start()
     rank = run.wait_alive(0)
-    agent = run.status()["processes"]["agent"]
+    agent = run.processes()["agent"]
     os.kill(agent, signal.SIGKILL)
     run.wait_alive(1)
     assert not is_alive(rank)
@@ -194,7 +204,7 @@ def test_orphan_of_a_rank_ends_with_the_run(start: Callable[..., Run]) -> None:
 def test_killed_stub_leaves_only_memory_which_stop_frees(start: Callable[..., Run]) -> None:
     run = start()
     rank = run.wait_alive(0)
-    processes = run.status()["processes"]
+    processes = run.processes()
     run.process.kill()
     run.finish()
     wait_for(lambda: not is_alive(processes["agent"]) and not is_alive(rank))
@@ -208,7 +218,7 @@ def test_killed_stub_leaves_only_memory_which_stop_frees(start: Callable[..., Ru
 def test_killed_stub_is_followed_by_the_same_command(start: Callable[..., Run]) -> None:
     run = start()
     run.wait_alive(0)
-    smp = run.status()["processes"]["smp"]
+    smp = run.processes()["smp"]
     run.process.kill()
     run.finish()
     other = run.folder / "other.py"
