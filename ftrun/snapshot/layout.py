@@ -161,7 +161,8 @@ def make_layout(
     placed: list[Entry] = []
     offset = 0
     for entry in ordered:
-        if not entry.is_small and offset % ALIGN_BYTES:
+        starts_pack = bool(placed) and entry.when is not placed[-1].when
+        if (starts_pack or not entry.is_small) and offset % ALIGN_BYTES:
             # Safetensors wants no holes between entries, so the padding is an entry too.
             pad = -offset % ALIGN_BYTES
             placed.append(Entry(f"ftrun.pad.{offset}", "U8", (pad,), placed[-1].when, offset))

@@ -60,7 +60,7 @@ def decode(data: bytes | memoryview, *, deref: Deref | None = None) -> Any:  # t
     """
     try:
         return _unpack(msgspec.msgpack.decode(data), deref)
-    except (msgspec.DecodeError, KeyError, IndexError, TypeError) as error:
+    except (msgspec.DecodeError, KeyError, ValueError, TypeError) as error:
         raise LayoutUnknown(f"the plain values of a shard are not readable: {error!r}") from error
 
 

@@ -43,6 +43,8 @@ class Accumulation:
         return any(found)
 
     def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
+        if torch.compiler.is_compiling():
+            return  # see `_is_pending`
         if id(optimizer) in self._optimizers:
             self._stepped.add(id(optimizer))
             self._at_step[id(optimizer)] = _signature(optimizer)

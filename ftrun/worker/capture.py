@@ -22,6 +22,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import xxhash
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -151,7 +152,10 @@ class Capture:
         self._is_off = True
 
     def _before_optimizer_step(self, *_: Any) -> None:
-        # A process forked by the script has this hook but no copy thread.
+        # A compiled step must not trace what follows, and is found out at the next boundary; a
+        # process forked by the script has this hook but no copy thread.
+        if torch.compiler.is_compiling():
+            return
         if self._is_off or os.getpid() != self._pid:
             return
         self._hook_fired = True

@@ -71,8 +71,9 @@ class Protection:
         self._saved = SavedState(self._arena, context.restore, context)
         self._orders = self._saved.part("orders")
         self._is_restored = True
+        own = {name: self._saved.part(name) for name in ("session", "loaders")}
         self._load()
-        return {"session": self._saved.part("session"), "loaders": self._saved.part("loaders")}
+        return own
 
     def begin(self, extra: Callable[[], dict[str, Any]]) -> None:
         """Reserve the memory and get ready to take snapshots.

@@ -17,6 +17,8 @@ from ftrun.wire import messages as m
 from ftrun.wire.channel import Channel, connect
 from ftrun.wire.pages import Beat, Page, create_command_page, create_page
 
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+
 SCRIPTS = Path(__file__).parent / "scripts"
 RUN = "session-test"
 
@@ -85,9 +87,18 @@ class Node:
             )
             for rank in ranks
         ]
+        try:
+            return self._wait(workers)
+        finally:
+            for worker in workers:
+                worker.kill()
+                worker.wait()
+
+    def _wait(self, workers: list[subprocess.Popen[bytes]]) -> list[int]:
+        """As an agent would: the first failure ends all."""
         codes = []
         for worker in workers:
-            if any(code != 0 for code in codes):
+            if any(codes):
                 worker.kill()
             codes.append(worker.wait(120))
         return codes

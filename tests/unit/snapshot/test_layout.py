@@ -1,0 +1,137 @@
+"""A layout has no holes and no overlaps, and reads back from its own bytes."""
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ftrun.errors import LayoutUnknown
+from ftrun.snapshot.layout import (
+    ALIGN_BYTES,
+    ITEM_BYTES,
+    PAGE_BYTES,
+    PIECE_BYTES,
+    PLAIN_NAME,
+    SMALL_BYTES,
+    Entry,
+    Layout,
+    Piece,
+    When,
+    cut,
+    make_layout,
+    parse_header,
+)
+
+shapes = st.lists(st.integers(0, 300), max_size=2).map(tuple) | st.sampled_from(
+    [(SMALL_BYTES,), (SMALL_BYTES + 3, 3), (SMALL_BYTES // 8 + 1, 8)]
+)
+entries = st.lists(
+    st.tuples(st.sampled_from(sorted(ITEM_BYTES)), shapes, st.sampled_from(When)), max_size=12
+).map(lambda found: [Entry(f"t{at}", *one) for at, one in enumerate(found)])
+
+
+@settings(deadline=None, max_examples=60)
+@given(entries, st.integers(0, 100_000))
+def test_entries_lie_end_to_end_and_large_ones_are_aligned(
+    given_entries: list[Entry], plain_bytes: int
+) -> None:
+    layout = make_layout(given_entries, plain_bytes=plain_bytes)
+    at = 0
+    for entry in layout.entries:
+        assert entry.offset == at
+        at += entry.num_bytes
+        if not entry.is_small and entry.name != PLAIN_NAME:
+            assert entry.offset % ALIGN_BYTES == 0
+    assert at == layout.data_bytes
+    assert layout.entries[-1].name == PLAIN_NAME
+    assert layout.plain_capacity >= 2 * plain_bytes
+    names = {entry.name for entry in given_entries}
+    assert names <= {entry.name for entry in layout.entries}
+
+
+@settings(deadline=None, max_examples=60)
+@given(entries)
+def test_every_item_lies_at_a_multiple_of_its_size(given_entries: list[Entry]) -> None:
+    for entry in make_layout(given_entries, plain_bytes=10).entries:
+        assert entry.offset % ITEM_BYTES[entry.dtype] == 0 or entry.num_bytes == 0
+
+
+@settings(deadline=None, max_examples=60)
+@given(entries)
+def test_pieces_cover_the_data_without_a_gap(given_entries: list[Entry]) -> None:
+    layout = make_layout(given_entries, plain_bytes=10)
+    at = 0
+    for piece in layout.pieces:
+        assert piece.offset == at
+        at += piece.num_bytes
+    assert at == layout.data_bytes
+
+
+@settings(deadline=None, max_examples=60)
+@given(entries)
+def test_a_layout_reads_back_from_its_own_bytes(given_entries: list[Entry]) -> None:
+    layout = make_layout(given_entries, plain_bytes=10, metadata={"step": "4"})
+    assert len(layout.header) % PAGE_BYTES == 0
+    image = memoryview(layout.header + bytes(layout.data_bytes))
+    assert len(image) == layout.image_bytes
+    found, start = parse_header(image)
+    assert (found, start) == (layout, len(layout.header))
+    assert found.pieces == layout.pieces
+
+
+def test_small_neighbours_of_one_time_form_one_piece() -> None:
+    small = [Entry(f"s{at}", "F32", (10,), When.LAZY) for at in range(5)]
+    layout = make_layout([*small, Entry("b", "F32", (10,), When.BOUNDARY)], plain_bytes=1)
+    plain = layout.entries[-1]
+    assert layout.pieces[:2] == (Piece(0, ALIGN_BYTES), Piece(ALIGN_BYTES, 200))
+    assert layout.pieces[2].offset == plain.offset
+
+
+def test_large_entries_are_cut() -> None:
+    assert cut(64, 2 * PIECE_BYTES + 1) == [
+        Piece(64, PIECE_BYTES),
+        Piece(64 + PIECE_BYTES, PIECE_BYTES),
+        Piece(64 + 2 * PIECE_BYTES, 1),
+    ]
+
+
+def test_an_entry_is_written_as_dtype_and_shape() -> None:
+    assert str(Entry("w", "BF16", (3, 4), When.LAZY)) == "BF16[3, 4]"
+
+
+def header_of(described: object) -> bytes:
+    text = json.dumps(described).encode()
+    return len(text).to_bytes(8, "little") + text
+
+
+def whole(**changes: object) -> dict[str, object]:
+    plain = {"dtype": "U8", "shape": [16], "data_offsets": [0, 16]}
+    return {"__metadata__": {"ftrun.when": "b"}, PLAIN_NAME: plain, **changes}
+
+
+@pytest.mark.parametrize(
+    "image",
+    [
+        b"1234567",
+        (1).to_bytes(8, "little") + b"{",
+        (100).to_bytes(8, "little") + b"{}",
+        (5).to_bytes(8, "little") + b"nojsn",
+        header_of([1]),
+        header_of({"__metadata__": {}}),
+        header_of(whole(__metadata__={"ftrun.when": "bb"})),
+        header_of(whole(__metadata__={"ftrun.when": ""})),
+        header_of(whole()),
+        header_of({"__metadata__": {"ftrun.when": ""}}),
+        header_of({"__metadata__": {"ftrun.when": "b"}, "w": whole()[PLAIN_NAME]}) + bytes(16),
+    ],
+)
+def test_other_bytes_are_refused(image: bytes) -> None:
+    with pytest.raises(LayoutUnknown):
+        parse_header(memoryview(image))
+
+
+def test_the_shortest_good_header_is_read() -> None:
+    layout, start = parse_header(memoryview(header_of(whole()) + bytes(16)))
+    assert layout == Layout((Entry(PLAIN_NAME, "U8", (16,), When.BOUNDARY, 0),), 16, {})
+    assert start == len(header_of(whole()))

@@ -1,0 +1,161 @@
+"""What is packed comes back the same; what cannot be packed is named by its whole path."""
+
+import enum
+import math
+from collections import OrderedDict, defaultdict, namedtuple
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ftrun.errors import LayoutUnknown, ValueNotStorable
+from ftrun.snapshot.plain import TensorRef, decode, encode
+
+scalars = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False)
+    | st.text()
+    | st.binary()
+    | st.complex_numbers(allow_nan=False)
+)
+keys = scalars | st.tuples(st.integers(), st.text())
+trees = st.recursive(
+    scalars,
+    lambda inner: (
+        st.lists(inner)
+        | st.lists(inner).map(tuple)
+        | st.dictionaries(keys, inner)
+        | st.sets(scalars)
+        | st.frozensets(scalars)
+    ),
+    max_leaves=15,
+)
+
+
+def same(one: object, other: object) -> bool:
+    """Equal, and of equal types all the way down."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(same, one, other))  # type: ignore[arg-type]
+    if isinstance(one, dict):
+        return list(map(repr, one)) == list(map(repr, other)) and all(  # type: ignore[call-overload]
+            map(same, one.values(), other.values())  # type: ignore[attr-defined]
+        )
+    return one == other
+
+
+@settings(deadline=None, max_examples=60)
+@given(trees)
+def test_any_plain_tree_comes_back_the_same(tree: object) -> None:
+    assert same(decode(encode(tree)), tree)
+
+
+def test_floats_that_are_no_numbers_come_back() -> None:
+    nan, inf, minus = decode(encode([math.nan, math.inf, -math.inf]))
+    assert math.isnan(nan)
+    assert (inf, minus) == (math.inf, -math.inf)
+
+
+@pytest.mark.parametrize("value", [2**63, 2**64 - 1, 2**64, -(2**63), -(2**63) - 1, 10**40])
+def test_integers_of_any_size_come_back(value: int) -> None:
+    assert decode(encode(value)) == value
+    assert decode(encode([1, value])) == [1, value]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [np.float32(0.1), np.float64(0.1), np.int16(-3), np.uint8(4), np.bool_(True), np.str_("ab"),
+     np.complex64(1 + 2j), np.bytes_(b"ab")],
+)  # fmt: skip
+def test_numpy_scalars_keep_their_type(value: Any) -> None:
+    found = decode(encode({"best": value}))["best"]
+    assert type(found) is type(value)
+    assert found == value
+
+
+def test_other_dicts_and_subclasses_come_back_as_their_base() -> None:
+    class Level(enum.IntEnum):
+        HIGH = 3
+
+    class Name(str):
+        __slots__ = ()
+
+    class Share(float):
+        __slots__ = ()
+
+    tree = {
+        "ordered": OrderedDict(b=1, a=2),
+        "default": defaultdict(list, x=[1]),
+        "level": Level.HIGH,
+        "name": Name("n"),
+        "share": Share(0.5),
+        "array": bytearray(b"xy"),
+    }
+    expected = {
+        "ordered": {"b": 1, "a": 2},
+        "default": {"x": [1]},
+        "level": 3,
+        "name": "n",
+        "share": 0.5,
+        "array": b"xy",
+    }
+    assert same(decode(encode(tree)), expected)
+
+
+def test_tensors_are_left_to_the_caller() -> None:
+    class Tensor:
+        pass
+
+    def refer(value: object, path: str) -> TensorRef | None:
+        return TensorRef(path) if isinstance(value, Tensor) else None
+
+    packed = encode({"ema": [Tensor(), 1]}, refer=refer)
+    assert decode(packed) == {"ema": [TensorRef("ema[0]"), 1]}
+    assert decode(packed, deref=lambda ref: f"<{ref.name}>") == {"ema": ["<ema[0]>", 1]}
+    assert decode(encode(TensorRef("a", "array"))) == TensorRef("a", "array")
+
+
+Pair = namedtuple("Pair", "a b")
+
+
+@pytest.mark.parametrize(
+    ("tree", "key", "kind"),
+    [
+        ({"scheduler": {"lr_lambdas": [len]}}, "scheduler.lr_lambdas[0]", "function"),
+        ({"a": {3: {(1, 2): object()}}}, "a[3][(1, 2)]", "object"),
+        ({"a": {object}}, "a{}", "type"),
+        ({"a": Pair(1, 2)}, "a", "Pair"),
+        ({"a": np.zeros(2)}, "a", "ndarray"),
+        (object(), "the value", "object"),
+    ],
+)
+def test_a_value_that_cannot_be_stored_is_named_by_its_path(
+    tree: object, key: str, kind: str
+) -> None:
+    with pytest.raises(ValueNotStorable) as caught:
+        encode(tree, refer=lambda *_: None)
+    assert caught.value.key == key
+    assert kind in caught.value.kind
+
+
+def test_a_key_that_cannot_be_stored_is_named_too() -> None:
+    with pytest.raises(ValueNotStorable) as caught:
+        encode({"a": {object: 1}})
+    assert "a key" in caught.value.key
+
+
+def test_the_root_stands_before_every_path() -> None:
+    with pytest.raises(ValueNotStorable) as caught:
+        encode({"x": object()}, root="scaler")
+    assert caught.value.key == "scaler.x"
+
+
+@pytest.mark.parametrize("data", [b"\xc1", b"", encode("x")[:-1], b"\x91\xa1z", b"\x90"])
+def test_other_bytes_are_refused(data: bytes) -> None:
+    with pytest.raises(LayoutUnknown):
+        decode(data)
