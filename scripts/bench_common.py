@@ -1,0 +1,342 @@
+"""What the benchmarks share: launchers as child processes, step files, tables, conditions.
+
+A benchmark starts launchers, breaks what they run, and reads from files what the workers have
+seen. It ends only what it has started itself, and leaves nothing behind: neither processes nor
+files, after success, failure and ^C alike.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import platform
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import psutil
+
+ROOT = Path(__file__).resolve().parents[1]
+TMPFS = Path("/dev/shm")
+"""Where the peers' files cost the least."""
+
+POLL_S = 0.01
+_STOP_S = 20.0
+
+
+class BenchError(Exception):
+    """A benchmark cannot go on; the message says why."""
+
+
+class Deadline:
+    """The time that a benchmark may take in all."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._end_s = time.monotonic() + timeout_s
+
+    def check(self, waiting_for: str) -> None:
+        """Raises: BenchError: the time is over."""
+        if time.monotonic() > self._end_s:
+            raise BenchError(
+                f"--timeout of {self._timeout_s:.0f} s is over, waiting for {waiting_for}"
+            )
+
+
+# --- launchers ------------------------------------------------------------------------------
+
+
+@dataclass
+class Launcher:
+    """A launcher that runs, and where its output goes."""
+
+    name: str
+    process: subprocess.Popen[bytes]
+    output: Path
+    family: dict[int, psutil.Process] = field(default_factory=dict)
+
+    def check(self) -> None:
+        """Raises: BenchError: it has ended."""
+        self.note_family()
+        code = self.process.poll()
+        if code is not None:
+            raise BenchError(f"{self.name} ended with {code}:\n{self.last_output()}")
+
+    def note_family(self) -> None:
+        """Remember its processes, so that none is left when it is gone."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for child in psutil.Process(self.process.pid).children(recursive=True):
+                self.family[child.pid] = child
+
+    def last_output(self) -> str:
+        lines = self.output.read_text(errors="replace").splitlines()
+        return "\n".join(f"    {line}" for line in lines[-25:])
+
+    def stop(self) -> None:
+        """Ask it to end, then end what is left of it."""
+        self.note_family()
+        if self.process.poll() is None:
+            self.process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(_STOP_S)
+        self.note_family()
+        for one in [*self.family.values()]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if one.is_running():  # the same process, not another with its number
+                    one.kill()
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+
+
+@contextlib.contextmanager
+def launched(
+    name: str, command: Sequence[object], folder: Path, **variables: str
+) -> Iterator[Launcher]:
+    """A launcher that lives as long as the block.
+
+    Args:
+        name: for messages.
+        command: its words.
+        folder: its working folder; the output lies there too.
+        variables: added to the environment.
+    """
+    output = folder / f"{name}.output"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
+    environment["PYTHONPATH"] = os.pathsep.join(
+        filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")])
+    )
+    with output.open("wb") as file:
+        process = subprocess.Popen(
+            [str(word) for word in command],
+            cwd=folder,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # ^C is for the benchmark, which then ends this in order
+        )
+    launcher = Launcher(name, process, output)
+    try:
+        yield launcher
+    finally:
+        launcher.stop()
+
+
+def ftrun_command(*flags: object) -> list[object]:
+    """`ftrun`, with restarts enough for a benchmark."""
+    return [sys.executable, "-m", "ftrun", "--quiet", "--set", "restart.budget=100000", *flags]
+
+
+def torchrun_command(*flags: object) -> list[object]:
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", *flags]
+
+
+def ftrun_status(run_id: str) -> dict[str, Any]:
+    """What `ftrun status --json` says; empty where the run does not answer (yet)."""
+    command = [sys.executable, "-m", "ftrun", "status", run_id, "--json"]
+    variables = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
+    with contextlib.suppress(ValueError):
+        found: dict[str, Any] = json.loads(done.stdout)
+        return found
+    return {}
+
+
+def read_journal(folder: Path, run_id: str) -> list[dict[str, Any]]:
+    """The events of a run that was started in `folder`."""
+    path = folder / "ftrun-logs" / run_id / "journal.jsonl"
+    return read_lines(path) if path.exists() else []
+
+
+@contextlib.contextmanager
+def scratch() -> Iterator[Path]:
+    """An empty folder on tmpfs where there is one, removed at the end.
+
+    SIGTERM and SIGHUP end the benchmark as ^C does, so that the removal happens.
+    """
+
+    def leave(number: int, _frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, leave)
+    base = TMPFS if TMPFS.is_dir() and os.access(TMPFS, os.W_OK) else None
+    folder = Path(tempfile.mkdtemp(prefix="ftrun-bench-", dir=base))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+# --- files of the workers ---------------------------------------------------------------------
+
+
+class Notes:
+    """A worker's own file: one JSON line for each thing it has seen, whole or not at all."""
+
+    def __init__(self, path: Path) -> None:
+        # One write of O_APPEND per line: a kill leaves no half of one behind.
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+
+    def write(self, kind: str, **fields: object) -> None:
+        line = {"ns": time.monotonic_ns(), "kind": kind, **fields}
+        os.write(self._fd, json.dumps(line).encode() + b"\n")
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@dataclass
+class NotesReader:
+    """Follows one worker's file."""
+
+    path: Path
+    lines: list[dict[str, Any]] = field(default_factory=list)
+    _read_bytes: int = 0
+
+    def read(self) -> list[dict[str, Any]]:
+        """All lines so far."""
+        if self.path.exists():
+            with self.path.open("rb") as file:
+                file.seek(self._read_bytes)
+                data = file.read()
+            whole = data[: data.rfind(b"\n") + 1]
+            self._read_bytes += len(whole)
+            self.lines += [json.loads(line) for line in whole.splitlines()]
+        return self.lines
+
+    def of(self, kind: str, generation: int | None = None) -> list[dict[str, Any]]:
+        """Lines of a kind, of one generation or of all."""
+        return [
+            line
+            for line in self.read()
+            if line["kind"] == kind and generation in (None, line["generation"])
+        ]
+
+
+def wait_for(
+    what: str, is_so: Callable[[], bool], launchers: Sequence[Launcher], deadline: Deadline
+) -> None:
+    """Look again and again.
+
+    Raises:
+        BenchError: a launcher has ended, or the time is over.
+    """
+    while not is_so():
+        for launcher in launchers:
+            launcher.check()
+        deadline.check(what)
+        time.sleep(POLL_S)
+
+
+def pause(seconds: float, launchers: Sequence[Launcher], deadline: Deadline) -> None:
+    """Let the time pass; it is part of what is measured here.
+
+    Raises:
+        BenchError: a launcher has ended, or the time is over.
+    """
+    end_s = time.monotonic() + seconds
+    wait_for("a pause", lambda: time.monotonic() >= end_s, launchers, deadline)
+
+
+# --- results ---------------------------------------------------------------------------------
+
+
+def conditions() -> dict[str, Any]:
+    """Where and when this was measured."""
+    import torch
+
+    return {
+        "cpu": _cpu_name(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+        "gpu": torch.cuda.get_device_name(0) if torch.cuda.is_available() else None,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "kernel": platform.release(),
+        "date": time.strftime("%Y-%m-%d"),
+        "load_before": round(os.getloadavg()[0], 2),
+    }
+
+
+def _cpu_name() -> str:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Median and range."""
+    return {
+        "median": statistics.median(values),
+        "min": min(values),
+        "max": max(values),
+        "count": len(values),
+    }
+
+
+def show_table(title: str, head: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    """Columns as wide as they need; the first to the left, the rest to the right."""
+    texts = [[str(cell) for cell in row] for row in (head, *rows)]
+    widths = [max(len(row[i]) for row in texts) for i in range(len(head))]
+    print(f"\n{title}\n")
+    for number, row in enumerate(texts):
+        cells = [
+            cell.ljust(width) if i == 0 else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        print("  " + "  ".join(cells).rstrip())
+        if number == 0:
+            print("  " + "  ".join("-" * width for width in widths))
+
+
+def show_conditions(found: dict[str, Any]) -> None:
+    gpu = found["gpu"] or "no GPU"
+    print(
+        f"\n  {found['cores']} cores of {found['cpu']}, {found['memory_gib']} GiB, {gpu}; "
+        f"torch {found['torch']}, Python {found['python']}; {found['date']}, "
+        f"load before the run {found['load_before']}"
+    )
+
+
+def parser_of(doc: str | None, *, timeout_s: float) -> argparse.ArgumentParser:
+    """A parser with the flags that every benchmark has."""
+    parser = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
+    parser.add_argument(
+        "--timeout", type=float, default=timeout_s, help="seconds in all (default %(default).0f)"
+    )
+    return parser
+
+
+def write_json(path: Path | None, figures: dict[str, Any]) -> None:
+    if path is not None:
+        path.write_text(json.dumps(figures, indent=1) + "\n")
+        print(f"\n  {path} has these figures")
+
+
+def run_bench(main: Callable[[], int]) -> None:
+    """Run a benchmark's main function and end the process with its code."""
+    try:
+        code = main()
+    except BenchError as error:
+        print(f"Error: {error}", file=sys.stderr)
+        code = 1
+    except KeyboardInterrupt:
+        code = 130
+    sys.exit(code)

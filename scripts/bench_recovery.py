@@ -1,0 +1,240 @@
+#!/usr/bin/env python3
+"""How long a killed rank stops the training: ftrun beside torchrun.
+
+    python scripts/bench_recovery.py --json recovery.json
+
+Two launchers run the same two-rank DDP training; they take turns, and the one whose turn it is
+not stands still. In each turn one rank gets a SIGKILL. The time runs from just before the kill
+until every rank has completed a step of the next life, with its state (parameters and AdamW's
+moments) restored. torchrun has its best case: watching every 0.02 s, a store of its own for each
+restart, and the state read with torch.load from tmpfs.
+"""
+
+import argparse
+import contextlib
+import os
+import signal
+import statistics
+import sys
+import time
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from bench_common import (
+    Deadline,
+    Launcher,
+    NotesReader,
+    conditions,
+    ftrun_command,
+    launched,
+    parser_of,
+    pause,
+    read_journal,
+    run_bench,
+    scratch,
+    show_conditions,
+    show_table,
+    spread,
+    torchrun_command,
+    wait_for,
+    write_json,
+)
+
+RANKS = 2
+STEPS_BEFORE = 10
+REFILL_S = 2.0
+RUN_ID = f"bench-recovery-{os.getpid()}"
+PHASES = ("detect", "decide", "stop", "fork", "rendezvous", "build", "restore", "first_step")
+WORKER = Path(__file__).with_name("bench_recovery_worker.py")
+
+
+@dataclass
+class Contender:
+    """One launcher, its ranks' files, and what was measured of it."""
+
+    launcher: Launcher
+    folder: Path
+    readers: list[NotesReader]
+    times_s: list[float] = field(default_factory=list)
+    killed: list[tuple[int, int]] = field(default_factory=list)
+    """Of each kill: the generation that was hit, and the time in nanoseconds."""
+
+    @property
+    def hold(self) -> Path:
+        return self.folder / "hold"
+
+    def generation(self) -> int:
+        return min(
+            max((line["generation"] for line in reader.of("begun")), default=-1)
+            for reader in self.readers
+        )
+
+    def first_step_ns(self, generation: int) -> int | None:
+        """When the last rank completed its first step of that generation, if all have."""
+        firsts = [reader.of("step", generation) for reader in self.readers]
+        return max(lines[0]["ns"] for lines in firsts) if all(firsts) else None
+
+    def has_stepped(self, count: int) -> bool:
+        """Whether every rank has done so many steps of the newest generation."""
+        now = self.generation()
+        return all(len(reader.of("step", now)) >= count for reader in self.readers)
+
+    def kill(self, rank: int) -> None:
+        generation = self.generation()
+        pid = self.readers[rank].of("begun", generation)[-1]["pid"]
+        self.killed.append((generation, time.monotonic_ns()))
+        os.kill(pid, signal.SIGKILL)
+
+    def new_steps(self) -> int | None:
+        """The end of the first step after the last kill, on all ranks."""
+        now = self.generation()
+        return self.first_step_ns(now) if now > self.killed[-1][0] else None
+
+
+def main() -> int:
+    args = parse_arguments()
+    found = conditions()
+    deadline = Deadline(args.timeout)
+    with scratch() as folder, contextlib.ExitStack() as stack:
+        contenders = {
+            name: start(name, folder / name, args, stack) for name in ("ftrun", "torchrun")
+        }
+        measure(contenders, args, deadline)
+        phases = phases_of(contenders["ftrun"], deadline)
+    report(contenders, phases, found, args)
+    return 0
+
+
+def start(
+    name: str, folder: Path, args: argparse.Namespace, stack: contextlib.ExitStack
+) -> Contender:
+    folder.mkdir()
+    script = [WORKER, "--folder", folder, "--state-mb", args.state_mb]
+    flags = ["--nproc-per-node", RANKS]
+    if name == "ftrun":
+        flags += ["--run-id", RUN_ID, "--snapshot-every", 1]
+        command = ftrun_command(*flags, *script)
+    else:
+        flags += ["--monitor-interval", 0.02, "--max-restarts", 1_000_000]
+        command = torchrun_command(*flags, *script)
+    launcher = stack.enter_context(
+        launched(name, command, folder, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
+    )
+    readers = [NotesReader(folder / f"rank{rank}.jsonl") for rank in range(RANKS)]
+    return Contender(launcher, folder, readers)
+
+
+def measure(contenders: dict[str, Contender], args: argparse.Namespace, deadline: Deadline) -> None:
+    launchers = [one.launcher for one in contenders.values()]
+    for name, one in contenders.items():
+        wait_for(f"{name}'s first steps", partial(one.has_stepped, 1), launchers, deadline)
+        one.hold.touch()
+    for number in range(args.kills):
+        for name, one in contenders.items():
+            one.hold.unlink()
+            one_kill(name, one, number % RANKS, launchers, deadline)
+            one.hold.touch()
+
+
+def one_kill(
+    name: str, one: Contender, rank: int, launchers: list[Launcher], deadline: Deadline
+) -> None:
+    pause(REFILL_S, launchers, deadline)
+    wait_for(
+        f"{name}'s steps before a kill", lambda: one.has_stepped(STEPS_BEFORE), launchers, deadline
+    )
+    one.kill(rank)
+    wait_for(
+        f"{name}'s first step after a kill",
+        lambda: one.new_steps() is not None,
+        launchers,
+        deadline,
+    )
+    end_ns = one.new_steps()
+    assert end_ns is not None
+    one.times_s.append((end_ns - one.killed[-1][1]) / 1e9)
+    print(f"kill {len(one.killed)}, {name:8} rank {rank}: {one.times_s[-1]:7.3f} s", flush=True)
+
+
+def phases_of(ftrun: Contender, deadline: Deadline) -> dict[str, list[float]]:
+    """What ftrun has measured itself, by phase; `detect` begins at the kill."""
+    lines: list[dict[str, Any]] = []
+
+    def all_there() -> bool:
+        lines[:] = [e for e in read_journal(ftrun.folder, RUN_ID) if e["kind"] == "Recovered"]
+        return len(lines) >= len(ftrun.killed)
+
+    wait_for("the journal", all_there, [ftrun.launcher], deadline)
+    by_generation = {line["generation"]: line for line in lines}
+    found: dict[str, list[float]] = {phase: [] for phase in PHASES}
+    for generation, kill_ns in ftrun.killed:
+        line = by_generation[generation + 1]
+        measured = {"detect": line["noticed_s"] - kill_ns / 1e9, **line["phases_s"]}
+        for phase in PHASES:
+            found[phase].append(measured[phase])
+    return found
+
+
+def report(
+    contenders: dict[str, Contender],
+    phases: dict[str, list[float]],
+    found: dict[str, Any],
+    args: argparse.Namespace,
+) -> None:
+    times = {name: spread(one.times_s) for name, one in contenders.items()}
+    ratio = times["torchrun"]["median"] / times["ftrun"]["median"]
+    rows = [
+        [name, *(f"{time_s[key]:.3f}" for key in ("median", "min", "max"))]
+        for name, time_s in times.items()
+    ]
+    show_table(
+        f"SIGKILL of one of {RANKS} ranks to the next step on all, {args.state_mb:g} MB of state, "
+        f"{args.kills} kills each, in seconds",
+        ["launcher", "median", "min", "max"],
+        rows,
+    )
+    print(f"\n  torchrun / ftrun: {ratio:.1f}")
+    show_table(
+        "ftrun's own phases, in milliseconds",
+        ["phase", "median", "min", "max"],
+        [
+            [phase, *(f"{1e3 * spread(values)[key]:.1f}" for key in ("median", "min", "max"))]
+            for phase, values in phases.items()
+        ],
+    )
+    show_conditions(found)
+    write_json(
+        args.json,
+        {
+            "ftrun_s": times["ftrun"]["median"],
+            "torchrun_s": times["torchrun"]["median"],
+            "ratio": ratio,
+            "phases_s": {phase: statistics.median(values) for phase, values in phases.items()},
+            "ftrun": {**times["ftrun"], "all_s": contenders["ftrun"].times_s},
+            "torchrun": {**times["torchrun"], "all_s": contenders["torchrun"].times_s},
+            "phases": {phase: spread(values) for phase, values in phases.items()},
+            "state_mb": args.state_mb,
+            "ranks": RANKS,
+            "conditions": found,
+        },
+    )
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = parser_of(__doc__, timeout_s=600)
+    parser.add_argument(
+        "--state-mb", type=float, default=64, help="of parameters and moments (default %(default)s)"
+    )
+    parser.add_argument("--kills", type=int, default=7, help="of each (default %(default)s)")
+    args = parser.parse_args()
+    if args.kills < 1 or args.state_mb <= 0:
+        parser.error("--kills and --state-mb are positive")
+    if sys.platform != "linux":
+        parser.error("ftrun launches on Linux only")
+    return args
+
+
+if __name__ == "__main__":
+    run_bench(main)

@@ -1,0 +1,95 @@
+"""What bench_recovery.py has running: a DDP model under ftrun or torchrun.
+
+Under ftrun it attaches its state. Under torchrun it does what is best there: each rank reads its
+own file from tmpfs with torch.load, and writes it once a life, at a moment that costs nothing in
+the measurement. Everything else is the same.
+"""
+
+import argparse
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from bench_common import POLL_S, Notes
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+LAYERS = 8
+SAVE_AT = 5
+FOREVER = 1 << 40
+
+
+class Layers(nn.Module):
+    """Square layers whose parameters cost next to nothing to make and to use."""
+
+    def __init__(self, state_bytes: int) -> None:
+        super().__init__()
+        # Parameters and AdamW's two moments make up the state; 4 bytes each.
+        self.width = int((state_bytes / 3 / 4 / LAYERS) ** 0.5)
+        shape = (self.width, self.width)
+        self.layers = nn.ParameterList(
+            nn.Parameter(torch.full(shape, 1.0 / self.width)) for _ in range(LAYERS)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x @ layer
+        return x.mean()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--state-mb", type=float, required=True)
+    args = parser.parse_args()
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    generation = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    notes = Notes(args.folder / f"rank{rank}.jsonl")
+    notes.write("begun", generation=generation, pid=os.getpid())
+
+    layers = Layers(int(args.state_mb * 1e6))
+    data = torch.ones(1, layers.width)
+    model = DistributedDataParallel(layers)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
+    hold = args.folder / "hold"
+    for step in steps(model, optimizer, args.folder / f"rank{rank}.pt"):
+        loss = model(data)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        notes.write("step", step=step, generation=generation)
+        while hold.exists():  # it is the other launcher's turn
+            time.sleep(POLL_S)
+
+
+def steps(model: nn.Module, optimizer: torch.optim.Optimizer, file: Path) -> Iterator[int]:
+    if "FTRUN_RUN_ID" in os.environ:
+        import ftrun
+
+        session = ftrun.attach(model=model, optimizer=optimizer)
+        yield from session.steps(FOREVER)
+        return
+    first = 0
+    if file.exists():
+        saved = torch.load(file)
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+        first = saved["step"]
+    for step in range(first, FOREVER):
+        yield step
+        if step == first + SAVE_AT:
+            save(model, optimizer, step + 1, file)
+
+
+def save(model: nn.Module, optimizer: torch.optim.Optimizer, step: int, file: Path) -> None:
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
+    torch.save(state, file.with_suffix(".new"))
+    file.with_suffix(".new").replace(file)
+
+
+if __name__ == "__main__":
+    main()
