@@ -74,9 +74,7 @@ class Stub:
         self._asked: signal.Signals | None = None
         self._held: list[signal.Signals] = []
         self._read_fd, self._write_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        self._keep_here, self._keep_there = socket.socketpair(
-            socket.AF_UNIX, socket.SOCK_SEQPACKET
-        )
+        self._keep_here, self._keep_there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._kept: tuple[list[int], str] = ([], "")
 
     def run(self) -> int:
