@@ -1,0 +1,100 @@
+"""A training that can be killed anywhere, and the result it must have all the same."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.integration.conftest import Run, Start, script, start
+
+__all__ = ["Checked", "Run", "Start", "script", "start"]
+
+STEPS = 120
+
+TRAIN = '''
+import hashlib, os, random, sys
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import ftrun
+
+steps, pace_s = int(sys.argv[1]), float(sys.argv[2])
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+torch.manual_seed(0)
+model = nn.Sequential(
+    nn.Linear(32, 300), nn.GELU(), nn.Dropout(0.1), nn.BatchNorm1d(300), nn.Linear(300, 8)
+)
+torch.manual_seed(1 + rank)
+np.random.seed(2 + rank)
+random.seed(3 + rank)
+model = DistributedDataParallel(model)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+order = torch.Generator().manual_seed(rank)
+session = ftrun.attach(model=model, optimizer=optimizer, scheduler=scheduler, order=order)
+losses = open(f"losses.{rank}", "a", buffering=1)
+print(f"begin rank={rank} generation={session.generation} step={session.step}", flush=True)
+for step in session.steps(steps):
+    x = torch.randn(16, 32, generator=order) + random.random()
+    x = x + torch.from_numpy(np.random.randn(16, 32).astype(np.float32))
+    optimizer.zero_grad()
+    loss = model(x).pow(2).mean()
+    loss.backward()
+    optimizer.step()
+    scheduler.step()
+    losses.write(f"{step} {loss.item().hex()}\\n")
+    if pace_s:
+        import time
+        time.sleep(pace_s)
+digest = hashlib.sha256()
+for value in model.state_dict().values():
+    digest.update(value.numpy().tobytes())
+print(f"digest {rank} {digest.hexdigest()}", flush=True)
+dist.destroy_process_group()
+'''
+
+
+class Checked:
+    """What an undisturbed run gives."""
+
+    def __init__(self, folder: Path) -> None:
+        (folder / "train.py").write_text(TRAIN)
+        run = Run(folder, "--nproc-per-node", "2", "train.py", str(STEPS), "0")
+        assert run.wait() == 0, run.text
+        run.end()
+        self.digests = digests(run)
+        self.losses = [losses(folder, rank) for rank in (0, 1)]
+
+    def check(self, run: Run) -> None:
+        """A disturbed run has ended with the same parameters, by way of the same losses."""
+        assert digests(run) == self.digests
+        for rank in (0, 1):
+            found = losses(run.folder, rank)
+            wrong = [line for line in found if line not in set(self.losses[rank])]
+            assert not wrong, f"rank {rank}: {wrong[:3]}"
+            assert set(found) == set(self.losses[rank])
+
+
+def digests(run: Run) -> list[str]:
+    return sorted(set(line for line in run.text.splitlines() if line.startswith("digest")))
+
+
+def losses(folder: Path, rank: int) -> list[str]:
+    """Whole lines only: a killed rank may leave half of one."""
+    text = (folder / f"losses.{rank}").read_text()
+    return [line for line in text.split("\n") if line.count(" ") == 1 and "p" in line]
+
+
+@pytest.fixture(scope="session")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Checked:
+    return Checked(tmp_path_factory.mktemp("undisturbed"))
+
+
+@pytest.fixture
+def train(tmp_path: Path) -> tuple[str, ...]:
+    """Words that start the training at a pace that leaves time to kill something."""
+    (tmp_path / "train.py").write_text(TRAIN)
+    return ("--nproc-per-node", "2", "train.py", str(STEPS), "0.02")

@@ -1,0 +1,117 @@
+"""Any part of ftrun may be killed, and any two at once: the result is that of an undisturbed run."""
+
+import os
+import signal
+import subprocess
+import sys
+from itertools import combinations
+
+import pytest
+
+from ftrun.wire.run_folder import RunId, run_folder
+from tests.chaos.conftest import Checked
+from tests.integration.conftest import Run, Start, is_gone
+
+PARTS = ("rank", "smp", "zygote", "agent")
+KILL_AT = 30
+
+pytestmark = [pytest.mark.chaos, pytest.mark.slow]
+
+
+def kill(run: Run, parts: tuple[str, ...]) -> None:
+    """SIGKILL to all of them, as close together as can be."""
+    pids = [run.pids()[1] if part == "rank" else run.pid_of(part) for part in parts]
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    "parts", [*((part,) for part in PARTS), *combinations(PARTS, 2)], ids="+".join
+)
+def test_killed_parts_cost_no_step_and_no_bit(
+    start: Start, train: tuple[str, ...], undisturbed: Checked, parts: tuple[str, ...]
+) -> None:
+    run = start(*train)
+    run.wait_for_step(KILL_AT)
+    kill(run, parts)
+    assert run.wait() == 0, run.text
+    undisturbed.check(run)
+    if "agent" in parts or "rank" in parts:
+        begun = [line for line in run.text.splitlines() if line.startswith("begin rank=0")]
+        assert int(begun[-1].rpartition("=")[2]) >= KILL_AT, "it did not resume from memory"
+
+
+def test_snapshots_go_on_with_a_new_smp(start: Start, train: tuple[str, ...]) -> None:
+    run = start(*train)
+    run.wait_for_step(KILL_AT)
+    before = run.pid_of("smp")
+    os.kill(before, signal.SIGKILL)
+    run.wait_until("a new SMP is up", lambda: run.journal("smp_up"))
+    committed = run.status()["snapshots"]["step"]  # type: ignore[index]
+    run.wait_until(
+        "a newer version committed",
+        lambda: (run.status().get("snapshots") or {"step": -1})["step"] > committed,  # type: ignore[index]
+    )
+    assert run.pid_of("smp") != before
+
+
+def test_same_run_id_resumes_when_only_the_smp_is_left(
+    start: Start, train: tuple[str, ...], undisturbed: Checked
+) -> None:
+    run = start(*train)
+    run.wait_for_step(KILL_AT)
+    smp, workers = run.pid_of("smp"), run.pids()
+    os.kill(run.process.pid, signal.SIGKILL)
+    run.process.wait(20)
+    for pid in workers:
+        run_until_gone(pid)
+    assert not is_gone(smp)
+    run.start()
+    assert run.wait() == 0, run.text
+    undisturbed.check(run)
+    assert run.journal("adopted")
+
+
+def test_another_script_may_not_take_the_run_id(start: Start, train: tuple[str, ...]) -> None:
+    run = start(*train)
+    run.wait_for_step(5)
+    os.kill(run.process.pid, signal.SIGKILL)
+    run.process.wait(20)
+    (run.folder / "other.py").write_text("print('other')\n")
+    found = subprocess.run(
+        [sys.executable, "-m", "ftrun", "--run-id", run.run_id, "other.py"],
+        cwd=run.folder,
+        env=run.variables,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert found.returncode == 2
+    assert "train.py" in found.stderr
+
+
+def test_stop_frees_what_an_orphan_holds(start: Start, train: tuple[str, ...]) -> None:
+    run = start(*train)
+    run.wait_for_step(5)
+    smp = run.pid_of("smp")
+    os.kill(run.process.pid, signal.SIGKILL)
+    run.process.wait(20)
+    run_until_gone(run.pids()[0])
+    subprocess.run(
+        [sys.executable, "-m", "ftrun", "stop", run.run_id],
+        env=run.variables,
+        timeout=60,
+        check=True,
+    )
+    run_until_gone(smp)
+    assert not run_folder(RunId(run.run_id)).path.exists()
+
+
+def run_until_gone(pid: int) -> None:
+    """Wait, at most 30 s, for a process that is already on its way out."""
+    for _ in range(1500):
+        if is_gone(pid):
+            return
+        signal.sigtimedwait([], 0.02)
+    pytest.fail(f"process {pid} is still there")
