@@ -132,7 +132,8 @@ class Stub:
 
     def _turn(self, *, timeout_s: float | None) -> None:
         """Wait for signals, and handle all that are there."""
-        select.select([self._read_fd, self._keep_here], [], [], timeout_s)
+        watched: list[int] = [self._read_fd, self._keep_here.fileno()]
+        select.select(watched, [], [], timeout_s)
         self._take_what_to_keep()
         numbers = b""
         with contextlib.suppress(BlockingIOError):
