@@ -1,24 +1,28 @@
-"""A sealed snapshot always holds the state of its boundary, whatever the script does to it.
+"""A sealed snapshot holds the state of its boundary, whatever the script does, and comes back.
 
-Each test trains with one known way to break lazy copies, in this process, against a real SMP,
-and compares the newest sealed slot with what the state was at that boundary.
+Each test trains in this process against a real SMP. Those of the first half use one known way
+each to break lazy copies, and compare the newest sealed slot with what the state was at that
+boundary; those of the second restore into fresh objects.
 """
 
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from ftrun import clock
-from ftrun.ids import Generation, Incarnation, Rank, RunId, version
+from ftrun.errors import ShapeChanged, SnapshotCorrupt, ValueNotStorable
+from ftrun.ids import Generation, Incarnation, Rank, RunId, Version, version
 from ftrun.wire import messages as m
 from ftrun.wire.arena import Arena, verify
-from ftrun.wire.channel import connect
+from ftrun.wire.channel import Received, connect
 from ftrun.wire.pages import Beat, Command, Page, create_command_page, create_page
 from ftrun.worker.attached import Attached, by_name
 from ftrun.worker.context import SnapshotSettings, WorkerContext
@@ -45,23 +49,32 @@ class Run:
             os.sched_yield()
         hello = m.Hello(role="agent", pid=os.getpid())
         self.agent = connect(self.socket, run_id=RUN, peer="the SMP", hello=hello, deadline_s=10)
-        command_fd, beat_fd = create_command_page(), create_page("beat")
-        self.commands, self.page = Page(command_fd), Page(beat_fd)
-        self.agent.ask(m.BeginGeneration(0, 1, [0]), fds=(command_fd,))
+        self.command_fd = create_command_page()
+        self.commands, self.page = Page(self.command_fd), Page(create_page("beat"))
+        self.ask(m.BeginGeneration(0, 1, [0]), self.command_fd)
         self.settings = SnapshotSettings(every=1, commit_wait_s=5)
         self.sessions: list[Session] = []
 
     def attach(self, **given: object) -> Session:
+        """The next generation's session; it restores what is committed, if anything is."""
+        for one in self.sessions:
+            one.close()
+        generation = len(self.sessions)
+        if generation:
+            done = self.committed_version()
+            self.page = Page(create_page("beat"))
+            self.ask(m.VoidAfter(done.generation, done.step))
+            self.ask(m.BeginGeneration(generation, 1, [0]), self.command_fd)
         context = WorkerContext(
             run_id=RUN,
             rank=Rank(0),
             world_size=1,
-            generation=Generation(0),
-            incarnation=Incarnation(0),
+            generation=Generation(generation),
+            incarnation=Incarnation(generation),
             page=self.page,
             commands=self.commands,
-            arena_fd=None,
-            restore=None,
+            arena_fd=self.arena_fd() if generation else None,
+            restore=done if generation else None,
             smp_socket=self.socket,
             settings=self.settings,
         )
@@ -75,25 +88,35 @@ class Run:
         self.sessions.append(made)
         return made
 
+    def ask(self, body: m.AnyMessage, *fds: int) -> Received:
+        """Ask the SMP; what it tells unasked is passed over."""
+        self.agent.send(body, fds=fds)
+        while True:
+            received = self.agent.receive(deadline_s=10)
+            if not isinstance(received.body, m.ArenaGranted | m.VersionCommitted):
+                return received
+
+    def committed_version(self) -> Version:
+        """The newest seal, once it is committed."""
+        newest = version(self.page.get(Beat.SEALED_GENERATION), self.page.get(Beat.SEALED_STEP))
+        give_up_s = clock.now_s() + 10
+        while self.commands.get(Command.COMMITTED_STEP) != newest.step:
+            assert clock.now_s() < give_up_s
+            os.sched_yield()
+        return newest
+
+    def arena_fd(self) -> int:
+        return self.ask(m.HandOver()).fds[-1]
+
     def saved(self) -> tuple[int, dict[str, torch.Tensor]]:
         """The newest committed step and its tensors, out of the SMP's memory."""
-        step = self.page.get(Beat.SEALED_STEP)
-        give_up_s = clock.now_s() + 10
-        while self.commands.get(Command.COMMITTED_STEP) != step and clock.now_s() < give_up_s:
-            os.sched_yield()
-        answer = self.agent
-        answer.send(m.HandOver())
-        received = answer.receive(deadline_s=10)
-        while not isinstance(received.body, m.HandedOver):
-            received = answer.receive(deadline_s=10)
-        for fd in received.fds:
-            arena = Arena(fd, writable=True)
-            slot = arena.find(version(0, step))
-            if slot is not None:
-                layout, data = verify(arena, slot, what="test")
-                whole = torch.frombuffer(data, dtype=torch.uint8)
-                return step, {e.name: entry_view(whole, e).clone() for e in layout.entries}
-        raise AssertionError(f"step {step} is not there")
+        newest = self.committed_version()
+        arena = Arena(self.arena_fd(), writable=True)
+        slot = arena.find(newest)
+        assert slot is not None
+        layout, data = verify(arena, slot, what="test")
+        whole = torch.frombuffer(data, dtype=torch.uint8)
+        return newest.step, {e.name: entry_view(whole, e).clone() for e in layout.entries}
 
     def close(self) -> None:
         for one in self.sessions:
@@ -320,3 +343,176 @@ def test_a_value_that_appears_later_and_cannot_be_stored_costs_protection_only(r
     assert session.step == 4
     assert run.page.get(Beat.UNPROTECTED) == 1
     assert "notes.fn" in run.page.note
+
+
+def loop(session: Session, model: nn.Module, optimizer: torch.optim.Optimizer, to: int) -> None:
+    for _ in session.steps(to):
+        optimizer.zero_grad()
+        model(torch.rand(4, WIDTH)).square().mean().backward()
+        optimizer.step()
+
+
+def test_everything_comes_back_into_fresh_objects(run: Run) -> None:
+    def things() -> dict[str, object]:
+        model, optimizer = made()
+        return {
+            "model": model.to(torch.bfloat16),
+            "optimizer": optimizer,
+            "scheduler": torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10),
+            "table": torch.zeros(3),
+            "array": np.zeros(2),
+            "notes": {"best": np.float32(0.1), 3: [1, (2, float("inf"))]},
+            "dice": torch.Generator(),
+        }
+
+    before = things()
+    session = run.attach(**before)
+    model, optimizer = before["model"], before["optimizer"]
+    assert isinstance(model, nn.Module)
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    for at in session.steps(3):
+        model(torch.ones(4, WIDTH, dtype=torch.bfloat16)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        for state in optimizer.state.values():
+            state["exp_avg"] = state["exp_avg"].float()  # wider than the parameter
+        before["scheduler"].step()
+        before["table"] += at
+        before["array"] += at
+        before["notes"]["seen"] = at
+        torch.rand(1, generator=before["dice"])
+    run.committed_version()
+    expected = (torch.rand(1), torch.rand(1, generator=before["dice"]))
+
+    after = things()
+    after["notes"].clear()
+    again = run.attach(**after)
+    assert (again.restored, again.step, again.generation) == (True, 3, 1)
+    assert (torch.rand(1), torch.rand(1, generator=after["dice"])) == expected
+    assert all(map(torch.equal, after["model"].parameters(), model.parameters()))
+    mine, theirs = after["optimizer"].state_dict(), optimizer.state_dict()
+    for index, state in theirs["state"].items():
+        for key, value in state.items():
+            assert torch.equal(mine["state"][index][key], value)
+            assert mine["state"][index][key].dtype == value.dtype
+    assert mine["param_groups"] == theirs["param_groups"]
+    assert after["scheduler"].state_dict() == before["scheduler"].state_dict()
+    assert torch.equal(after["table"], before["table"])
+    assert after["array"].tolist() == before["array"].tolist()
+    assert after["notes"] == before["notes"]
+    assert type(after["notes"]["best"]) is np.float32
+
+
+def test_a_restored_run_goes_on_in_the_same_memory_and_ends_the_same(run: Run) -> None:
+    calm, calm_optimizer = made()
+    loop(run.attach(model=calm, optimizer=calm_optimizer), calm, calm_optimizer, 3)
+    run.committed_version()
+    expected = run.arena_fd()
+    model, optimizer = made()
+    session = run.attach(model=model, optimizer=optimizer)
+    size = os.fstat(expected).st_size
+    loop(session, model, optimizer, 6)
+    assert os.fstat(run.arena_fd()).st_size == size
+    assert len(run.ask(m.HandOver()).fds) == 1
+    assert run.saved()[0] == 6
+
+
+def test_a_changed_shape_is_named_with_both_shapes(run: Run) -> None:
+    model, optimizer = made()
+    loop(run.attach(model=model, optimizer=optimizer), model, optimizer, 2)
+    other = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 4))
+    with pytest.raises(ShapeChanged) as caught:
+        run.attach(model=other, optimizer=torch.optim.AdamW(other.parameters()))
+    assert caught.value.key == "model.2.weight"
+    assert (caught.value.saved, caught.value.present) == ("F32[3, 600]", "F32[4, 600]")
+
+
+def test_a_tensor_that_is_gone_is_named(run: Run) -> None:
+    model, optimizer = made()
+    loop(run.attach(model=model, optimizer=optimizer, extra=torch.ones(2)), model, optimizer, 2)
+    fresh, fresh_optimizer = made()
+    with pytest.raises(ShapeChanged) as caught:
+        run.attach(model=fresh, optimizer=fresh_optimizer)
+    assert (caught.value.key, caught.value.present) == ("extra", "nothing")
+
+
+def test_a_corrupt_slot_is_never_loaded_and_is_told(run: Run) -> None:
+    model, optimizer = made()
+    loop(run.attach(model=model, optimizer=optimizer), model, optimizer, 2)
+    newest = run.committed_version()
+    arena = Arena(run.arena_fd(), writable=True)
+    slot = arena.find(newest)
+    assert slot is not None
+    arena.image(slot)[-100_000] ^= 1
+    with pytest.raises(SnapshotCorrupt):
+        run.attach(model=model, optimizer=optimizer)
+    assert run.page.get(Beat.CORRUPT_SLOT) == 1 + slot
+    assert "digest" in run.page.note
+
+
+def test_a_value_that_cannot_be_stored_is_named_at_attach(run: Run) -> None:
+    model, optimizer = made()
+    with pytest.raises(ValueNotStorable) as caught:
+        run.attach(model=model, optimizer=optimizer, notes={"fns": [len]})
+    assert caught.value.key == "notes.fns[0]"
+
+
+def test_a_group_that_was_added_later_is_there_again(run: Run) -> None:
+    model, optimizer = made()
+    optimizer = torch.optim.AdamW(model[0].parameters(), lr=0.1)
+    session = run.attach(model=model, optimizer=optimizer)
+    for at in session.steps(5):
+        if at == 2:
+            optimizer.add_param_group({"params": list(model[2].parameters()), "lr": 0.5})
+        model.zero_grad()
+        model(torch.rand(4, WIDTH)).square().mean().backward()
+        optimizer.step()
+    fresh, _ = made()
+    fresh_optimizer = torch.optim.AdamW(fresh[0].parameters(), lr=0.1)
+    run.attach(model=fresh, optimizer=fresh_optimizer)
+    assert [group["lr"] for group in fresh_optimizer.param_groups] == [0.1, 0.5]
+    assert torch.equal(
+        fresh_optimizer.state[fresh[2].weight]["exp_avg"],
+        optimizer.state[model[2].weight]["exp_avg"],
+    )
+
+
+def test_snapshot_takes_one_whatever_the_interval_says(run: Run) -> None:
+    run.settings = SnapshotSettings(every=100, commit_wait_s=5)
+    model, optimizer = made()
+    session = run.attach(model=model, optimizer=optimizer)
+    for at in session.steps(4):
+        if at == 2:
+            session.snapshot()
+        if at == 3:
+            assert run.page.get(Beat.SEALED_STEP) == 3
+    assert run.page.get(Beat.SEALED_COUNT) == 1
+
+
+def test_auto_obeys_the_agent_from_the_step_it_names(run: Run) -> None:
+    run.settings = SnapshotSettings(every="auto", commit_wait_s=5)
+    model, optimizer = made()
+    session = run.attach(model=model, optimizer=optimizer)
+    run.commands.set(Command.EVERY_FROM_STEP, 4)
+    run.commands.set(Command.SNAPSHOT_EVERY, 5)
+    loop(session, model, optimizer, 16)
+    assert run.page.get(Beat.SEALED_COUNT) == 4 + 3
+    assert run.page.get(Beat.SEALED_STEP) == 15
+    assert run.page.get(Beat.WISHED_EVERY) >= 1
+
+
+def test_a_stop_takes_a_last_snapshot_and_waits_at_the_boundary(run: Run) -> None:
+    run.settings = SnapshotSettings(every=100, commit_wait_s=5)
+    model, optimizer = made()
+    session = run.attach(model=model, optimizer=optimizer)
+    run.commands.set(Command.STOP_AFTER_STEP, 2)
+    thread = threading.Thread(target=loop, args=(session, model, optimizer, 4))
+    thread.start()
+    give_up_s = clock.now_s() + 30
+    while not run.page.get(Beat.STOPPED_AT_BOUNDARY):
+        assert clock.now_s() < give_up_s
+        os.sched_yield()
+    assert (run.page.get(Beat.STEP), run.page.get(Beat.SEALED_STEP)) == (2, 2)
+    run.commands.set(Command.STOP_AFTER_STEP, 1 << 60)
+    thread.join(30)
+    assert session.step == 4

@@ -1,0 +1,128 @@
+"""A loader resumed after k batches gives the batches that would have come."""
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRandomSampler
+
+from ftrun.snapshot.plain import decode, encode
+from ftrun.worker import rng
+from ftrun.worker.batches import Feed
+
+
+class Counted(Dataset[int]):
+    """Twelve numbers, and how many of them were loaded."""
+
+    def __init__(self) -> None:
+        self.loaded = 0
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> int:
+        self.loaded += 1
+        return index
+
+
+class Stream(IterableDataset[int]):
+    """Twelve numbers in a row."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(12))
+
+
+def seed() -> None:
+    torch.manual_seed(1)
+    np.random.seed(1)
+    random.seed(1)
+
+
+def resumed_like_undisturbed(make: Any, *, after: int, passes: int = 2) -> Any:
+    """Compare; gives the resumed run's loader."""
+
+    def draws() -> tuple[float, ...]:
+        return torch.rand(1).item(), random.random(), float(np.random.rand())
+
+    seed()
+    feed = Feed("loader", make())
+    seen: list[object] = []
+    states = []
+    for _ in range(passes):
+        for batch in feed.batches(None, lambda: None):
+            seen.append((torch.as_tensor(batch).tolist(), draws()))
+            states.append(encode([feed.state(), rng.take_all()]))
+    state, randomness = decode(states[after - 1])
+    random.seed(99)
+    torch.manual_seed(99)
+    again = Feed("loader", make())
+    again.load_state(state)
+    found: list[object] = []
+    waiting = [randomness]
+    for _ in range(state["pass"], passes):
+        rest = again.batches(None, lambda: waiting and rng.put_back(waiting.pop()))
+        found += [(torch.as_tensor(batch).tolist(), draws()) for batch in rest]
+    assert found == seen[after:]
+    return again.loader
+
+
+@pytest.mark.parametrize("after", [1, 3, 4, 6])
+def test_shuffled_batches_go_on_and_nothing_is_loaded_twice(after: int) -> None:
+    loader = resumed_like_undisturbed(
+        lambda: DataLoader(Counted(), batch_size=3, shuffle=True), after=after
+    )
+    assert loader.dataset.loaded == (8 - after) * 3
+
+
+def test_a_generator_of_the_loader_is_taken_along() -> None:
+    def make() -> DataLoader[int]:
+        generator = torch.Generator().manual_seed(5)
+        return DataLoader(Counted(), batch_size=3, shuffle=True, generator=generator)
+
+    resumed_like_undisturbed(make, after=6)
+
+
+def test_samplers_that_draw_with_replacement_go_on() -> None:
+    def make() -> DataLoader[int]:
+        return DataLoader(Counted(), batch_size=2, sampler=WeightedRandomSampler([1.0] * 12, 12))
+
+    resumed_like_undisturbed(make, after=4)
+
+
+def test_single_samples_go_on_without_a_batch_sampler() -> None:
+    resumed_like_undisturbed(lambda: DataLoader(Counted(), batch_size=None, shuffle=True), after=5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("persistent", [False, True])
+def test_worker_processes_get_the_right_indices(persistent: bool) -> None:
+    resumed_like_undisturbed(
+        lambda: DataLoader(
+            Counted(), batch_size=3, shuffle=True, num_workers=1, persistent_workers=persistent
+        ),
+        after=6,
+        passes=3,
+    )
+
+
+def test_an_iterable_data_set_is_read_again_and_said_so() -> None:
+    loader = resumed_like_undisturbed(lambda: DataLoader(Stream(), batch_size=3), after=2)
+    assert "iterable" in (Feed("loader", loader).warning() or "")
+
+
+def test_worker_processes_are_warned_of() -> None:
+    loader = DataLoader(Counted(), num_workers=1)
+    assert "StatefulDataLoader" in (Feed("loader", loader).warning() or "")
+    assert Feed("loader", [1, 2]).warning() is None
+
+
+def test_the_sampler_is_told_the_epoch() -> None:
+    sampler = torch.utils.data.DistributedSampler(Counted(), 2, 0)
+    feed = Feed("loader", DataLoader(Counted(), sampler=sampler))
+    list(feed.batches(7, lambda: None))
+    assert sampler.epoch == 7
+    list(feed.batches(None, lambda: None))
+    assert sampler.epoch == 1
