@@ -374,7 +374,7 @@ def test_everything_comes_back_into_fresh_objects(run: Run) -> None:
         model(torch.ones(4, WIDTH, dtype=torch.bfloat16)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-        for state in optimizer.state.values():
+        for state in optimizer.state.values() if at == 2 else ():
             state["exp_avg"] = state["exp_avg"].float()  # wider than the parameter
         before["scheduler"].step()
         before["table"] += at

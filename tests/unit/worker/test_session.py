@@ -1,5 +1,7 @@
 """The loops of a session count boundaries alike, whatever leaves a turn; no agent is needed."""
 
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -108,3 +110,13 @@ def test_a_loader_that_is_not_attached_is_refused_beside_one_that_is() -> None:
     with pytest.raises(UsageError):
         next(session.batches(other))
     session.close()
+
+
+def test_without_an_agent_nothing_that_only_linux_has_is_loaded() -> None:
+    program = (
+        "import sys, ftrun, torch; ftrun.attach(model=torch.nn.Linear(2, 2));"
+        "print([m for m in sys.modules if m in"
+        " ('ftrun.wire.arena', 'ftrun.wire.channel', 'ftrun.worker.protection')])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout.strip() == "[]", done.stderr

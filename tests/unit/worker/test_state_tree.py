@@ -1,0 +1,110 @@
+"""Names and sources of a state do not depend on how the model is wrapped."""
+
+import pytest
+import torch
+from torch import nn
+
+from ftrun.errors import ValueNotStorable
+from ftrun.snapshot.layout import When
+from ftrun.worker.attached import Attached, by_name, unwrapped
+from ftrun.worker.state_tree import StateTree
+
+
+def tree_of(**given: object) -> StateTree:
+    attached = Attached()
+    for argument, thing in given.items():
+        for name, one in by_name(argument, thing).items():
+            attached.add(name, one)
+    return StateTree(attached)
+
+
+def model() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+
+
+def names(tree: StateTree) -> list[str]:
+    return [source.name for source in tree.lasting().sources]
+
+
+def test_a_compiled_model_has_the_names_of_the_bare_one() -> None:
+    bare = model()
+    compiled = torch.compile(bare, backend="eager")
+    assert names(tree_of(model=compiled)) == names(tree_of(model=bare))
+    assert "model.0.weight" in names(tree_of(model=bare))
+    assert unwrapped(compiled) is bare
+
+
+def test_only_what_an_optimizer_owns_is_lazy() -> None:
+    net = model()
+    optimizer = torch.optim.AdamW(net[0].parameters())
+    net(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    found = {s.name: s.when for s in tree_of(model=net, optimizer=optimizer).lasting().sources}
+    assert found["model.0.weight"] is When.LAZY
+    assert found["optimizer.state.model.0.weight.exp_avg"] is When.LAZY
+    assert found["model.1.weight"] is When.BOUNDARY
+    assert found["model.1.running_mean"] is When.BOUNDARY
+
+
+def test_tied_parameters_are_taken_once() -> None:
+    net = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
+    net[1].weight = net[0].weight
+    assert names(tree_of(model=net)) == ["model.0.weight"]
+
+
+def test_buffers_that_are_not_saved_by_torch_are_left_out() -> None:
+    net = nn.Module()
+    net.register_buffer("cache", torch.zeros(2), persistent=False)
+    assert names(tree_of(model=net)) == []
+
+
+def test_a_parameter_outside_of_the_model_is_named_by_its_group() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=0.1)
+    assert names(tree_of(model=model(), optimizer=optimizer))[-1] == "optimizer.params[0][0]"
+
+
+def change_nothing(_: nn.Module, __: torch.optim.Optimizer) -> None:
+    pass
+
+
+def replace_parameter(net: nn.Module, _: torch.optim.Optimizer) -> None:
+    net[0].weight = nn.Parameter(torch.zeros(3, 3))
+
+
+def replace_memory(net: nn.Module, _: torch.optim.Optimizer) -> None:
+    net[0].weight.data = torch.zeros(3, 3)
+
+
+def add_module(net: nn.Module, _: torch.optim.Optimizer) -> None:
+    net.add_module("extra", nn.Linear(1, 1))
+
+
+def add_group(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.add_param_group({"params": list(net[1].parameters())})
+
+
+def make_state(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    net(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize(
+    "change", [change_nothing, replace_parameter, replace_memory, add_module, add_group, make_state]
+)
+def test_the_walk_is_repeated_when_something_changed(change: object) -> None:
+    net = model()
+    optimizer = torch.optim.AdamW(net[0].parameters())
+    tree = tree_of(model=net, optimizer=optimizer)
+    before = tree.lasting()
+    assert callable(change)
+    change(net, optimizer)
+    assert (tree.lasting() is before) == (change is change_nothing)
+
+
+@pytest.mark.parametrize("value", [torch.zeros(2).to_sparse(), torch.zeros(2, device="meta")])
+def test_a_tensor_without_bytes_of_its_own_is_named(value: torch.Tensor) -> None:
+    net = nn.Module()
+    net.register_buffer("odd", value)
+    with pytest.raises(ValueNotStorable) as caught:
+        tree_of(model=net).lasting()
+    assert caught.value.key == "model.odd"
