@@ -48,8 +48,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attend(self.before_attention(x))
-        x = x + self.layers(self.before_layers(x))
-        return x
+        more: Tensor = self.layers(self.before_layers(x))
+        return x + more
 
     def attend(self, x: Tensor) -> Tensor:
         batch, length, width = x.shape

@@ -1,0 +1,260 @@
+#!/usr/bin/env python3
+"""Kill ranks at random moments, and count what is lost and what is torn.
+
+    python scripts/bench_kills.py --kills 50 --seed 1 --json kills.json
+
+Two ranks under ftrun, each with --mb of state of its own, saved at every step. Most kills come at
+a random moment after the run has gone on, some while it still restores, some hit both ranks.
+After each, the ranks compare all of their state with what it must be at the step that they are
+restored to, bit for bit.
+
+lost_more_than_one: more than one step that all ranks had completed, besides the one in flight,
+had to be repeated. torn: the state was not exactly that of one step on all ranks. Ends with 0
+only if both are 0.
+"""
+
+import argparse
+import collections
+import contextlib
+import os
+import random
+import signal
+import sys
+import time
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from bench_common import (
+    Deadline,
+    Launcher,
+    NotesReader,
+    conditions,
+    ftrun_command,
+    launched,
+    parser_of,
+    pause,
+    read_journal,
+    run_bench,
+    scratch,
+    show_conditions,
+    show_table,
+    spread,
+    wait_for,
+    write_json,
+)
+
+RANKS = 2
+RUN_ID = f"bench-kills-{os.getpid()}"
+EARLY = 0.1  # part of the kills that come while the run still restores
+BOTH = 0.1  # part of the kills that hit both ranks
+WORKER = Path(__file__).with_name("bench_kills_worker.py")
+BEGINNINGS = ("restored", "anew")
+
+
+@dataclass
+class Checker:
+    """Follows the ranks' files and judges each recovery."""
+
+    launcher: Launcher
+    readers: list[NotesReader]
+    deadline: Deadline
+    lost: list[int] = field(default_factory=list)
+    """Of each judged recovery: completed steps that were repeated."""
+    torn: list[str] = field(default_factory=list)
+    times_s: list[float] = field(default_factory=list)
+    reached: int = 0
+    """Steps that all ranks have completed or were restored to."""
+    judged: int = 0
+    """The newest generation that has been judged."""
+
+    def generation(self) -> int:
+        """The newest one in which every rank has begun."""
+        return min(
+            max((line["generation"] for line in reader.of("begun")), default=-1)
+            for reader in self.readers
+        )
+
+    def pid(self, rank: int, generation: int) -> int:
+        return int(self.readers[rank].of("begun", generation)[-1]["pid"])
+
+    def completed(self, generation: int) -> int | None:
+        """Steps that all ranks have completed, if they have completed any in that generation."""
+        found = [reader.of("step", generation) for reader in self.readers]
+        return min(lines[-1]["step"] + 1 for lines in found) if all(found) else None
+
+    def beginnings(self, generation: int) -> list[dict[str, Any]]:
+        """What each rank began that generation with."""
+        return [
+            line
+            for reader in self.readers
+            for kind in BEGINNINGS
+            for line in reader.of(kind, generation)
+        ]
+
+    def has_restarted(self, after: int) -> bool:
+        return self.generation() > after
+
+    def has_gone_on(self, after: int) -> bool:
+        """Whether all ranks of a later generation have restored and passed what was reached."""
+        now = self.generation()
+        if now <= after or len(self.beginnings(now)) < RANKS:
+            return False
+        return (self.completed(now) or 0) > self.reached
+
+    def judge(self, killed: int, kill_ns: int) -> None:
+        """Wait until the run has gone on after a kill, and look at what it came back with."""
+        self.reached = max(self.reached, self.completed(killed) or 0)
+        wait_for(
+            f"the recovery from the kill in generation {killed}",
+            lambda: self.has_gone_on(killed),
+            [self.launcher],
+            self.deadline,
+        )
+        now = self.generation()
+        found = self.beginnings(now)
+        steps = {line["step"] for line in found}
+        wrong = [f"{part} of step {line['step']}" for line in found for part in line["wrong"]]
+        if len(steps) > 1 or wrong:
+            self.torn.append(f"generation {now}: restored to steps {sorted(steps)}; {wrong}")
+        # Read again: the survivor may have completed a step after the kill.
+        self.reached = max(self.reached, self.completed(killed) or 0)
+        self.lost.append(self.reached - min(steps))
+        firsts = [reader.of("step", now)[0]["ns"] for reader in self.readers]
+        self.times_s.append((max(firsts) - kill_ns) / 1e9)
+        self.judged = now
+
+
+def main() -> int:
+    args = parse_arguments()
+    found = conditions()
+    with scratch() as folder:
+        flags = ["--nproc-per-node", RANKS, "--run-id", RUN_ID, "--snapshot-every", 1]
+        command = ftrun_command(*flags, WORKER, "--folder", folder, "--mb", args.mb)
+        with launched("ftrun", command, folder) as launcher:
+            readers = [NotesReader(folder / f"rank{rank}.jsonl") for rank in range(RANKS)]
+            checker = Checker(launcher, readers, Deadline(args.timeout))
+            kills = break_it(checker, args)
+            last = max(reader.of("step")[-1]["step"] for reader in readers)
+        journal = read_journal(folder, RUN_ID)
+    report(checker, kills, last, journal, args, found)
+    return 1 if checker.torn or any(lost > 1 for lost in checker.lost) else 0
+
+
+def break_it(checker: Checker, args: argparse.Namespace) -> int:
+    """All kills; how many there were."""
+    chance = random.Random(args.seed)
+    launchers = [checker.launcher]
+    wait_for(
+        "the first steps", lambda: (checker.completed(0) or 0) >= 3, launchers, checker.deadline
+    )
+    kills = 0
+    while kills < args.kills:
+        pause(chance.uniform(0.0, args.within), launchers, checker.deadline)
+        killed, kill_ns = kill(checker, chance)
+        kills += 1
+        if chance.random() < EARLY and kills < args.kills:
+            wait_for(
+                "the ranks' restart",
+                partial(checker.has_restarted, killed),
+                launchers,
+                checker.deadline,
+            )
+            pause(chance.uniform(0.0, 0.3), launchers, checker.deadline)
+            checker.reached = max(checker.reached, checker.completed(killed) or 0)
+            killed, kill_ns = kill(checker, chance)
+            kills += 1
+        checker.judge(killed, kill_ns)
+        print(
+            f"kills {kills:3}: generation {checker.judged}, repeated {checker.lost[-1]}, "
+            f"{checker.times_s[-1]:.3f} s, {len(checker.torn)} torn",
+            flush=True,
+        )
+    return kills
+
+
+def kill(checker: Checker, chance: random.Random) -> tuple[int, int]:
+    """SIGKILL one rank, now and then both; the generation hit, and when."""
+    generation = checker.generation()
+    ranks = range(RANKS) if chance.random() < BOTH else [chance.randrange(RANKS)]
+    pids = [checker.pid(rank, generation) for rank in ranks]
+    kill_ns = time.monotonic_ns()
+    for pid in pids:
+        # ftrun may have ended the other rank in this moment.
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    return generation, kill_ns
+
+
+def report(
+    checker: Checker,
+    kills: int,
+    last: int,
+    journal: list[dict[str, Any]],
+    args: argparse.Namespace,
+    found: dict[str, Any],
+) -> None:
+    lost_more = sum(lost > 1 for lost in checker.lost)
+    counts = collections.Counter(checker.lost)
+    restarts = sum(event["kind"] == "StartGeneration" for event in journal) - 1
+    times_s = spread(checker.times_s)
+    show_table(
+        f"{kills} kills at random moments (seed {args.seed}), {args.mb:g} MB per rank saved at "
+        "every step",
+        ["what", "count"],
+        [
+            ["kills", kills],
+            ["restarts", restarts],
+            ["steps in all", last + 1],
+            *[[f"recoveries that repeated {n} completed", counts[n]] for n in sorted(counts)],
+            ["lost more than one step", lost_more],
+            ["torn or mixed state", len(checker.torn)],
+        ],
+    )
+    for text in checker.torn:
+        print(f"  TORN: {text}")
+    print(
+        f"\n  from a kill to the next step on all ranks: median {times_s['median']:.3f} s, "
+        f"{times_s['min']:.3f} to {times_s['max']:.3f} (the ranks' own check included)"
+    )
+    show_conditions(found)
+    write_json(
+        args.json,
+        {
+            "kills": kills,
+            "lost_more_than_one": lost_more,
+            "torn": len(checker.torn),
+            "torn_details": checker.torn,
+            "repeated_steps": {str(n): counts[n] for n in sorted(counts)},
+            "restarts": restarts,
+            "steps": last + 1,
+            "recovery_s": times_s,
+            "mb": args.mb,
+            "seed": args.seed,
+            "conditions": found,
+        },
+    )
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = parser_of(__doc__, timeout_s=1200)
+    parser.add_argument("--kills", type=int, default=50, help="(default %(default)s)")
+    parser.add_argument("--mb", type=float, default=256, help="per rank (default %(default)s)")
+    parser.add_argument("--seed", type=int, default=1, help="of the moments (default %(default)s)")
+    parser.add_argument(
+        "--within",
+        type=float,
+        default=1.5,
+        help="seconds after going on in which a kill comes (default %(default)s)",
+    )
+    args = parser.parse_args()
+    if args.kills < 1 or args.mb <= 0:
+        parser.error("--kills and --mb are positive")
+    if sys.platform != "linux":
+        parser.error("ftrun launches on Linux only")
+    return args
+
+
+if __name__ == "__main__":
+    run_bench(main)

@@ -1,0 +1,103 @@
+"""What bench_kills.py has running: a training whose whole state is known at each step.
+
+All gradients are -1, so that SGD with a momentum of 1 and a rate of 1 has, after k steps, a
+momentum of -k and parameters k (k + 1) / 2 above where they began. Both are whole numbers that
+float32 holds exactly up to STEPS_LIMIT. After each restore all of it is compared, bit for bit.
+"""
+
+import argparse
+import os
+from functools import cache
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from bench_common import Notes
+from torch import Tensor, nn
+
+import ftrun
+
+LAYERS = 8
+STEPS_LIMIT = 5000
+PATTERN = 251  # no power of two: a piece at a wrong place differs
+WORK = 384  # width of the matrices that stand for forward and backward
+
+
+class Known(nn.Module):
+    """Parameters that begin with a pattern of rank and place, and a counter of steps."""
+
+    def __init__(self, state_bytes: int, rank: int) -> None:
+        super().__init__()
+        size = state_bytes // 2 // 4 // LAYERS  # as much again is momentum; 4 bytes each
+        self.layers = nn.ParameterList(
+            nn.Parameter(beginning(size, number, rank)) for number in range(LAYERS)
+        )
+        self.register_buffer("count", torch.zeros(1000))
+        self.count: Tensor
+
+
+@cache
+def pattern(size: int) -> Tensor:
+    return (torch.arange(size + PATTERN, dtype=torch.int32) % PATTERN).float()
+
+
+def beginning(size: int, number: int, rank: int) -> Tensor:
+    first = (37 * number + 101 * rank) % PATTERN
+    return pattern(size)[first : first + size].clone()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--mb", type=float, required=True)
+    args = parser.parse_args()
+    rank = int(os.environ["RANK"])
+    generation = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    notes = Notes(args.folder / f"rank{rank}.jsonl")
+    notes.write("begun", generation=generation, pid=os.getpid())
+
+    dist.init_process_group("gloo")
+    model = Known(int(args.mb * 1e6), rank)
+    for layer in model.layers:
+        layer.grad = torch.full_like(layer, -1.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=1.0, fused=True)
+    plain = {"steps": 0}
+    session = ftrun.attach(model=model, optimizer=optimizer, plain=plain)
+    notes.write(
+        "restored" if session.restored else "anew",
+        generation=generation,
+        step=session.step,
+        wrong=wrong_parts(model, optimizer, plain, session.step, rank),
+    )
+    work = torch.ones(WORK, WORK) / WORK
+    for step in session.steps(STEPS_LIMIT):
+        for _ in range(10):
+            work = work @ work
+        dist.all_reduce(torch.ones(1))  # the ranks keep step, as with DDP
+        optimizer.step()
+        model.count += 1
+        plain["steps"] += 1
+        notes.write("step", step=step, generation=generation)
+
+
+def wrong_parts(
+    model: Known, optimizer: torch.optim.Optimizer, plain: dict[str, int], step: int, rank: int
+) -> list[str]:
+    """What is not as it is after `step` steps."""
+    wrong = []
+    for number, layer in enumerate(model.layers):
+        wanted = beginning(layer.numel(), number, rank).add_(step * (step + 1) // 2)
+        if not torch.equal(layer.detach(), wanted):
+            wrong.append(f"layer {number}")
+        momentum = optimizer.state.get(layer, {}).get("momentum_buffer")
+        if step > 0 and (momentum is None or not bool((momentum == -step).all())):
+            wrong.append(f"momentum {number}")
+    if not bool((model.count == step).all()):
+        wrong.append("buffer")
+    if plain["steps"] != step:
+        wrong.append("plain")
+    return wrong
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,256 @@
+#!/usr/bin/env python3
+"""What a snapshot costs: ftrun beside torch.save to tmpfs and DCP's async_save.
+
+    python scripts/bench_snapshot.py --mb 512 --json snapshot.json
+
+Two ranks, each with --mb of parameters and AdamW's moments of its own (nothing is replicated),
+and a snapshot at every step. Forward and backward take about four times as long as a copy of the
+state. Steps without snapshots, with ftrun's and with each peer's come in turns in one process.
+
+blocked_ms        time the training thread stands still for a snapshot, the wait in the
+                  optimizer's pre-hook included
+boundary_ms       the part of it at the boundary itself
+added_over_copy   step time with less step time without, over the time of a warm Tensor.copy_
+step_overhead     the same over the step time without
+copy_over_memcpy  rate of the snapshot's copy over that of a warm Tensor.copy_, both while the
+                  training stands still, on all ranks at once
+first_over_tenth  the first snapshot beside the tenth, from boundary to seal
+memory_over_two_slots  memory of all snapshots over two times the state
+"""
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import psutil
+from bench_common import (
+    BenchError,
+    Deadline,
+    NotesReader,
+    conditions,
+    ftrun_command,
+    ftrun_status,
+    launched,
+    parser_of,
+    run_bench,
+    scratch,
+    show_conditions,
+    show_table,
+    spread,
+    wait_for,
+    write_json,
+)
+
+RANKS = 2
+RUN_ID = f"bench-snapshot-{os.getpid()}"
+NEAR_THE_TENTH = slice(7, 12)
+MEMORY_NEEDED = 11  # times --mb on each rank, the peers' files included
+PEERS = ("torch.save", "async_save")
+WORKER = Path(__file__).with_name("bench_snapshot_worker.py")
+
+
+def main() -> int:
+    args = parse_arguments()
+    check_memory(args)
+    found = conditions()
+    deadline = Deadline(args.timeout)
+    with scratch() as folder:
+        results, status = run(args, folder, deadline)
+    figures = ftrun_figures(results, status)
+    peers = {} if args.no_peers else {name: peer_figures(name, results) for name in PEERS}
+    report(figures, peers, results, found, args)
+    return 0
+
+
+def run(
+    args: argparse.Namespace, folder: Path, deadline: Deadline
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Each rank's raw times, and what `ftrun status` said once all memory was in use."""
+    words: list[object] = ["--folder", folder, "--mb", args.mb, "--times-copy", args.times_copy]
+    words += ["--rounds", args.rounds, "--block", args.block]
+    words += ["--no-peers"] if args.no_peers else []
+    flags = ["--nproc-per-node", RANKS, "--run-id", RUN_ID, "--snapshot-every", 1]
+    # A restart would mix two lives in one measurement.
+    command = ftrun_command(*flags, "--max-restarts", 0, WORKER, *words)
+    readers = [NotesReader(folder / f"rank{rank}.jsonl") for rank in range(RANKS)]
+    results = [folder / f"rank{rank}.json" for rank in range(RANKS)]
+    with launched("ftrun", command, folder) as launcher:
+        wait_for(
+            "the first snapshots",
+            lambda: all(reader.of("warm") for reader in readers),
+            [launcher],
+            deadline,
+        )
+        status = ftrun_status(RUN_ID)
+        wait_for(
+            "the measurement",
+            lambda: all(reader.of("measured") for reader in readers),
+            [launcher],
+            deadline,
+        )
+        return [json.loads(path.read_text()) for path in results], status
+
+
+def pooled(results: list[dict[str, Any]], mode: str, key: str) -> list[float]:
+    return [sample[key] for result in results for sample in result["samples"][mode]]
+
+
+def copy_s(results: list[dict[str, Any]]) -> float:
+    """A warm Tensor.copy_ of one rank's state, all ranks at once."""
+    return float(median(time_s for result in results for time_s in result["copy_s"]))
+
+
+def cost(mode: str, results: list[dict[str, Any]]) -> dict[str, float]:
+    """What is said of ftrun and of each peer alike."""
+    plain_s = median(pooled(results, "plain", "step_s"))
+    added_s = median(pooled(results, mode, "step_s")) - plain_s
+    return {
+        "added_ms": 1e3 * added_s,
+        "added_over_copy": added_s / copy_s(results),
+        "step_overhead": added_s / plain_s,
+    }
+
+
+def first_over_tenth(times_s: list[list[float]]) -> float:
+    """The worst rank's; the tenth is the median of those around it."""
+    return max(own_s[0] / median(own_s[NEAR_THE_TENTH] or own_s[-1:]) for own_s in times_s)
+
+
+def ftrun_figures(results: list[dict[str, Any]], status: dict[str, Any]) -> dict[str, float]:
+    state_bytes = sum(result["bytes"] for result in results)
+    idle_s = median(time_s for result in results for time_s in result["idle_s"])
+    blocked_s = pooled(results, "ftrun", "blocked_s")
+    memory_bytes = status.get("snapshots", {}).get("memory_bytes", 0)
+    return {
+        "blocked_ms": 1e3 * median(blocked_s),
+        "blocked_ms_max": 1e3 * max(blocked_s),
+        "boundary_ms": 1e3 * median(pooled(results, "ftrun", "call_s")),
+        **cost("ftrun", results),
+        "copy_over_memcpy": copy_s(results) / idle_s,
+        "copy_gb_per_s": state_bytes / RANKS / idle_s / 1e9,
+        "first_over_tenth": first_over_tenth([result["first_s"] for result in results]),
+        "memory_over_two_slots": memory_bytes / (2 * state_bytes),
+    }
+
+
+def peer_figures(name: str, results: list[dict[str, Any]]) -> dict[str, float]:
+    state_bytes = sum(result["bytes"] for result in results)
+    saves_s = [result["saves_s"][name] for result in results]
+    all_s = [time_s for own_s in saves_s for time_s in own_s]
+    call_s = pooled(results, name, "call_s")
+    return {
+        "blocked_ms": 1e3 * median(call_s),
+        "blocked_ms_max": 1e3 * max(call_s),
+        "boundary_ms": 1e3 * median(call_s),
+        **cost(name, results),
+        "copy_over_memcpy": copy_s(results) / median(all_s),
+        "copy_gb_per_s": state_bytes / RANKS / median(all_s) / 1e9,
+        "first_over_tenth": first_over_tenth(saves_s),
+        "memory_over_two_slots": sum(r["peer_bytes"][name] for r in results) / (2 * state_bytes),
+    }
+
+
+def report(
+    figures: dict[str, float],
+    peers: dict[str, dict[str, float]],
+    results: list[dict[str, Any]],
+    found: dict[str, Any],
+    args: argparse.Namespace,
+) -> None:
+    columns = {"ftrun": figures, **peers}
+    forms = {
+        "blocked_ms": "{:.1f}",
+        "blocked_ms_max": "{:.1f}",
+        "boundary_ms": "{:.1f}",
+        "added_ms": "{:.1f}",
+        "added_over_copy": "{:.2f}",
+        "step_overhead": "{:.1%}",
+        "copy_gb_per_s": "{:.2f}",
+        "copy_over_memcpy": "{:.2f}",
+        "first_over_tenth": "{:.2f}",
+        "memory_over_two_slots": "{:.3f}",
+    }
+    plain_s = median(pooled(results, "plain", "step_s"))
+    show_table(
+        f"A snapshot at every step, {args.mb:g} MB on each of {RANKS} ranks",
+        ["", *columns],
+        [
+            [key, *(form.format(column[key]) for column in columns.values())]
+            for key, form in forms.items()
+        ],
+    )
+    memcpy_s = copy_s(results)
+    forward_s = median(result["forward_backward_s"] for result in results)
+    skipped = sum(result["skipped"] for result in results)
+    discarded = sum(result["discarded"] for result in results)
+    print(
+        f"\n  step without snapshots {1e3 * plain_s:.0f} ms, forward and backward "
+        f"{1e3 * forward_s:.0f} ms ({forward_s / memcpy_s:.1f} copies); warm copy_ "
+        f"{1e3 * memcpy_s:.0f} ms, {results[0]['bytes'] / memcpy_s / 1e9:.2f} GB/s; "
+        f"snapshots skipped: {skipped}, discarded: {discarded}\n  ftrun's first snapshot: "
+        f"{1e3 * max(result['first_s'][0] for result in results):.0f} ms to its seal, "
+        f"{1e3 * max(result['first_blocked_s'][0] for result in results):.0f} ms of them blocked"
+    )
+    for note in {result["note"] for result in results if result["note"]}:
+        print(f"  NOTE of a rank: {note}")
+    show_conditions(found)
+    write_json(
+        args.json,
+        {
+            **figures,
+            "peers": peers,
+            "plain_step_s": spread(pooled(results, "plain", "step_s")),
+            "ftrun_step_s": spread(pooled(results, "ftrun", "step_s")),
+            "memcpy_gb_per_s": results[0]["bytes"] / memcpy_s / 1e9,
+            "first_blocked_ms": 1e3 * max(result["first_blocked_s"][0] for result in results),
+            "forward_backward_over_copy": forward_s / memcpy_s,
+            "skipped": skipped,
+            "discarded": discarded,
+            "mb": args.mb,
+            "ranks": RANKS,
+            "conditions": found,
+        },
+    )
+
+
+def check_memory(args: argparse.Namespace) -> None:
+    """Raises: BenchError: it does not fit."""
+    needed_bytes = RANKS * (MEMORY_NEEDED * args.mb * 1e6 + 4e8)
+    available_bytes = psutil.virtual_memory().available
+    if needed_bytes > available_bytes:
+        raise BenchError(
+            f"{needed_bytes / 1e9:.1f} GB of memory are needed with --mb {args.mb:g}, and "
+            f"{available_bytes / 1e9:.1f} are available; give less"
+        )
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = parser_of(__doc__, timeout_s=1200)
+    parser.add_argument("--mb", type=float, default=512, help="per rank (default %(default)s)")
+    parser.add_argument(
+        "--times-copy",
+        type=float,
+        default=4,
+        help="forward and backward, in times of a copy (default %(default)s)",
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=4, help="turns of all kinds (default %(default)s)"
+    )
+    parser.add_argument(
+        "--block", type=int, default=5, help="steps of a kind in a turn (default %(default)s)"
+    )
+    parser.add_argument("--no-peers", action="store_true", help="ftrun alone")
+    args = parser.parse_args()
+    if min(args.mb, args.times_copy, args.rounds, args.block) <= 0:
+        parser.error("--mb, --times-copy, --rounds and --block are positive")
+    if sys.platform != "linux":
+        parser.error("ftrun launches on Linux only")
+    return args
+
+
+if __name__ == "__main__":
+    run_bench(main)

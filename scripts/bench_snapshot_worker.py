@@ -1,0 +1,310 @@
+"""What bench_snapshot.py measures: a training with a large state of its own on each rank.
+
+Steps with no snapshot, with ftrun's and with those of its peers come in turns, in blocks, in one
+process. A step is timed from one boundary to the next, so that it holds the whole cost of the
+snapshot at its beginning. Writes the raw times to rank<N>.json; bench_snapshot.py makes figures.
+"""
+
+import argparse
+import json
+import shutil
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+from bench_common import Notes
+from torch import Tensor, nn
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import async_save
+
+import ftrun
+from ftrun.wire.pages import Beat, Page
+from ftrun.worker.context import worker_context
+
+LAYERS = 16
+COPIES = 5
+WARM_STEPS = 3
+FIRST_SNAPSHOTS = 12
+IDLE_SNAPSHOTS = 8
+SEAL_WAIT_S = 30.0
+PEERS = ("torch.save", "async_save")
+
+
+class Layers(nn.Module):
+    """Square layers, one after the other."""
+
+    def __init__(self, state_bytes: int) -> None:
+        super().__init__()
+        # Parameters and AdamW's two moments make up the state; 4 bytes each.
+        self.width = int((state_bytes / 3 / 4 / LAYERS) ** 0.5)
+        value = torch.full((self.width, self.width), 1.0 / self.width)
+        self.layers = nn.ParameterList(nn.Parameter(value.clone()) for _ in range(LAYERS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x @ layer
+        return x.mean()
+
+
+class Worker:
+    """One rank's training, and what it has measured."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        dist.init_process_group("gloo")
+        self.args = args
+        self.rank = dist.get_rank()
+        self.model = Layers(int(args.mb * 1e6))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-6, fused=True)
+        self.data = torch.ones(16, self.model.width)
+        context = worker_context()
+        assert context is not None
+        self.page: Page = context.page
+        self.train()  # the optimizer's state exists from here on
+        self.session = ftrun.attach(model=self.model, optimizer=self.optimizer)
+        self.peers = Peers(self)
+        self.actions: dict[str, Callable[[], None]] = {
+            "plain": lambda: self.session.step_done(snapshot=False),
+            "ftrun": self.session.step_done,
+            "torch.save": self.peers.torch_save,
+            "async_save": self.peers.async_save,
+        }
+        self.samples: dict[str, list[dict[str, float]]] = {name: [] for name in self.actions}
+
+    # --- training ------------------------------------------------------------------------------
+
+    def forward_backward(self) -> None:
+        loss = self.model(self.data)
+        self.optimizer.zero_grad(set_to_none=False)
+        loss.backward()
+
+    def train(self) -> None:
+        self.forward_backward()
+        dist.all_reduce(torch.ones(1))  # the ranks keep step, as in any parallel training
+        self.optimizer.step()
+
+    def block(self, name: str, count: int) -> None:
+        """So many boundaries of one kind, each with the step that follows it."""
+        action = self.actions[name]
+        for _ in range(count):
+            blocked_ns = self.page.get(Beat.BLOCKED_NS)
+            began_s = time.monotonic()
+            action()
+            called_s = time.monotonic()
+            self.train()
+            self.samples[name].append(
+                {
+                    "call_s": called_s - began_s,
+                    "step_s": time.monotonic() - began_s,
+                    "blocked_s": (self.page.get(Beat.BLOCKED_NS) - blocked_ns) / 1e9,
+                }
+            )
+
+    # --- measuring -----------------------------------------------------------------------------
+
+    def state(self) -> list[Tensor]:
+        found = [parameter.detach() for parameter in self.model.parameters()]
+        for per_parameter in self.optimizer.state.values():
+            found += [per_parameter["exp_avg"], per_parameter["exp_avg_sq"]]
+        return found
+
+    def calibrate(self) -> None:
+        """Choose the batch so that forward and backward take --times-copy as long as a copy."""
+        copies = [torch.empty_like(tensor) for tensor in self.state()]
+        self.copy_s(copies)
+        copy_s = median(self.copy_s(copies) for _ in range(COPIES))
+        del copies
+        times_s = {}
+        for batch in (16, 64):
+            self.data = torch.ones(batch, self.model.width)
+            self.forward_backward()
+            times_s[batch] = median(self.timed(self.forward_backward) for _ in range(3))
+        per_row_s = max((times_s[64] - times_s[16]) / 48, 1e-6)
+        wanted = 16 + (self.args.times_copy * copy_s - times_s[16]) / per_row_s
+        batch_wanted = torch.tensor([max(1.0, wanted)])
+        dist.all_reduce(batch_wanted)
+        rows = int(batch_wanted.item()) // dist.get_world_size()
+        self.data = torch.ones(max(1, rows), self.model.width)
+
+    def copy_s(self, copies: list[Tensor]) -> float:
+        """A torch.Tensor.copy_ of the whole state, on all ranks at once."""
+
+        def copy() -> None:
+            for target, source in zip(copies, self.state(), strict=True):
+                target.copy_(source)
+
+        return self.timed(copy)
+
+    def timed(self, function: Callable[[], None]) -> float:
+        dist.barrier()
+        began_s = time.monotonic()
+        function()
+        return time.monotonic() - began_s
+
+    def first_snapshots(self) -> tuple[list[float], list[float]]:
+        """How long each of the first took: from its boundary to its seal, and blocked."""
+        found, blocked_s = [], []
+        for _ in range(FIRST_SNAPSHOTS):
+            count = self.page.get(Beat.SEALED_COUNT)
+            blocked_ns = self.page.get(Beat.BLOCKED_NS)
+            began_ns = time.monotonic_ns()
+            self.session.step_done()
+            self.train()
+            self.wait_for_seal(count)
+            found.append((self.page.get(Beat.SEALED_NS) - began_ns) / 1e9)
+            blocked_s.append((self.page.get(Beat.BLOCKED_NS) - blocked_ns) / 1e9)
+        return found, blocked_s
+
+    def idle_snapshots(self) -> tuple[list[float], list[float]]:
+        """Snapshots' copies while nothing else runs, and copy_ in turn with them."""
+        copies = [torch.empty_like(tensor) for tensor in self.state()]
+        self.copy_s(copies)
+        snapshots_s, copies_s = [], []
+        for _ in range(IDLE_SNAPSHOTS):
+            self.optimizer.step()
+            count = self.page.get(Beat.SEALED_COUNT)
+            dist.barrier()
+            self.session.step_done()
+            began_ns = time.monotonic_ns()
+            self.wait_for_seal(count)
+            snapshots_s.append((self.page.get(Beat.SEALED_NS) - began_ns) / 1e9)
+            copies_s.append(self.copy_s(copies))
+        return snapshots_s, copies_s
+
+    def wait_for_seal(self, count: int) -> None:
+        give_up_s = time.monotonic() + SEAL_WAIT_S
+        while self.page.get(Beat.SEALED_COUNT) == count:
+            if time.monotonic() > give_up_s:
+                raise TimeoutError(f"no seal within {SEAL_WAIT_S:.0f} s: {self.page.note}")
+            time.sleep(0.0005)
+
+    def measure(self, notes: Notes) -> dict[str, Any]:
+        self.calibrate()
+        for _ in range(WARM_STEPS):
+            self.actions["plain"]()
+            self.train()
+        first_s, first_blocked_s = self.first_snapshots()
+        idle_s, copy_s = self.idle_snapshots()
+        notes.write("warm", generation=0)
+        others = ["ftrun", *(() if self.args.no_peers else PEERS)]
+        for number in range(self.args.rounds):
+            for name in others:
+                self.block("plain", self.args.block)
+                self.block(name, self.args.block)
+                self.peers.finish()
+            if self.rank == 0:
+                print(f"round {number + 1} of {self.args.rounds}", flush=True)
+        return {
+            "bytes": sum(tensor.nbytes for tensor in self.state()),
+            "batch": len(self.data),
+            "forward_backward_s": median(self.timed(self.forward_backward) for _ in range(3)),
+            "first_s": first_s,
+            "first_blocked_s": first_blocked_s,
+            "idle_s": idle_s,
+            "copy_s": copy_s,
+            "samples": self.samples,
+            "saves_s": self.peers.saves_s,
+            "peer_bytes": self.peers.most_bytes,
+            "skipped": self.page.get(Beat.SKIPPED_COUNT),
+            "discarded": self.page.get(Beat.DISCARDED_COUNT),
+            "note": self.page.note,
+        }
+
+
+class Peers:
+    """What else there is to save a state with, each to tmpfs, the old file kept for the time."""
+
+    def __init__(self, worker: Worker) -> None:
+        self.saves_s: dict[str, list[float]] = {name: [] for name in PEERS}
+        self.most_bytes = dict.fromkeys(PEERS, 0)
+        self._worker = worker
+        self._folder: Path = worker.args.folder
+        self._group = dist.new_group(backend="gloo")
+        self._future: Future[Any] | None = None
+        self._own_bytes = 0
+        self._number = 0
+
+    def _state(self) -> dict[str, Any]:
+        worker = self._worker
+        return {"model": worker.model.state_dict(), "optimizer": worker.optimizer.state_dict()}
+
+    def torch_save(self) -> None:
+        self._worker.session.step_done(snapshot=False)
+        began_s = time.monotonic()
+        file = self._folder / f"rank{self._worker.rank}.pt"
+        torch.save(self._state(), file.with_suffix(".new"))
+        self.saves_s["torch.save"].append(time.monotonic() - began_s)
+        self._note_bytes("torch.save", file, file.with_suffix(".new"))
+        file.with_suffix(".new").replace(file)
+
+    def async_save(self) -> None:
+        self._worker.session.step_done(snapshot=False)
+        if not self._own_bytes:
+            self._own_bytes = own_bytes()
+        self._wait()
+        self._number += 1
+        folder = self._folder / f"dcp{self._number % 2}"
+        began_s = time.monotonic()
+        future = async_save(
+            {f"rank{self._worker.rank}": self._state()},  # its own on each rank: no replicas
+            storage_writer=FileSystemWriter(folder),
+            process_group=self._group,
+        )
+        assert isinstance(future, Future)  # without a stager of the caller's own
+        saves_s = self.saves_s["async_save"]
+        future.add_done_callback(lambda _: saves_s.append(time.monotonic() - began_s))
+        self._future = future
+
+    def _wait(self) -> None:
+        if self._future is not None:
+            self._future.result()
+            self._future = None
+            rank = self._worker.rank
+            files = [self._folder / f"dcp{i}" / f"__{rank}_0.distcp" for i in (0, 1)]
+            self._note_bytes("async_save", *files)
+
+    def _note_bytes(self, name: str, *files: Path) -> None:
+        stored = sum(file.stat().st_size for file in files if file.exists())
+        staged = max(0, own_bytes() - self._own_bytes) if name == "async_save" else 0
+        self.most_bytes[name] = max(self.most_bytes[name], stored + staged)
+
+    def finish(self) -> None:
+        """The end of a block: nothing goes on in the next one, and no file takes up memory."""
+        self._wait()
+        dist.barrier()
+        if self._worker.rank == 0:
+            for path in (*self._folder.glob("dcp?"), *self._folder.glob("rank?.pt")):
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        dist.barrier()
+
+
+def own_bytes() -> int:
+    """Memory of this process that is no file's and no memfd's."""
+    found = psutil.Process().memory_info()
+    return int(found.rss - found.shared)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--mb", type=float, required=True)
+    parser.add_argument("--times-copy", type=float, required=True)
+    parser.add_argument("--rounds", type=int, required=True)
+    parser.add_argument("--block", type=int, required=True)
+    parser.add_argument("--no-peers", action="store_true")
+    args = parser.parse_args()
+    worker = Worker(args)
+    notes = Notes(args.folder / f"rank{worker.rank}.jsonl")
+    found = worker.measure(notes)
+    (args.folder / f"rank{worker.rank}.json").write_text(json.dumps(found))
+    dist.barrier()
+    notes.write("measured", generation=0)
+
+
+if __name__ == "__main__":
+    main()
