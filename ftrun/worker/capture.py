@@ -37,7 +37,7 @@ from ftrun.worker.cadence import Cadence
 from ftrun.worker.context import WorkerContext
 from ftrun.worker.copying import CopyThread, SlotCopy, SlotViews
 from ftrun.worker.laziness import Proof
-from ftrun.worker.smp_link import SmpLink
+from ftrun.worker.memory_link import MemoryLink
 from ftrun.worker.state_tree import Lasting, State, StateTree
 
 _POLL_S = 0.0005
@@ -74,7 +74,7 @@ class Slots:
 class Capture:
     """Takes snapshots at step boundaries."""
 
-    def __init__(self, context: WorkerContext, tree: StateTree, link: SmpLink) -> None:
+    def __init__(self, context: WorkerContext, tree: StateTree, link: MemoryLink) -> None:
         self._context = context
         self._tree = tree
         self._link = link

@@ -22,8 +22,8 @@ from ftrun.worker.attached import Attached
 from ftrun.worker.buckets import WrapperWatch, is_needed, ready_order, warm_buckets
 from ftrun.worker.capture import Capture, needed_bytes
 from ftrun.worker.context import WorkerContext
+from ftrun.worker.memory_link import MemoryLink
 from ftrun.worker.reload import SavedState, put_back_random_states, reload
-from ftrun.worker.smp_link import SmpLink
 from ftrun.worker.state_tree import StateTree
 
 _POLL_S = 0.02
@@ -42,7 +42,7 @@ class Protection:
         self._attached = attached
         self._warmup = warmup
         self._tree = StateTree(attached)
-        self._link = SmpLink(context)
+        self._link = MemoryLink(context)
         self._accumulation = Accumulation(attached.optimizers.values())
         self._watch = WrapperWatch()
         self._capture: Capture | None = None

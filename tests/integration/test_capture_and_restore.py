@@ -516,3 +516,26 @@ def test_a_stop_takes_a_last_snapshot_and_waits_at_the_boundary(run: Run) -> Non
     run.commands.set(Command.STOP_AFTER_STEP, 1 << 60)
     thread.join(30)
     assert session.step == 4
+
+
+def test_a_seal_that_no_other_rank_follows_is_withdrawn_and_not_waited_for(run: Run) -> None:
+    run.ask(m.BeginGeneration(0, 2, [0, 1]), run.command_fd)  # rank 1 never seals
+    run.settings = SnapshotSettings(every=1, commit_wait_s=0.01)
+    model, optimizer = made()
+    loop(run.attach(model=model, optimizer=optimizer), model, optimizer, 4)
+    assert run.page.get(Beat.SEALED_STEP) == 4
+    assert run.page.get(Beat.SKIPPED_COUNT) == 0
+    assert run.commands.get(Command.COMMITTED_STEP) == -1
+
+
+def test_an_smp_that_is_gone_costs_snapshots_and_not_the_run(run: Run) -> None:
+    run.settings = SnapshotSettings(every=1, commit_wait_s=0.01)
+    model, optimizer = made()
+    session = run.attach(model=model, optimizer=optimizer)
+    loop(session, model, optimizer, 3)
+    run.smp.kill()
+    run.smp.wait(20)
+    loop(session, model, optimizer, 6)
+    assert session.step == 6
+    assert run.page.get(Beat.SKIPPED_COUNT) >= 2
+    assert not run.page.get(Beat.UNPROTECTED)

@@ -30,7 +30,7 @@ _CONNECT_S = 1.0
 _ANSWER_S = 60.0  # the SMP allocates and populates: 0.25 s per GiB measured, more when it is busy
 
 
-class SmpLink:
+class MemoryLink:
     """Asks the SMP, and tells it."""
 
     def __init__(self, context: WorkerContext) -> None:
