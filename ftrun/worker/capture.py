@@ -95,6 +95,7 @@ class Capture:
         self._had_copy = False
         self._last_boundary_ns = 0
         self._hook_fired = False
+        self._is_asked = False
         self._is_off = False
         self._hook = register_optimizer_step_pre_hook(self._before_optimizer_step)
 
@@ -118,8 +119,9 @@ class Capture:
             self._close_window()
             self._learn(began_ns)
             self._link.tell_again()
-            asked = self._cadence.was_asked()
-            if force or (allowed and (asked or self._cadence.is_due(step))):
+            self._is_asked |= self._cadence.was_asked()
+            if force or (allowed and (self._is_asked or self._cadence.is_due(step))):
+                self._is_asked = False
                 self._take(step, collect, wait_s=self._commit_wait_s(force))
                 if force:
                     self._thread.wait()
