@@ -16,6 +16,7 @@ only if both are 0.
 import argparse
 import collections
 import contextlib
+import json
 import os
 import random
 import signal
@@ -124,6 +125,17 @@ class Checker:
         firsts = [reader.of("step", now)[0]["ns"] for reader in self.readers]
         self.times_s.append((max(firsts) - kill_ns) / 1e9)
         self.judged = now
+        if self.lost[-1] > 1:
+            print(self.evidence(killed, now), flush=True)
+
+    def evidence(self, killed: int, now: int) -> str:
+        """What the ranks have seen around a recovery that lost too much."""
+        lines = [f"  generation {now} lost {self.lost[-1]} completed steps:"]
+        for rank, reader in enumerate(self.readers):
+            last = reader.of("step", killed)[-3:]
+            seen = [*last, *self.beginnings(now)[rank : rank + 1]]
+            lines += [f"    rank {rank}: {json.dumps(line)}" for line in seen]
+        return "\n".join(lines)
 
 
 def main() -> int:
@@ -212,6 +224,10 @@ def report(
             ["torn or mixed state", len(checker.torn)],
         ],
     )
+    if lost_more:
+        for event in journal:
+            if event["kind"] == "restore_point":
+                print(f"  {event['version']}: {event['why']}")
     for text in checker.torn:
         print(f"  TORN: {text}")
     print(

@@ -12,10 +12,12 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from bench_common import Notes
+from bench_notes import Notes
 from torch import Tensor, nn
 
 import ftrun
+from ftrun.wire.pages import Beat, Command
+from ftrun.worker.context import worker_context
 
 LAYERS = 8
 STEPS_LIMIT = 5000
@@ -77,7 +79,20 @@ def main() -> None:
         optimizer.step()
         model.count += 1
         plain["steps"] += 1
-        notes.write("step", step=step, generation=generation)
+        notes.write("step", step=step, generation=generation, **counts())
+
+
+def counts() -> dict[str, int]:
+    """How this rank's snapshots fare, for when something is lost."""
+    context = worker_context()
+    assert context is not None
+    page = context.page
+    return {
+        "sealed": page.get(Beat.SEALED_STEP),
+        "skipped": page.get(Beat.SKIPPED_COUNT),
+        "discarded": page.get(Beat.DISCARDED_COUNT),
+        "committed": context.commands.get(Command.COMMITTED_STEP),
+    }
 
 
 def wrong_parts(

@@ -13,12 +13,13 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from bench_common import POLL_S, Notes
+from bench_notes import Notes
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 LAYERS = 8
 SAVE_AT = 5
+HOLD_S = 0.01
 FOREVER = 1 << 40
 
 
@@ -63,7 +64,7 @@ def main() -> None:
         optimizer.step()
         notes.write("step", step=step, generation=generation)
         while hold.exists():  # it is the other launcher's turn
-            time.sleep(POLL_S)
+            time.sleep(HOLD_S)
 
 
 def steps(model: nn.Module, optimizer: torch.optim.Optimizer, file: Path) -> Iterator[int]:

@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 import torch
 import torch.distributed as dist
-from bench_common import Notes
+from bench_notes import Notes
 from torch import Tensor, nn
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import async_save

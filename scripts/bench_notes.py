@@ -1,0 +1,21 @@
+"""What the benchmarks' workers write while they are measured.
+
+Apart from bench_common.py, whose imports would be part of what is measured.
+"""
+
+import json
+import os
+import time
+from pathlib import Path
+
+
+class Notes:
+    """A worker's own file: one JSON line for each thing it has seen, whole or not at all."""
+
+    def __init__(self, path: Path) -> None:
+        # One write of O_APPEND per line: a kill leaves no half of one behind.
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+
+    def write(self, kind: str, **fields: object) -> None:
+        line = {"ns": time.monotonic_ns(), "kind": kind, **fields}
+        os.write(self._fd, json.dumps(line).encode() + b"\n")
