@@ -28,7 +28,7 @@ __all__ = ["Session", "__version__", "attach"]
 def __getattr__(name: str) -> object:
     # Lazy (PEP 562): a re-export would load torch into the command line and into every SMP.
     if name in ("attach", "Session"):
-        from ftrun.worker import session  # noqa: PLC0415
+        from ftrun.worker import session
 
         return getattr(session, name)
     raise AttributeError(f"module 'ftrun' has no attribute {name!r}")

@@ -21,28 +21,33 @@ class _Section(BaseModel):
 class SnapshotConfig(_Section):
     """Snapshots in memory."""
 
-    enabled: bool = Field(True, description="take snapshots in scripts that call ftrun.attach")
+    enabled: bool = Field(default=True, description="snapshots in scripts that call ftrun.attach")
     required: bool = Field(
-        False, description="stop the run where snapshots are not possible, instead of going on"
+        default=False,
+        description="stop the run where snapshots are impossible, not go on",
     )
     every: Literal["auto"] | int = Field(
-        "auto", description="steps between two snapshots; auto: from their cost and the budget"
+        default="auto",
+        description="steps between two snapshots; auto: from cost and budget",
     )
     overhead_budget: float = Field(
-        0.02, gt=0, le=1, description="part of the step time that auto may spend on snapshots"
+        default=0.02,
+        gt=0,
+        le=1,
+        description="part of the step time that auto may spend",
     )
     commit_wait_s: float = Field(
-        0.1,
+        default=0.1,
         ge=0,
         le=10,
         description="at most this long does a step boundary wait for the last commit, then the "
         "snapshot is skipped",
     )
     proof_first: int = Field(
-        3, ge=0, description="snapshots at the start whose lazy copies are proven by digest"
+        default=3, ge=0, description="snapshots at the start whose lazy copies are proven by digest"
     )
     proof_every: int = Field(
-        100, ge=1, description="after those, every so many snapshots one is proven again"
+        default=100, ge=1, description="after those, every so many snapshots one is proven again"
     )
 
 
@@ -50,7 +55,7 @@ class StartConfig(_Section):
     """How workers are started."""
 
     mode: Literal["warm", "fresh"] = Field(
-        "warm", description="warm: forked from a process that has torch imported"
+        default="warm", description="warm: forked from a process that has torch imported"
     )
     preload: list[str] = Field(
         default_factory=list, description="modules that the warm process imports besides torch"
@@ -60,14 +65,18 @@ class StartConfig(_Section):
 class RestartConfig(_Section):
     """How often, and when not."""
 
-    budget: int = Field(20, ge=0, description="restarts allowed within window_s")
-    window_s: float = Field(3600.0, gt=0, description="length of the sliding window")
+    budget: int = Field(default=20, ge=0, description="restarts allowed within window_s")
+    window_s: float = Field(default=3600.0, gt=0, description="length of the sliding window")
     backoff_first_s: float = Field(
-        1.0, ge=0, description="pause before the second restart in a row without progress; doubles"
+        default=1.0,
+        ge=0,
+        description="pause before the second restart without progress; doubles",
     )
-    backoff_limit_s: float = Field(60.0, ge=0, description="longest pause")
+    backoff_limit_s: float = Field(default=60.0, ge=0, description="longest pause")
     same_cause_limit: int = Field(
-        3, ge=1, description="the same first cause this often without a step of progress: stop, 93"
+        default=3,
+        ge=1,
+        description="the same cause this often without a step of progress: 93",
     )
 
 
@@ -75,10 +84,10 @@ class StopConfig(_Section):
     """SIGTERM, SIGINT, SIGUSR1."""
 
     grace_s: float = Field(
-        30.0, gt=0, description="from the first signal to SIGKILL of what is left"
+        default=30.0, gt=0, description="from the first signal to SIGKILL of what is left"
     )
     boundary_wait_s: float = Field(
-        10.0, ge=0, description="part of it to reach a step boundary for a last snapshot"
+        default=10.0, ge=0, description="part of it to reach a step boundary for a last snapshot"
     )
     forward: list[str] = Field(
         default_factory=list, description="signals that are passed to the workers instead"
@@ -89,26 +98,30 @@ class MonitorConfig(_Section):
     """When something is wrong."""
 
     stopped_kill_s: float = Field(
-        5.0, gt=0, description="a worker stopped (SIGSTOP) for this long is killed and respawned"
+        default=5.0,
+        gt=0,
+        description="a worker stopped (SIGSTOP) for so long is killed",
     )
     silence_report_s: float = Field(
-        60.0, gt=0, description="a worker without a step for this long is reported, not killed"
+        default=60.0,
+        gt=0,
+        description="a worker without a step for so long is reported",
     )
 
 
 class CheckpointConfig(_Section):
     """Committed snapshots on disk, written by the SMP."""
 
-    directory: str | None = Field(None, description="where; none: no checkpoints")
-    every_s: float = Field(600.0, gt=0, description="seconds between two")
-    keep: int = Field(2, ge=1, description="how many of them stay")
+    directory: str | None = Field(default=None, description="where; none: no checkpoints")
+    every_s: float = Field(default=600.0, gt=0, description="seconds between two")
+    keep: int = Field(default=2, ge=1, description="how many of them stay")
 
 
 class SmpConfig(_Section):
     """The snapshot manager."""
 
     orphan_s: float = Field(
-        600.0, gt=0, description="how long it keeps the memory when its agent is gone"
+        default=600.0, gt=0, description="how long it keeps the memory when its agent is gone"
     )
 
 
@@ -134,7 +147,7 @@ class RunSpec(BaseModel):
     torchrun_argv: list[str] = Field(
         description="for torch.distributed.run's parser: its flags, script, script's arguments"
     )
-    max_restarts: int | None = Field(None, description="as given by the user; none: the budget")
+    max_restarts: int | None = Field(default=None, description="as given; none: the budget")
     log_folder: str = Field(description="ftrun-logs/RUN_ID, absolute: journal and worker logs")
     quiet: bool = False
     debug: bool = False

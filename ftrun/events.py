@@ -100,11 +100,5 @@ class Tick:
 
 
 Event = (
-    GenerationStarted
-    | WorkersExited
-    | SmpExited
-    | ZygoteExited
-    | StopAsked
-    | AllAtBoundary
-    | Tick
+    GenerationStarted | WorkersExited | SmpExited | ZygoteExited | StopAsked | AllAtBoundary | Tick
 )

@@ -14,15 +14,17 @@ import sys
 import traceback
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from ftrun import clock
-from ftrun.agent.processes import become_subreaper, die_with, name_process, process_state
+from ftrun.agent.processes import process_state
 from ftrun.agent.smp_link import SmpLink
 from ftrun.agent.stub_link import StubLink, kept
 from ftrun.agent.zygote_link import ZygoteLink
 from ftrun.config import RunSpec
-from ftrun.errors import ExitCode, FtrunError, InternalError
+from ftrun.errors import FtrunError, InternalError
 from ftrun.journal import Journal
+from ftrun.kernel import become_subreaper, die_with_parent, name_process
 from ftrun.wire.run_folder import RunFolder
 
 OLD_WORKERS_WAIT_S = 30.0
@@ -31,7 +33,7 @@ OLD_WORKERS_WAIT_S = 30.0
 def main() -> int:
     folder = RunFolder(Path(sys.argv[1]))
     become_subreaper()
-    die_with(int(os.environ.get("FTRUN_STUB_PID", os.getppid())))
+    die_with_parent(int(os.environ.get("FTRUN_STUB_PID", os.getppid())))
     name_process("ftrun-agent")
     spec = RunSpec.model_validate_json(folder.spec.read_bytes())
     level = logging.DEBUG if spec.debug else logging.ERROR if spec.quiet else logging.WARNING
@@ -48,7 +50,7 @@ def main() -> int:
             zygote.start()
         stub = StubLink()
         first_generation = _take_over(smp, journal)
-        from ftrun.agent.launcher import launch  # noqa: PLC0415 - imports torch
+        from ftrun.agent.launcher import launch
 
         return launch(spec, journal, smp, zygote, stub, first=first_generation)
     except FtrunError as error:
@@ -96,7 +98,7 @@ def _take_over(smp: SmpLink, journal: Journal) -> int:
     else:
         for fd in fds:
             os.close(fd)
-    state = json.loads(left) if left else kept_state
+    state: dict[str, Any] = json.loads(left) if left else kept_state
     if not state:
         return 0
     _wait_for_end_of(state["pids"])
@@ -129,4 +131,4 @@ if __name__ == "__main__":
     sys.stderr.flush()
     # The interpreter's own teardown takes up to 0.7 s with torch loaded and frees nothing that
     # the kernel would not.
-    os._exit(code if code is not None else ExitCode.BUG)
+    os._exit(code)

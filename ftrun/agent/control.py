@@ -14,7 +14,7 @@ from contextlib import suppress
 
 from ftrun import events
 from ftrun.agent.run_loop import RunLoop
-from ftrun.agent.status import status_document
+from ftrun.agent.status_document import status_document
 from ftrun.errors import FtrunError
 from ftrun.wire import messages as msg
 from ftrun.wire.channel import Channel, accept, listen
@@ -67,9 +67,7 @@ class ControlServer:
                         channel.send(msg.Status(status_document(self._run)))
                     case msg.StopRun():
                         attached = self._run.workers.progress().attached
-                        self._run.asks.put(
-                            events.StopAsked(signal.SIGTERM, "ftrun stop", attached)
-                        )
+                        self._run.asks.put(events.StopAsked(signal.SIGTERM, "ftrun stop", attached))
                         self._run.wake()
                         channel.send(msg.Done())
                     case msg.Hello():

@@ -82,10 +82,15 @@ def parse(spec: RunSpec) -> Namespace:
 def run(args: Namespace, starter: WorkerStarter, drive: Callable[[Any], None]) -> None:
     """Run torchrun's launcher with ours inside; returns when the run has ended well."""
     FtrunElasticAgent.drive = staticmethod(drive)
-    launcher_api.LocalElasticAgent = FtrunElasticAgent
-    multiprocessing_api.get_subprocess_handler = starter
+    # Names that torch looks up when it needs them; to mypy they are not its to give away.
+    replaced: list[tuple[object, str, object]] = [
+        (launcher_api, "LocalElasticAgent", FtrunElasticAgent),
+        (multiprocessing_api, "get_subprocess_handler", starter),
+    ]
     # A DNS look-up per event would cost more than the restart it reports.
-    for module in (agent_api, local_elastic_agent):
-        if hasattr(module, "_get_fq_hostname"):
-            module._get_fq_hostname = cache(module._get_fq_hostname)
-    torchrun.run(args)
+    host_name = getattr(agent_api, "_get_fq_hostname", None)
+    if host_name is not None:
+        replaced.append((agent_api, "_get_fq_hostname", cache(host_name)))
+    for module, name, ours in replaced:
+        setattr(module, name, ours)
+    torchrun.run(args)  # type: ignore[no-untyped-call]

@@ -21,6 +21,7 @@ from ftrun.ids import Rank, Version, version
 from ftrun.journal import Journal
 from ftrun.snapshot.restore_point import Offer, restore_point
 from ftrun.wire import messages as msg
+from ftrun.wire.crash_points import crash_point
 from ftrun.wire.pages import Beat
 
 NOTHING = version(-9, -1)
@@ -73,12 +74,16 @@ class Generations:
         """Start all workers from the newest restore point; which one that was."""
         decided_s = clock.now_s()
         self.number += 1
+        crash_point("agent.restart.decided")
         restored = self._restore_point()
+        crash_point("agent.restart.voided")
         agent.close_generation()
         self._workers.prepare(self.number, self.world_size, restored)
         self.tell_smp()
+        crash_point("agent.restart.smp_told")
         agent.start_generation(self.number)
         self._workers.launched(agent)
+        crash_point("agent.restart.launched")
         text = str(restored) if restored is not None else None
         if self.number > 0:
             times = (noticed_s, decided_s, stopped_s or decided_s, clock.now_s())
@@ -88,6 +93,7 @@ class Generations:
             "StartGeneration", why=why, generation=self.number, restored=text, pids=pids
         )
         self._keep_run_state(pids)
+        crash_point("agent.restart.state_kept")
         return restored
 
     def tell_smp(self) -> None:

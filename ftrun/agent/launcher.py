@@ -38,7 +38,7 @@ KNOWN_TORCH = ((2, 8), (2, 15))
 _log = logging.getLogger("ftrun")
 
 
-def launch(  # noqa: PLR0913 - the parts of a run
+def launch(
     spec: RunSpec,
     journal: Journal,
     smp: SmpLink,
@@ -77,7 +77,7 @@ def launch(  # noqa: PLR0913 - the parts of a run
     return 0
 
 
-def _assemble(  # noqa: PLR0913 - the parts of a run
+def _assemble(
     spec: RunSpec,
     journal: Journal,
     smp: SmpLink,

@@ -13,14 +13,12 @@ import os
 import select
 import signal
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
 from ftrun import clock
-
-_PR_SET_PDEATHSIG = 1
-_PR_SET_CHILD_SUBREAPER = 36
 
 
 class Child:
@@ -32,6 +30,12 @@ class Child:
         self.pidfd = os.pidfd_open(pid)
         self.status: int | None = None
         """Exit code, or the signal's number with a minus sign; None while it lives."""
+
+    @property
+    def ended_with(self) -> int:
+        """Its status; only for a child that has been reaped."""
+        assert self.status is not None
+        return self.status
 
     def reap(self) -> bool:
         """Whether it has ended; reads its status the first time it has."""
@@ -78,7 +82,7 @@ class Child:
         os.close(self.pidfd)
 
 
-def spawn(  # noqa: PLR0913 - the parts of one exec
+def spawn(
     argv: Sequence[str],
     *,
     name: str,
@@ -99,6 +103,12 @@ def spawn(  # noqa: PLR0913 - the parts of one exec
     # Child reads the status; a Popen that is collected without one warns and keeps the pid.
     started.returncode = 0
     return Child(started.pid, name)
+
+
+def python_command(module: str, *arguments: str) -> list[str]:
+    """`python -u -m module`, as safe from what lies in the user's folder as we are ourselves."""
+    safe_path = ["-P"] if sys.flags.safe_path else []
+    return [sys.executable, "-u", *safe_path, "-m", module, *arguments]
 
 
 def process_state(pid: int) -> str:
@@ -127,29 +137,6 @@ def reap_strangers(known: Sequence[Child]) -> None:
             return  # its own event will come; strangers behind it wait for the next look
         with contextlib.suppress(ChildProcessError):
             os.waitpid(found.si_pid, os.WNOHANG)
-
-
-def become_subreaper() -> None:
-    """Orphans among our descendants become our children, not init's."""
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-
-
-def name_process(name: str) -> None:
-    """What `ps -o comm` shows, at most 15 characters."""
-    Path("/proc/self/comm").write_text(name[:15], encoding="ascii")
-
-
-def die_with(parent_pid: int) -> None:
-    """Be killed when the parent dies."""
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent_pid:
-        raise SystemExit(1)
-
-
-def _prctl(option: int, value: int) -> None:
-    import ctypes  # noqa: PLC0415 - once per process
-
-    ctypes.CDLL(None).prctl(option, value)
 
 
 def oom_kills() -> int | None:

@@ -112,7 +112,7 @@ class RunLoop:
         for command in self.supervisor.handle(event, now_s=clock.now_s()):
             self._carry_out(command)
 
-    def _carry_out(self, command: commands.Command) -> None:
+    def _carry_out(self, command: commands.Command) -> None:  # noqa: C901 - dispatch
         if not isinstance(command, commands.StartGeneration):
             self.journal.write(type(command).__name__, **_fields(command))
         match command:
@@ -203,7 +203,7 @@ class RunLoop:
         found: list[events.Event] = []
         zygote = self._zygote_child()
         if zygote is not None and zygote.status is None and zygote.reap():
-            found.append(events.ZygoteExited(f"the zygote {end_in_words(zygote.status or 0)}"))
+            found.append(events.ZygoteExited(f"the zygote {end_in_words(zygote.ended_with)}"))
         try:
             self.smp.collect()
         except PeerError:
@@ -214,7 +214,7 @@ class RunLoop:
         child = self.smp.child
         if child is not None and child.status is None and child.reap():
             self.smp.lost()
-            found.append(events.SmpExited(f"the SMP {end_in_words(child.status or 0)}"))
+            found.append(events.SmpExited(f"the SMP {end_in_words(child.ended_with)}"))
         return found
 
     def _on_signal(self, number: int) -> list[events.Event]:

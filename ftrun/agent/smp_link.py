@@ -7,12 +7,11 @@ Survives: the SMP: its memfds are held here too and are handed to the next one.
 """
 
 import os
-import sys
 from contextlib import suppress
 from dataclasses import dataclass, field
 
 from ftrun import clock
-from ftrun.agent.processes import Child, spawn
+from ftrun.agent.processes import Child, python_command, spawn
 from ftrun.errors import FtrunError, LayoutUnknown, PeerError, PeerLost
 from ftrun.ids import Rank, Version, version
 from ftrun.wire import messages as msg
@@ -81,8 +80,8 @@ class SmpLink:
 
     def start(self) -> None:
         """Start an SMP without waiting for it; `ready` waits."""
-        argv = [sys.executable, "-m", "ftrun.smp", "--run-id", self.folder.run_id]
-        argv += ["--socket", str(self.folder.smp_socket), "--orphan-s", str(self.orphan_s)]
+        words = ["--run-id", self.folder.run_id, "--socket", str(self.folder.smp_socket)]
+        argv = python_command("ftrun.smp", *words, "--orphan-s", str(self.orphan_s))
         if self.held:
             argv.append("--adopt")
         self.folder.smp_socket.unlink(missing_ok=True)
@@ -112,9 +111,7 @@ class SmpLink:
     def begin_generation(self, generation: int, ranks: list[int], command_page: int) -> None:
         if self.channel is not None:
             self.channel.generation = generation
-            self._ask(
-                msg.BeginGeneration(generation, len(ranks), ranks), fds=(command_page,)
-            )
+            self._ask(msg.BeginGeneration(generation, len(ranks), ranks), fds=(command_page,))
 
     def keep_run_state(self, state: bytes) -> None:
         self._run_state = state

@@ -133,7 +133,7 @@ class WorkerGroup:
         facts = ExitFacts(
             rank=Rank(handle.place.rank),
             pid=handle.pid,
-            status=handle.child.status or 0,
+            status=handle.child.ended_with,
             message=message,
             traceback=traceback,
             failed_at_ns=page.get(Beat.FAILED_NS) or failed_at_ns,

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import IO, Any
 
-from ftrun.agent.processes import Child, spawn
+from ftrun.agent.processes import Child, python_command, spawn
 from ftrun.agent.zygote_link import ZygoteLink, ZygoteUnfit
 from ftrun.journal import Journal
 from ftrun.wire import environment as env
@@ -85,11 +85,11 @@ class WorkerStarter:
     places: dict[int, Place] = field(default_factory=dict)
     handles: dict[int, WorkerHandle] = field(default_factory=dict)
 
-    def __call__(  # noqa: PLR0913 - torch's signature
+    def __call__(
         self,
         entrypoint: str,
         args: Sequence[object],
-        env: dict[str, str],  # noqa: A002 - torch's name
+        env: dict[str, str],
         stdout: str | None,
         stderr: str | None,
         local_rank_id: int,
@@ -106,7 +106,7 @@ class WorkerStarter:
         self.handles[local_rank_id] = handle
         return handle
 
-    def _start(  # noqa: PLR0913
+    def _start(
         self,
         entrypoint: str,
         argv: list[str],
@@ -152,7 +152,7 @@ class WorkerStarter:
         order = LaunchOrder(argv[1:] if module else argv, module, variables, os.getcwd(), names)
         return zygote.launch(order, fds)
 
-    def _fresh(  # noqa: PLR0913
+    def _fresh(
         self,
         entrypoint: str,
         argv: list[str],
@@ -169,7 +169,7 @@ class WorkerStarter:
         descriptors = self._descriptors(place)
         variables.update({name: str(fd) for name, fd in descriptors})
         return spawn(
-            [sys.executable, "-u", "-m", "ftrun.worker.fresh", *kind],
+            python_command("ftrun.worker.fresh", *kind),
             name=f"rank {place.rank}",
             variables=variables,
             pass_fds=[fd for _, fd in descriptors],

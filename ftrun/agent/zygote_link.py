@@ -10,13 +10,12 @@ import contextlib
 import json
 import os
 import socket
-import sys
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ftrun import clock
-from ftrun.agent.processes import Child, spawn
+from ftrun.agent.processes import Child, python_command, spawn
 from ftrun.wire.launch_order import LaunchOrder, encode_order
 
 READY_WAIT_S = 120.0
@@ -58,8 +57,8 @@ class ZygoteLink:
     def start(self) -> None:
         """Start a zygote; it imports torch while the agent does the same."""
         mine, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        argv = [sys.executable, "-u", "-m", "ftrun.worker.zygote", str(its.fileno())]
-        argv += [str(os.getpid()), *self._preload]
+        words = (str(its.fileno()), str(os.getpid()), *self._preload)
+        argv = python_command("ftrun.worker.zygote", *words)
         self.child = spawn(argv, name="zygote", variables=os.environ, pass_fds=[its.fileno()])
         its.close()
         if self._control is not None:

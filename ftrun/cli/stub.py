@@ -16,7 +16,6 @@ Rule 4: it holds duplicates of the run's memory, unread: agent and SMP may be ki
 """
 
 import contextlib
-import ctypes
 import os
 import select
 import signal
@@ -27,6 +26,7 @@ from pathlib import Path
 
 from ftrun import clock
 from ftrun.errors import ExitCode, FtrunError
+from ftrun.kernel import become_subreaper
 from ftrun.wire.run_folder import RunFolder
 
 FORWARDED = (
@@ -59,7 +59,6 @@ _PAUSES_S = (0.0, 0.1, 0.5, 2.0, 5.0)
 _READY_CHECK_S = 0.05
 _SHUTDOWN_S = 5.0
 _LEFTOVER_S = 3.0
-_PR_SET_CHILD_SUBREAPER = 36
 
 
 class Stub:
@@ -202,13 +201,6 @@ class Stub:
             shut_down_smp(self._folder)
         end_children(term_first=True)
         self._folder.remove()
-
-
-def become_subreaper() -> None:
-    """From now on a descendant that loses its parent becomes a child of this process."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
 
 
 def reap_all() -> list[tuple[int, int]]:

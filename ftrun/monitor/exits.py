@@ -5,8 +5,8 @@ Takes in: what the kernel and the worker's error file say.
 Gives:    a `WorkerExit`, in words.
 """
 
-from signal import Signals
 from dataclasses import dataclass
+from signal import Signals
 
 from ftrun.events import Kind, WorkerExit
 from ftrun.ids import Rank
@@ -75,7 +75,11 @@ def _signalled(facts: ExitFacts, who: str) -> WorkerExit:
         return WorkerExit(facts.rank, Kind.OUT_OF_MEMORY, facts.status, text, fingerprint="oom")
     text = f"{who} was killed by {name}"
     if -facts.status == SIGKILL:
-        known = "the kernel has not run out of memory" if facts.oom_kills == 0 else "by whom is not known"
+        known = (
+            "the kernel has not run out of memory"
+            if facts.oom_kills == 0
+            else "by whom is not known"
+        )
         text += f" ({known})"
     return WorkerExit(
         facts.rank, Kind.SIGNAL, facts.status, text, detail=facts.traceback, fingerprint=name

@@ -12,9 +12,9 @@ Rule 2: a failure is retried unless it cannot be cured by that: before the first
 Rule 3: a command is given once; what it leads to comes back as an event.
 """
 
-from signal import SIGTERM, Signals
 from dataclasses import dataclass
 from enum import Enum, auto
+from signal import SIGTERM, Signals
 from typing import assert_never
 
 from ftrun.errors import ExitCode
@@ -102,12 +102,12 @@ class Supervisor:
         self._grace_ends_s = 0.0
         self._resume_why = ""
 
-    def handle(self, event: Event, *, now_s: float) -> list[Command]:  # noqa: PLR0911 - dispatch
+    def handle(self, event: Event, *, now_s: float) -> list[Command]:
         match event:
             case GenerationStarted():
-                if self.state is State.STARTING:
-                    self.state = State.RUNNING
                 self._finished.clear()
+                # A stop may have been asked for while the workers were started.
+                self.state = State.RUNNING if self.state is State.STARTING else self.state
                 return []
             case WorkersExited():
                 return self._workers_exited(event, now_s)
@@ -252,9 +252,8 @@ class Supervisor:
             self.state = State.STARTING
             return [StartGeneration(self._resume_why)]
         if self.state is State.LAST_SNAPSHOT:
-            return self._signal_workers(
-                f"not every rank came to a step boundary within {self._policy.boundary_wait_s:.0f} s"
-            )
+            wait_s = self._policy.boundary_wait_s
+            return self._signal_workers(f"not every rank came to a boundary within {wait_s:.0f} s")
         if self.state is State.SIGNALLED:
             self.state = State.KILLED
             return [KillWorkers(f"the grace of {self._policy.grace_s:.0f} s is over")]

@@ -10,7 +10,6 @@ not readable by other processes of the user: it holds the weights.
 
 import argparse
 import contextlib
-import ctypes
 import logging
 import os
 import resource
@@ -22,10 +21,9 @@ from pathlib import Path
 
 from ftrun.errors import ExitCode
 from ftrun.ids import RunId
-from ftrun.smp.server import Server, is_served
+from ftrun.kernel import hide_memory, name_process
+from ftrun.smp.server import Server, is_served, let_go_of_streams
 
-_PR_SET_DUMPABLE = 4
-_PR_SET_NAME = 15
 _log = logging.getLogger(__name__)
 
 
@@ -57,12 +55,12 @@ def _arguments() -> argparse.Namespace:
 
 
 def _seclude() -> None:
-    """Own session, own name, no core dump."""
+    """Own session, own name, no terminal, no core dump."""
     with contextlib.suppress(PermissionError):  # the leader of a group is one already
         os.setsid()
-    libc = ctypes.CDLL(None)
-    libc.prctl(_PR_SET_NAME, b"ftrun-smp", 0, 0, 0)
-    libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
+    let_go_of_streams(0, 1)
+    name_process("ftrun-smp")
+    hide_memory()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 

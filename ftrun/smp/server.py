@@ -172,6 +172,7 @@ class Server:
                 self._keeper.agent = None
                 self._orphaned_since_s = clock.now_s()
                 _log.info("the agent is gone; the snapshots stay for %.0f s", self._orphan_s)
+                let_go_of_streams(2)  # whoever reads the run's output waits for us otherwise
 
     def _handle(self, client: Client, received: Received) -> None:
         body = received.body
@@ -283,3 +284,11 @@ def is_served(path: Path) -> bool:
         os.close(folder)
         probe.close()
     return True
+
+
+def let_go_of_streams(*numbers: int) -> None:
+    """Point standard streams at /dev/null."""
+    null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+    for number in numbers:
+        os.dup2(null, number)
+    os.close(null)

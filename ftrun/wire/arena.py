@@ -104,7 +104,7 @@ def create_memfd(shape: ArenaShape) -> int:
     Raises:
         OSError: ENOSPC or ENOMEM, with nothing left behind.
     """
-    import fcntl  # noqa: PLC0415 - not on Windows, where a session without snapshots is fine
+    import fcntl
 
     fd = os.memfd_create(f"ftrun-rank-{shape.rank}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:

@@ -1,12 +1,14 @@
 """Named places where a kill would be interesting.
 
-Runs in: every process that keeps state: SMP and worker.
+Runs in: every process that keeps state or changes it: agent, SMP and worker.
 
-A test sets one of two variables before the process starts; both are read once, at import. With
-neither, `crash_point` is one comparison.
+A test sets a variable before the process starts; they are read once, at import. Without them,
+`crash_point` is one comparison.
 
     FTRUN_CRASH_AT=smp.checkpoint.renamed      SIGKILL itself at the first pass
     FTRUN_CRASH_AT=smp.checkpoint.renamed:3    at the third
+    FTRUN_CRASH_ONCE=/path/file                with FTRUN_CRASH_AT: only the first process of a run
+                                               that comes there dies; it makes the file
     FTRUN_CRASH_COUNT=/path/file               append the name of each point passed, a line each
 
 A name is `process.thing.what_has_just_happened`; the points of a folder are listed by a run with
@@ -18,6 +20,7 @@ import signal
 from collections import Counter
 
 _NAME, _, _HIT = os.environ.get("FTRUN_CRASH_AT", "").partition(":")
+_ONCE_FILE = os.environ.get("FTRUN_CRASH_ONCE", "")
 _COUNT_FILE = os.environ.get("FTRUN_CRASH_COUNT", "")
 _ARMED = bool(_NAME or _COUNT_FILE)
 _passed: Counter[str] = Counter()
@@ -34,5 +37,15 @@ def _pass(name: str) -> None:
     if _COUNT_FILE:
         with open(_COUNT_FILE, "a", encoding="utf-8") as file:
             file.write(f"{name}\n")
-    if name == _NAME and _passed[name] == int(_HIT or 1):
+    if name == _NAME and _passed[name] == int(_HIT or 1) and _is_first():
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _is_first() -> bool:
+    if not _ONCE_FILE:
+        return True
+    try:
+        os.close(os.open(_ONCE_FILE, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+    except FileExistsError:
+        return False
+    return True

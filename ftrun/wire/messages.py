@@ -164,8 +164,10 @@ class KeepRunState(Message, frozen=True):
 
 
 class WriteCheckpoint(Message, frozen=True):
-    """Agent -> SMP: write the newest committed version there. Answer when durable: CheckpointWritten
-    or CheckpointRefused."""
+    """Agent -> SMP: write the newest committed version there.
+
+    Answer, when it is durable: CheckpointWritten, or CheckpointRefused.
+    """
 
     directory: str
     keep: int

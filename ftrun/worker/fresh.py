@@ -18,10 +18,10 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+from ftrun.kernel import die_with_parent, name_process, offer_to_oom_killer
 from ftrun.wire import environment as env
 from ftrun.wire.launch_order import LaunchOrder
 from ftrun.worker import heartbeat, standby
-from ftrun.worker.kernel import die_with_parent, name_process, offer_to_oom_killer
 
 
 class _AfterTorch(importlib.abc.MetaPathFinder):

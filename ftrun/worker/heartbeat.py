@@ -45,7 +45,7 @@ def install(*, started_with: dict[str, str]) -> None:
         return
     context.page.set(Beat.PID, os.getpid())
     context.page.set(Beat.GENERATION, context.generation)
-    from torch.optim import optimizer  # noqa: PLC0415 - the fresh start installs before torch
+    from torch.optim import optimizer
 
     optimizer.register_optimizer_step_post_hook(_after_step(context, started_with))
     _time_init_group(context)
@@ -113,8 +113,8 @@ def _report_missed(context: WorkerContext, started_with: dict[str, str]) -> None
 
 
 def _time_init_group(context: WorkerContext) -> None:
-    import torch.distributed as dist  # noqa: PLC0415
-    from torch.distributed import distributed_c10d  # noqa: PLC0415
+    import torch.distributed as dist
+    from torch.distributed import distributed_c10d
 
     if not dist.is_available():
         return

@@ -21,12 +21,13 @@ import socket
 import sys
 import types
 from importlib.machinery import SourceFileLoader
+from typing import TextIO
 
 from ftrun import clock
-from ftrun.worker import heartbeat, script_errors
-from ftrun.worker.kernel import name_process, offer_to_oom_killer
+from ftrun.kernel import name_process, offer_to_oom_killer
 from ftrun.wire import environment as env
 from ftrun.wire.launch_order import LaunchOrder, decode_order
+from ftrun.worker import heartbeat, script_errors
 
 MAX_ORDER_BYTES = 1 << 20
 _SIGNALS = (
@@ -46,15 +47,14 @@ def _wait(orders: socket.socket) -> tuple[LaunchOrder, list[int]]:
     offer_to_oom_killer()
     name_process("ftrun-standby")
     _touch()
-    try:
+    data, fds = b"", list[int]()
+    with contextlib.suppress(OSError):
         orders.send(json.dumps({"pid": os.getpid()}).encode())
         data, fds, _, _ = socket.recv_fds(orders, MAX_ORDER_BYTES, 16)
-    except OSError:
-        data = b""
     if not data:
         os._exit(0)  # the agent is done with us; nothing of the user's has run
     orders.close()
-    return decode_order(data), list(fds)
+    return decode_order(data), fds
 
 
 def _touch() -> None:
@@ -63,13 +63,13 @@ def _touch() -> None:
     Each first call pays for page faults of a forked heap and for lazily built tables. The
     generator of random numbers is not touched; no thread is started with one OpenMP thread.
     """
-    import torch  # noqa: PLC0415 - this module also runs where torch must not be loaded yet
+    import torch
 
     if torch.get_num_threads() > 1:
         return  # a parallel region would start threads that the script may want to configure
     weight = torch.zeros(8, 8, requires_grad=True)
     optimizer = torch.optim.AdamW([weight])
-    torch.nn.functional.linear(torch.zeros(2, 8), weight).sum().backward()
+    torch.nn.functional.linear(torch.zeros(2, 8), weight).sum().backward()  # type: ignore[no-untyped-call]
     optimizer.step()
     optimizer.zero_grad()
     gc.collect(0)
@@ -99,17 +99,16 @@ def become_worker(order: LaunchOrder, fds: list[int]) -> None:
 def _open_streams() -> None:
     """Streams on the new descriptors, unbuffered as with `python -u`."""
     encoding = sys.__stdout__.encoding if sys.__stdout__ is not None else "utf-8"
-    sys.stdin = sys.__stdin__ = None  # type: ignore[assignment]
+    found: dict[str, TextIO | None] = {"stdin": None}
     with contextlib.suppress(OSError):  # closed, as under some schedulers
-        sys.stdin = sys.__stdin__ = open(0, encoding=encoding, closefd=False)  # noqa: SIM115
-    out, err = (
-        open(fd, "w", 1, encoding=encoding, errors=errors, closefd=False)  # noqa: SIM115
-        for fd, errors in ((1, "strict"), (2, "backslashreplace"))
-    )
-    for stream in (out, err):
+        found["stdin"] = open(0, encoding=encoding, closefd=False)  # noqa: SIM115
+    for fd, name, errors in ((1, "stdout", "strict"), (2, "stderr", "backslashreplace")):
+        stream = open(fd, "w", 1, encoding=encoding, errors=errors, closefd=False)  # noqa: SIM115
         stream.reconfigure(write_through=True)
-    sys.stdout = sys.__stdout__ = out
-    sys.stderr = sys.__stderr__ = err
+        found[name] = stream
+    for name, stream_or_none in found.items():
+        setattr(sys, name, stream_or_none)
+        setattr(sys, f"__{name}__", stream_or_none)
 
 
 def _reseed() -> None:
@@ -145,26 +144,33 @@ def run_script(order: LaunchOrder, *, start: str) -> None:
         raise SystemExit(130 if isinstance(error, KeyboardInterrupt) else 1) from None
 
 
+def _search_first(folder: str) -> None:
+    """Put the script's folder where the interpreter would have put it."""
+    if sys.flags.safe_path:
+        sys.path.insert(0, folder)
+    else:
+        sys.path[0] = folder  # was the folder ftrun itself was started in
+
+
 def _run_file(argv: list[str]) -> None:
     path = os.path.abspath(argv[0])
     sys.argv = list(argv)
-    sys.path[0] = os.path.dirname(path)
+    _search_first(os.path.dirname(path))
     main = types.ModuleType("__main__")
     main.__file__ = path
     main.__loader__ = SourceFileLoader("__main__", path)
-    main.__dict__["__builtins__"] = builtins
-    main.__dict__["__annotations__"] = {}
+    vars(main)["__builtins__"] = builtins
     sys.modules["__main__"] = main
     with open(path, "rb") as source:
         code = compile(source.read(), path, "exec")
-    exec(code, main.__dict__)  # noqa: S102
+    exec(code, main.__dict__)
 
 
 def _run_module(argv: list[str]) -> None:
-    import runpy  # noqa: PLC0415 - only for -m
+    import runpy
 
     sys.argv = list(argv)
-    sys.path[0] = os.getcwd()
+    _search_first(os.getcwd())
     # The private entry keeps the module in sys.modules after it returns, as `python -m` does;
     # runpy.run_module drops it, and atexit handlers and pickles then miss it.
     runpy._run_module_as_main(argv[0], alter_argv=True)  # type: ignore[attr-defined]

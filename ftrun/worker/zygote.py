@@ -21,8 +21,8 @@ import signal
 import socket
 import sys
 
+from ftrun.kernel import die_with_parent, name_process
 from ftrun.worker import standby
-from ftrun.worker.kernel import die_with_parent, name_process
 
 PRELOAD = (
     "numpy",

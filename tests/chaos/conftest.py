@@ -10,7 +10,7 @@ __all__ = ["Checked", "Run", "Start", "script", "start"]
 
 STEPS = 120
 
-TRAIN = '''
+TRAIN = """
 import hashlib, os, random, sys
 import numpy as np
 import torch
@@ -54,7 +54,7 @@ for value in model.state_dict().values():
     digest.update(value.numpy().tobytes())
 print(f"digest {rank} {digest.hexdigest()}", flush=True)
 dist.destroy_process_group()
-'''
+"""
 
 
 class Checked:
@@ -79,7 +79,7 @@ class Checked:
 
 
 def digests(run: Run) -> list[str]:
-    return sorted(set(line for line in run.text.splitlines() if line.startswith("digest")))
+    return sorted({line for line in run.text.splitlines() if line.startswith("digest")})
 
 
 def losses(folder: Path, rank: int) -> list[str]:

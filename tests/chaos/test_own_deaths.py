@@ -1,4 +1,4 @@
-"""Any part of ftrun may be killed, and any two at once: the result is that of an undisturbed run."""
+"""Any part of ftrun may be killed, and any two at once: the result stays that of a quiet run."""
 
 import os
 import signal
@@ -15,7 +15,7 @@ from tests.integration.conftest import Run, Start, is_gone
 PARTS = ("rank", "smp", "zygote", "agent")
 KILL_AT = 30
 
-pytestmark = [pytest.mark.chaos, pytest.mark.slow]
+pytestmark = [pytest.mark.chaos, pytest.mark.slow, pytest.mark.launch]
 
 
 def kill(run: Run, parts: tuple[str, ...]) -> None:

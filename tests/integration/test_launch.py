@@ -12,7 +12,7 @@ import pytest
 
 from tests.integration.conftest import Start, is_gone
 
-TRAIN = '''
+TRAIN = """
 import os, sys
 import torch
 import torch.distributed as dist
@@ -36,7 +36,7 @@ for step in range(int(sys.argv[1])):
         os.kill(os.getpid(), 9)
 print(f"end rank={rank} generation={generation}", flush=True)
 dist.destroy_process_group()
-'''
+"""
 
 CONTRACT = (
     "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE",
@@ -46,6 +46,8 @@ CONTRACT = (
 )  # fmt: skip
 
 Script = Callable[..., str]
+
+pytestmark = [pytest.mark.launch, pytest.mark.slow]
 
 
 def test_killed_rank_of_an_unmodified_script_is_respawned(start: Start, script: Script) -> None:
@@ -154,7 +156,9 @@ def test_module_and_command_start(start: Start, script: Script) -> None:
 
 
 def test_redirects_and_tee_go_where_torchrun_puts_them(start: Start, script: Script) -> None:
-    name = script("import os, sys\nprint('out', os.environ['RANK'])\nprint('err', file=sys.stderr)\n")
+    name = script(
+        "import os, sys\nprint('out', os.environ['RANK'])\nprint('err', file=sys.stderr)\n"
+    )
     words = ("--nproc-per-node", "2", "--log-dir", "logs", "--redirects", "3", "--tee", "1")
     run = start(*words, name)
     assert run.wait() == 0, run.text
@@ -166,7 +170,7 @@ def test_redirects_and_tee_go_where_torchrun_puts_them(start: Start, script: Scr
 
 
 def test_script_finds_a_whole_interpreter(start: Start, script: Script) -> None:
-    name = script('''
+    name = script("""
 import atexit, os, pickle, random, sys, threading
 import numpy, torch
 from torch.utils.data import DataLoader, Dataset
@@ -191,7 +195,7 @@ if __name__ == "__main__":
     print("numpy", numpy.random.randint(1 << 30), "torch", torch.initial_seed())
     atexit.register(lambda: print("atexit", os.environ["RANK"], flush=True))
     threading.Thread(target=lambda: print("thread done", flush=True)).start()
-''')
+""")
     run = start("--nproc-per-node", "2", name)
     assert run.wait() == 0, run.text
     assert "atexit 0" in run.text
@@ -211,10 +215,7 @@ def test_variable_set_before_import_torch_is_reported(start: Start, script: Scri
     assert "OMP_NUM_THREADS set by the script has no effect" in run.text
 
 
-@pytest.mark.slow
-def test_torch_compile_works_in_a_warm_worker(
-    start: Start, script: Script, tmp_path: Path
-) -> None:
+def test_torch_compile_works_in_a_warm_worker(start: Start, script: Script, tmp_path: Path) -> None:
     name = script(
         "import torch\n"
         "f = torch.compile(lambda x: (x * 2).sin().sum())\n"
@@ -247,7 +248,7 @@ def test_stopped_rank_is_acted_on(start: Start, script: Script) -> None:
 
 
 def test_data_loader_workers_of_a_killed_rank_die_with_it(start: Start, script: Script) -> None:
-    name = script('''
+    name = script("""
 import os, time, torch
 from torch.utils.data import DataLoader
 if __name__ == "__main__":
@@ -260,7 +261,7 @@ if __name__ == "__main__":
     if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
         open("kids", "w").write(kids)
         os.kill(os.getpid(), 9)
-''')
+""")
     run = start(name)
     assert run.wait() == 0, run.text
     kids = [int(pid) for pid in (run.folder / "kids").read_text().split()]

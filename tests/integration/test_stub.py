@@ -247,7 +247,8 @@ def test_stop_ends_a_run(start: Callable[..., Run]) -> None:
 def test_every_descendant_ends() -> None:
     code = """
 import subprocess
-from ftrun.cli.stub import become_subreaper, children, end_children, reap_all
+from ftrun.cli.stub import children, end_children, reap_all
+from ftrun.kernel import become_subreaper
 become_subreaper()
 tree = "trap '' TERM; (sleep 9 & sleep 9 & echo up; exec setsid sh -c 'sleep 9 & wait') & wait"
 shell = subprocess.Popen(["sh", "-c", tree], stdout=subprocess.PIPE)

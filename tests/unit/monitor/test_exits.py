@@ -8,7 +8,9 @@ from ftrun.events import Kind
 from ftrun.ids import Rank
 from ftrun.monitor.exits import ExitFacts, end_in_words, explain, place, signal_name
 
-TRACE = 'Traceback:\n  File "train.py", line 3, in <module>\n  File "model.py", line 9, in forward\n'
+TRACE = (
+    'Traceback:\n  File "train.py", line 3, in <module>\n  File "model.py", line 9, in forward\n'
+)
 FACTS = ExitFacts(rank=Rank(1), pid=42, status=0)
 
 

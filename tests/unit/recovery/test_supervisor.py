@@ -261,6 +261,17 @@ def test_stop_goes_on_when_no_boundary_comes_and_kills_after_the_grace() -> None
     assert made.handle(Tick(), now_s=99.0) == []
 
 
+def test_stop_asked_for_during_a_start_is_not_forgotten() -> None:
+    made = Supervisor(POLICY, world_size=2)
+    made.handle(StopAsked(SIGTERM, "SIGTERM", attached=False), now_s=0.0)
+    made.handle(started(), now_s=0.0)
+    assert made.state is State.SIGNALLED
+
+
+def test_boundary_that_comes_unasked_is_no_news() -> None:
+    assert supervisor().handle(AllAtBoundary(), now_s=0.0) == []
+
+
 def test_second_signal_kills_at_once() -> None:
     made = supervisor()
     made.handle(StopAsked(SIGINT, "SIGINT", attached=True), now_s=0.0)

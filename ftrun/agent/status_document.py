@@ -91,7 +91,7 @@ def _ranks(run: RunLoop, now_s: float) -> list[dict[str, Any]]:
                 "step": page.get(Beat.STEP) if beat_ns else None,
                 "beat_age_s": now_s - beat_ns / 1e9 if beat_ns else None,
                 "phase": page.phase,
-                "loss": page.loss if page.loss else None,
+                "loss": page.loss or None,
                 "start": handle.start,
             }
         )

@@ -1,6 +1,6 @@
 """The few Linux calls that Python has no name for.
 
-Runs in: zygote, standbys and workers.
+Runs in: every process. Linux only; imported where that is certain.
 """
 
 import contextlib
@@ -12,7 +12,9 @@ from pathlib import Path
 from ftrun import clock
 
 _PR_SET_PDEATHSIG = 1
+_PR_SET_DUMPABLE = 4
 _PR_SET_NAME = 15
+_PR_SET_CHILD_SUBREAPER = 36
 OOM_SCORE = 500
 """Under memory pressure a worker goes before anything of ftrun."""
 
@@ -34,8 +36,23 @@ def die_with_parent(parent_pid: int, *, deadline_s: float = 10.0) -> None:
             os._exit(1)
         os.sched_yield()
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    # It may have died between the look and the call, and the signal with it.
     if os.getppid() != parent_pid:
         os._exit(1)
+
+
+def become_subreaper() -> None:
+    """From now on a descendant that loses its parent becomes a child of this process.
+
+    Raises:
+        OSError: the kernel does not allow it.
+    """
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def hide_memory() -> None:
+    """No core dump and no tracer of another user: weights are in here."""
+    _prctl(_PR_SET_DUMPABLE, 0)
 
 
 def offer_to_oom_killer() -> None:
@@ -46,4 +63,6 @@ def offer_to_oom_killer() -> None:
 
 def _prctl(option: int, value: int | bytes) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
-    libc.prctl(ctypes.c_int(option), ctypes.c_char_p(value) if isinstance(value, bytes) else value)
+    argument = ctypes.c_char_p(value) if isinstance(value, bytes) else ctypes.c_ulong(value)
+    if libc.prctl(ctypes.c_int(option), argument, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), f"prctl {option}")

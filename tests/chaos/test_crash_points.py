@@ -1,0 +1,57 @@
+"""A kill at any named point of capture, seal, commit, restart and restore changes no bit.
+
+One run counts which points it passes; then there is one run for each of them, killed there. So a
+point that somebody adds is tested without a word here.
+"""
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tests.chaos.conftest import STEPS, TRAIN, Checked
+from tests.integration.conftest import Run
+
+pytestmark = [pytest.mark.chaos, pytest.mark.slow]
+
+KILL_RANK = """
+    if step == 25 and rank == 1 and session.generation == 0:
+        os.kill(os.getpid(), 9)
+"""
+
+
+def disturbed(folder: Path, env: dict[str, str]) -> Run:
+    """A run in which rank 1 is killed at step 25, so that there is a restart to be killed in."""
+    at = TRAIN.index("    optimizer.step()")
+    (folder / "train.py").write_text(TRAIN[:at] + KILL_RANK.lstrip("\n") + TRAIN[at:])
+    words = ("--nproc-per-node", "2", "--checkpoint-dir", "saved", "--checkpoint-every", "0.5")
+    return Run(folder, *words, "train.py", str(STEPS), "0.01", env=env)
+
+
+def points_passed(folder: Path) -> list[str]:
+    """Names of the points that such a run passes, each once, in a fixed order."""
+    count = folder / "points"
+    run = disturbed(folder, {"FTRUN_CRASH_COUNT": str(count)})
+    try:
+        assert run.wait() == 0, run.text
+    finally:
+        run.end()
+    return sorted(Counter(count.read_text().split()))
+
+
+def test_kill_at_any_point_changes_no_bit(
+    tmp_path_factory: pytest.TempPathFactory, undisturbed: Checked
+) -> None:
+    points = points_passed(tmp_path_factory.mktemp("count"))
+    for part in ("agent.restart", "worker.capture", "worker.restore", "smp.commit"):
+        assert any(name.startswith(part) for name in points), f"no point of {part} is passed"
+    for name in points:
+        folder = tmp_path_factory.mktemp(name)
+        once = folder / "once"
+        run = disturbed(folder, {"FTRUN_CRASH_AT": name, "FTRUN_CRASH_ONCE": str(once)})
+        try:
+            assert run.wait() == 0, f"killed at {name}:\n{run.text}"
+            assert once.exists(), f"{name} was not passed again"
+            undisturbed.check(run)
+        finally:
+            run.end()
