@@ -119,9 +119,10 @@ def start(
     else:
         flags += ["--monitor-interval", 0.02, "--max-restarts", 1_000_000]
         command = torchrun_command(*flags, *script)
-    launcher = stack.enter_context(
-        launched(name, command, folder, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
-    )
+    variables = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    if name == "torchrun":
+        variables["TMPDIR"] = str(folder)  # it leaves a folder of logs there
+    launcher = stack.enter_context(launched(name, command, folder, **variables))
     readers = [NotesReader(folder / f"rank{rank}.jsonl") for rank in range(RANKS)]
     return Contender(launcher, folder, readers)
 
