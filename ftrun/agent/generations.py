@@ -66,7 +66,6 @@ class Generations:
         self._stub = stub
         self._stores = stores
         self._workers = workers
-        self._first = first
 
     def start(
         self, agent: FtrunElasticAgent, why: str, *, noticed_s: float, stopped_s: float
@@ -142,7 +141,7 @@ class Generations:
         directory = self._spec.checkpoint_directory
         why = point.why
         found = point.version
-        if found is None and directory and self.number == self._first:
+        if found is None and directory:
             found, why = self._load_checkpoint(directory)
         voided = self._smp.void_after(found if found is not None else NOTHING)
         self._journal.write("restore_point", version=str(found), why=why, voided_slots=voided)

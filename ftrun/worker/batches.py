@@ -98,6 +98,14 @@ class Feed:
         self._started_with = None
 
     @property
+    def is_at_end(self) -> bool:
+        """Whether the batch handed out last is the pass's last, as far as the loader knows."""
+        try:
+            return self._handed_out >= len(self.loader)
+        except TypeError:  # an iterable data set
+            return False
+
+    @property
     def _is_stateful(self) -> bool:
         return hasattr(self.loader, "state_dict") and hasattr(self.loader, "load_state_dict")
 

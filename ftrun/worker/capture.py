@@ -239,7 +239,8 @@ class Capture:
         found = version(
             commands.get(Command.COMMITTED_GENERATION), commands.get(Command.COMMITTED_STEP)
         )
-        known = [v for v in (found, self._restored) if v is not None and v.generation >= 0]
+        # A version that came from a checkpoint is of generation -1; no version is of step -1.
+        known = [v for v in (found, self._restored) if v is not None and v.step >= 0]
         return max(known, default=None)
 
     def _free_slot(self, arena: Arena) -> int:

@@ -92,6 +92,7 @@ class Session:
         self._step = 0
         self._epoch = 0
         self._in_epoch = False
+        self._in_last_epoch = False
         self._driver: str | None = None
         self._force = False
         self._has_begun = False
@@ -141,6 +142,8 @@ class Session:
             self._begin()
             while self._step < total:
                 yield self._step
+                # The end of the run is what a last checkpoint should hold.
+                self._force |= self._step + 1 == total
                 self._boundary(allowed=True)
         finally:
             self._leave()
@@ -153,10 +156,11 @@ class Session:
         """
         while self._epoch < total:
             self._in_epoch = True
+            self._in_last_epoch = self._epoch + 1 == total
             try:
                 yield self._epoch
             finally:
-                self._in_epoch = False
+                self._in_epoch = self._in_last_epoch = False
             self._epoch += 1
 
     def batches(self, loader: Any) -> Iterator[Any]:
@@ -174,6 +178,7 @@ class Session:
             for batch in feed.batches(epoch, self._begin):
                 yield batch
                 if drives:
+                    self._force |= self._in_last_epoch and feed.is_at_end
                     self._boundary(allowed=True)
         finally:
             if drives:
@@ -206,13 +211,15 @@ class Session:
         """Show the loss in `ftrun status`. Never waits for a device."""
         if self._context is None:
             return
-        if isinstance(loss, torch.Tensor) and loss.device.type != "cpu":
-            # The last one's copy has long arrived.
-            last, self._last_loss = self._last_loss, loss.detach().to("cpu", non_blocking=True)
-            if last is not None:
-                self._context.page.loss = float(last)
-        else:
-            self._context.page.loss = float(loss)
+        if isinstance(loss, torch.Tensor):
+            loss = loss.detach()
+            if loss.device.type != "cpu":
+                # The copy of the one before has long arrived.
+                last, self._last_loss = self._last_loss, loss.to("cpu", non_blocking=True)
+                if last is None:
+                    return
+                loss = last
+        self._context.page.loss = float(loss)
 
     def close(self) -> None:
         """Detach: no more snapshots, and `attach` may be called again."""
