@@ -37,11 +37,10 @@ class SnapshotConfig(_Section):
         description="part of the step time that auto may spend",
     )
     commit_wait_s: float = Field(
-        default=0.1,
+        default=2.0,
         ge=0,
-        le=10,
-        description="at most this long does a step boundary wait for the last commit, then the "
-        "snapshot is skipped",
+        le=60,
+        description="longest wait of a step boundary for slower ranks to seal the last snapshot",
     )
     proof_first: int = Field(
         default=3, ge=0, description="snapshots at the start whose lazy copies are proven by digest"

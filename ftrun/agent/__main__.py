@@ -38,6 +38,8 @@ def main() -> int:
     spec = RunSpec.model_validate_json(folder.spec.read_bytes())
     level = logging.DEBUG if spec.debug else logging.ERROR if spec.quiet else logging.WARNING
     logging.basicConfig(level=level, format="ftrun: %(message)s", stream=sys.stderr)
+    if not spec.quiet:
+        logging.getLogger("ftrun").setLevel(min(level, logging.INFO))
     journal = Journal(Path(spec.log_folder), who="agent")
     smp = SmpLink(folder, spec.profile.smp.orphan_s)
     zygote: ZygoteLink | None = None

@@ -6,6 +6,7 @@ Gives:    running workers, a journal line, a `Restart` with measured phases.
 """
 
 import json
+import logging
 from collections import deque
 from dataclasses import asdict, dataclass
 
@@ -23,6 +24,8 @@ from ftrun.snapshot.restore_point import Offer, restore_point
 from ftrun.wire import messages as msg
 from ftrun.wire.crash_points import crash_point
 from ftrun.wire.pages import Beat
+
+_log = logging.getLogger(__name__)
 
 NOTHING = version(-9, -1)
 """Older than every version, those from a checkpoint included."""
@@ -85,6 +88,7 @@ class Generations:
         crash_point("agent.restart.launched")
         text = str(restored) if restored is not None else None
         if self.number > 0:
+            _log.info("%s; generation %d starts from %s", why, self.number, text or "the beginning")
             times = (noticed_s, decided_s, stopped_s or decided_s, clock.now_s())
             self.restarts.append(Restart(self.number, why, *times, text))
         pids = self._workers.pids()
@@ -135,6 +139,7 @@ class Generations:
             "total": first_step_s - restart.noticed_s,
         }
         self._journal.write("Recovered", **asdict(restart))
+        _log.info("training again after %.2f s", restart.phases_s["total"])
 
     def _restore_point(self) -> Version | None:
         point = restore_point(self._offers(), self.world_size)

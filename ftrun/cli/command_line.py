@@ -97,12 +97,16 @@ class CommandLine:
         return given[-1] if given else None
 
     def torchrun_argv(self) -> list[str]:
-        """The same for torch's parser, in full spelling."""
+        """The same for torch's parser, in full spelling.
+
+        The `--` keeps that parser from looking for its flags' short forms behind the script; a
+        `--` of the user's own does so too, and is left where it stands.
+        """
         flags = [
             f"--{flag.name}" if value is None else f"--{flag.name}={value}"
             for flag, value in self.torchrun
         ]
-        return [*flags, *self.tail]
+        return [*flags, *([] if "--" in self.tail else ["--"]), *self.tail]
 
 
 def parse(words: Sequence[str]) -> CommandLine:

@@ -138,10 +138,16 @@ class Keeper:
         self._tell_agent(m.VersionCommitted(committed.generation, committed.step))
 
     def withdraw(self, rank: Rank, sealed: Version) -> m.AnyMessage:
-        """Void a seal while its worker waits, so that no later SMP finds and commits it."""
+        """Void a seal while its worker waits, so that no later SMP finds and commits it.
+
+        The others are told: whoever waits for this version to be committed need not any more.
+        """
         if not self.tracker.withdraw(rank, sealed):
             return m.Refused(f"{sealed} is committed already")
         self.memory.void(rank, sealed)
+        if self._page is not None and sealed.generation == self.tracker.generation:
+            newest = max(self._page.get(Command.ABANDONED_STEP), sealed.step)
+            self._page.set(Command.ABANDONED_STEP, newest)
         crash_point("smp.commit.withdrawn")
         return m.Done()
 

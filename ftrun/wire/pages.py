@@ -64,6 +64,7 @@ class Command(IntEnum):
     COMMIT_COUNT = 4
     SNAPSHOT_EVERY = 5  # steps between snapshots where the profile says auto; 0: every step
     EVERY_FROM_STEP = 6  # SNAPSHOT_EVERY counts from this step on, so that all ranks agree
+    ABANDONED_STEP = 7  # some rank has no seal of this step and never will: it is not committed
 
 
 class Page:
@@ -135,4 +136,5 @@ def create_command_page() -> int:
     page.set(Command.COMMITTED_GENERATION, -1)
     page.set(Command.COMMITTED_STEP, -1)
     page.set(Command.STOP_AFTER_STEP, NEVER_STEP)
+    page.set(Command.ABANDONED_STEP, -1)
     return fd

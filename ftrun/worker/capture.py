@@ -9,9 +9,12 @@ Survives: nothing by itself; the slot that holds the newest committed version is
 
 Rule 1: between two boundaries at most one snapshot is under way, and the thread that copies is
         idle whenever an optimizer changes a parameter.
-Rule 2: what belongs to an optimizer is copied lazily only as long as that is proven: version
-        counters and addresses at each copy's end, digests at the first and every so many.
-Rule 3: a slot is overwritten only once what it holds is committed and superseded, or withdrawn.
+Rule 2: what belongs to an optimizer is copied lazily only as long as that is proven. Version
+        counters and addresses are compared at each copy's end; a difference discards the
+        snapshot. The first snapshots, and every so many, are rehearsals: copied at the boundary,
+        so exact whatever happens, and compared by digest just before the optimizer steps.
+Rule 3: a slot is overwritten only once what it holds is committed and superseded, or abandoned:
+        withdrawn by this rank or by another that has none of that step.
 Rule 4: a fault in here costs protection, never the run.
 
 Source: the lazy copy behind forward and backward is DataStates-LLM's (arXiv 2406.10707).
@@ -23,52 +26,26 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import xxhash
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ftrun import clock
 from ftrun.errors import FtrunError, MemoryTooSmall, PeerError
 from ftrun.ids import Version, version
-from ftrun.snapshot.layout import Layout, When, make_layout
 from ftrun.wire.arena import NUM_SLOTS, Arena, SlotHeader, SlotState, table_digest
 from ftrun.wire.crash_points import crash_point
 from ftrun.wire.pages import Beat, Command
 from ftrun.worker.cadence import Cadence
 from ftrun.worker.context import WorkerContext
-from ftrun.worker.copying import CopyThread, SlotCopy, SlotViews
+from ftrun.worker.copying import CopyThread, SlotCopy
 from ftrun.worker.laziness import Proof
 from ftrun.worker.memory_link import MemoryLink
-from ftrun.worker.state_tree import Lasting, State, StateTree
+from ftrun.worker.slots import Slots, SlotStore
+from ftrun.worker.state_tree import State, StateTree
 
 _POLL_S = 0.0005
 _LAST_COMMIT_WAIT_S = 5.0
 
 _log = logging.getLogger(__name__)
-
-
-class Slots:
-    """An arena as the capture uses it: its layout, and per slot the views and the copies."""
-
-    def __init__(self, arena: Arena, layout: Layout, layout_id: int) -> None:
-        self.arena = arena
-        self.layout = layout
-        self.layout_id = layout_id
-        self.views = [SlotViews(layout, arena.image(slot)) for slot in range(NUM_SLOTS)]
-        self._copies: list[tuple[Lasting, SlotCopy] | None] = [None] * NUM_SLOTS
-
-    def copy_of(self, slot: int, state: State, hasty: set[str]) -> SlotCopy:
-        """The copies into a slot; made anew when the sources are no longer the same objects."""
-        cached = self._copies[slot]
-        if cached is None or cached[0] is not state.lasting:
-            made = self.views[slot].prepare(state.lasting.sources, state.fresh, hasty)
-            cached = self._copies[slot] = (state.lasting, made)
-        copy = cached[1]
-        num_lasting = len(copy.boundary_targets) - len(state.fresh)
-        copy.boundary_sources[num_lasting:] = [source.tensor for source in state.fresh]
-        return copy
-
-    def forget_copies(self) -> None:
-        self._copies = [None] * NUM_SLOTS
 
 
 class Capture:
@@ -82,20 +59,21 @@ class Capture:
         self._cadence = Cadence(context.settings, context.page, context.commands)
         self._thread = CopyThread()
         self._pid = os.getpid()
-        self._slots: Slots | None = None
-        self._inherited: Arena | None = None
-        self._layout_of: tuple[tuple[object, ...], ...] | None = None
+        self._store = SlotStore(context)
         self._hasty: set[str] = set()
         self._newest_sealed = context.restore
         self._restored = context.restore
         self._proof: Proof | None = None
+        self._rehearsal: tuple[SlotCopy, memoryview] | None = None
         self._num_taken = 0
         self._copy_s = 0.0
         self._blocked_ns = 0
         self._had_copy = False
+        self._is_typical = True
         self._last_boundary_ns = 0
         self._hook_fired = False
         self._is_asked = False
+        self._is_patient = True
         self._is_off = False
         self._hook = register_optimizer_step_pre_hook(self._before_optimizer_step)
 
@@ -140,7 +118,7 @@ class Capture:
 
     def warm(self, arena: Arena) -> None:
         """Map an inherited arena's pages while the first step computes."""
-        self._inherited = arena
+        self._store.inherit(arena)
         self._thread.start(arena.populate)
 
     def finish(self) -> None:
@@ -161,10 +139,18 @@ class Capture:
         if self._is_off or os.getpid() != self._pid:
             return
         self._hook_fired = True
-        if self._thread.is_busy:
+        if self._thread.is_busy or self._rehearsal is not None:
             began_ns = clock.now_ns()
             self._thread.wait()
+            self._end_rehearsal()
             self._count_blocked(began_ns)
+
+    def _end_rehearsal(self) -> None:
+        """Demote what a lazy copy could have got wrong since the boundary."""
+        rehearsal, self._rehearsal = self._rehearsal, None
+        if rehearsal is not None:
+            copy, table = rehearsal
+            self._demote(copy.differing(table), "changes between two optimizer steps")
 
     def _count_blocked(self, began_ns: int) -> None:
         blocked_ns = clock.now_ns() - began_ns
@@ -180,11 +166,13 @@ class Capture:
         if self._proof is not None and not self._hook_fired:
             # No hook came before this boundary, so whatever changed them did so unseen.
             self._demote(self._proof.changed(), "changed by no optimizer step that ftrun can see")
+        self._end_rehearsal()
         self._proof = None
         self._hook_fired = False
 
     def _learn(self, now_ns: int) -> None:
-        if self._last_boundary_ns:
+        # A turn with a rehearsal says nothing about the cost of the others.
+        if self._last_boundary_ns and self._is_typical:
             self._cadence.learn(
                 step_s=(now_ns - self._last_boundary_ns) / 1e9,
                 had_copy=self._had_copy,
@@ -192,43 +180,64 @@ class Capture:
                 blocked_s=self._blocked_ns / 1e9,
             )
         self._had_copy = False
+        self._is_typical = True
         self._blocked_ns = 0
 
     def _take(self, step: int, collect: Callable[[], State], *, wait_s: float) -> None:
         if not self._may_overwrite(wait_s):
             self._page.add(Beat.SKIPPED_COUNT, 1)
+            self._link.withdraw(step)
             return
         crash_point("worker.capture.begun")
         state = collect()
-        slots = self._slots_for(state)
+        slots = self._store.slots_for(state)
+        if slots is None:
+            self._link.withdraw(step)
+            return
         slot = self._free_slot(slots.arena)
-        slots.arena.write_header(slot, self._header(SlotState.COPYING, step, 0))
+        slots.arena.write_header(slot, self._header(slots, SlotState.COPYING, step, 0))
         crash_point("worker.capture.marked")
         copy = slots.copy_of(slot, state, self._hasty)
         copy.copy_boundary()
         slots.views[slot].write_header()
         slots.views[slot].write_plain(state.plain)
         crash_point("worker.capture.boundary_copied")
+        proof = self._proof = Proof(state.lasting, self._hasty)
+        if self._is_rehearsal():
+            self._copy(slots, slot, copy, proof, step)
+            self._rehearsal = (copy, slots.arena.table(slot))
+            self._is_typical = False
+        else:
+            self._had_copy = True
+            self._thread.start(lambda: self._copy(slots, slot, copy, proof, step))
+
+    def _is_rehearsal(self) -> bool:
         settings = self._context.settings
-        by_digest = (
-            self._num_taken < settings.proof_first or self._num_taken % settings.proof_every == 0
-        )
-        self._num_taken += 1
-        proof = self._proof = Proof(state.lasting, self._hasty, by_digest=by_digest)
-        self._had_copy = True
-        self._thread.start(lambda: self._copy(slots, slot, copy, proof, step))
+        taken, self._num_taken = self._num_taken, self._num_taken + 1
+        return taken < settings.proof_first or (taken + 1) % settings.proof_every == 0
 
     def _may_overwrite(self, wait_s: float) -> bool:
         """Whether the last seal is committed, waiting a little for that, or else withdrawn."""
         last = self._newest_sealed
         if last is None:
             return True
-        give_up_s = clock.now_s() + wait_s
-        while not self._is_committed(last):
+        # A rank that is slower than this one seals in a while, and this one would wait for it in
+        # the next collective anyway. Once nothing has come, nothing is waited for until it does.
+        give_up_s = clock.now_s() + (wait_s if self._is_patient else 0.0)
+        while not self._is_over(last):
             if clock.now_s() >= give_up_s:
-                return self._link.withdraw(last.step)
+                self._is_patient = False
+                return self._link.withdraw(last.step) or self._is_over(last)
             clock.sleep(_POLL_S)
+        self._is_patient = True
         return True
+
+    def _is_over(self, last: Version) -> bool:
+        """Whether a seal of this rank is committed, or never will be."""
+        if self._is_committed(last):
+            return True
+        is_ours = last.generation == self._context.generation
+        return is_ours and self._context.commands.get(Command.ABANDONED_STEP) >= last.step
 
     def _is_committed(self, wanted: Version) -> bool:
         committed = self._committed()
@@ -248,50 +257,10 @@ class Capture:
         kept = arena.find(committed) if committed is not None else None
         return 0 if kept is None else (kept + 1) % NUM_SLOTS
 
-    def _header(self, state: SlotState, step: int, digest: int) -> SlotHeader:
-        image_bytes = self._slots.layout.image_bytes if self._slots else 0
+    def _header(self, slots: Slots, state: SlotState, step: int, digest: int) -> SlotHeader:
+        image_bytes = slots.layout.image_bytes
         now_ns = clock.now_ns() if state is SlotState.SEALED else 0
         return SlotHeader(state, self._context.generation, step, image_bytes, digest, now_ns)
-
-    # --- memory ----------------------------------------------------------------------------
-
-    def _slots_for(self, state: State) -> Slots:
-        """Where this state goes: the arena there is, or a new one where the layout changed."""
-        slots = self._slots
-        shape = (state.lasting.entries, tuple(source.entry for source in state.fresh))
-        fits = slots is not None and len(state.plain) + 8 <= slots.layout.plain_capacity
-        if slots is not None and fits and shape == self._layout_of:
-            return slots
-        layout = make_layout(
-            [*shape[0], *shape[1]],
-            plain_bytes=len(state.plain) + 8,
-            metadata={"format": "pt", "ftrun.rank": str(self._context.rank)},
-        )
-        layout_id = xxhash.xxh3_64_intdigest(layout.header)
-        arena = self._reuse(layout, layout_id) or self._request(layout, layout_id)
-        self._layout_of = shape
-        self._slots = Slots(arena, layout, layout_id)
-        self._page.set(Beat.IMAGE_BYTES, layout.image_bytes)
-        return self._slots
-
-    def _reuse(self, layout: Layout, layout_id: int) -> Arena | None:
-        arena, self._inherited = self._inherited, None
-        if arena is None or arena.shape.layout_id != layout_id:
-            return None
-        fits = arena.shape.image_bytes == layout.image_bytes
-        return arena if fits and arena.shape.num_pieces == len(layout.pieces) else None
-
-    def _request(self, layout: Layout, layout_id: int) -> Arena:
-        fd = self._link.request_arena(
-            image_bytes=layout.image_bytes, num_pieces=len(layout.pieces), layout_id=layout_id
-        )
-        try:
-            arena = Arena(fd, writable=True)
-        finally:
-            os.close(fd)
-        arena.populate()
-        crash_point("worker.capture.arena_mapped")
-        return arena
 
     # --- copy thread -----------------------------------------------------------------------
 
@@ -305,9 +274,10 @@ class Capture:
             if changed:
                 self._page.add(Beat.DISCARDED_COUNT, 1)
                 self._demote(changed, "changed while it was copied; that snapshot is discarded")
+                self._link.withdraw(step)
                 return
             digest = table_digest(table)
-            slots.arena.write_header(slot, self._header(SlotState.SEALED, step, digest))
+            slots.arena.write_header(slot, self._header(slots, SlotState.SEALED, step, digest))
             crash_point("worker.capture.sealed")
             self._newest_sealed = version(self._context.generation, step)
             self._page.set(Beat.SEALED_GENERATION, self._context.generation)
@@ -325,8 +295,7 @@ class Capture:
         if not names:
             return
         self._hasty.update(names)
-        if self._slots is not None:
-            self._slots.forget_copies()
+        self._store.forget_copies()
         shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
         text = f"{shown} {why}; from now on copied at each step boundary"
         self._page.note = text
@@ -340,25 +309,3 @@ class Capture:
         self._page.set(Beat.UNPROTECTED, 1)
         self._page.note = text
         _log.warning("rank %d takes %s", self._context.rank, text, exc_info=bool(kind))
-
-
-def needed_bytes(tree: StateTree) -> int:
-    """An estimate of one image before the optimizers have made their state."""
-    lasting = tree.lasting()
-    known = sum(entry.num_bytes for entry in lasting.entries)
-    lazy = sum(source.entry.num_bytes for source in lasting.sources if source.when is When.LAZY)
-    has_state = any(optimizer.state for optimizer in tree.attached.optimizers.values())
-    copies = 0 if has_state else _state_copies(tree)
-    return known + copies * lazy + (1 << 20)
-
-
-def _state_copies(tree: StateTree) -> int:
-    """How many tensors of a parameter's size an optimizer keeps for it, at most."""
-    most = 0
-    for optimizer in tree.attached.optimizers.values():
-        defaults = optimizer.defaults
-        if "betas" in defaults:
-            most = max(most, 3 if defaults.get("amsgrad") else 2)
-        else:
-            most = max(most, 1 if defaults.get("momentum", 1) else 0)
-    return most

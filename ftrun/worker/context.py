@@ -25,7 +25,7 @@ class SnapshotSettings(msgspec.Struct, frozen=True):
     required: bool = False
     every: int | str = "auto"
     overhead_budget: float = 0.02
-    commit_wait_s: float = 0.1
+    commit_wait_s: float = 2.0
     proof_first: int = 3
     proof_every: int = 100
 

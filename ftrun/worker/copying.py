@@ -35,6 +35,7 @@ class Cut:
     target: torch.Tensor
     source_bytes: Any  # a numpy view of `source`
     index: int
+    name: str
 
 
 @dataclass
@@ -43,6 +44,7 @@ class SlotCopy:
 
     small_targets: list[torch.Tensor] = field(default_factory=list)
     small_sources: list[torch.Tensor] = field(default_factory=list)
+    small_names: list[str] = field(default_factory=list)
     cuts: list[Cut] = field(default_factory=list)
     boundary_targets: list[torch.Tensor] = field(default_factory=list)
     boundary_sources: list[torch.Tensor] = field(default_factory=list)
@@ -61,6 +63,16 @@ class SlotCopy:
             table[one.index] = digest_of(one.source_bytes)
         for index, view in self.afterwards:
             table[index] = digest_of(view)
+
+    def differing(self, table: memoryview) -> list[str]:
+        """Names of the lazy sources that are not, byte for byte, what was copied of them."""
+        names = {one.name for one in self.cuts if table[one.index] != digest_of(one.source_bytes)}
+        for name, source, target in zip(
+            self.small_names, self.small_sources, self.small_targets, strict=True
+        ):
+            if content_digest(source) != content_digest(target):
+                names.add(name)
+        return sorted(names)
 
 
 class SlotViews:
@@ -112,6 +124,7 @@ class SlotViews:
             elif entry.is_small or not can_be_cut(source.tensor):
                 made.small_targets.append(target)
                 made.small_sources.append(source.tensor)
+                made.small_names.append(source.name)
             else:
                 cuts = self._cut(entry, source.tensor, index_at)
                 made.cuts += cuts
@@ -132,9 +145,9 @@ class SlotViews:
         for piece in cut(entry.offset, entry.num_bytes):
             start = piece.offset - entry.offset
             end = start + piece.num_bytes
-            made.append(
-                Cut(source[start:end], target[start:end], array[start:end], index_at[piece.offset])
-            )
+            index = index_at[piece.offset]
+            part = slice(start, end)
+            made.append(Cut(source[part], target[part], array[part], index, entry.name))
         return made
 
     def _bytes_of(self, piece: Piece) -> Any:

@@ -4,16 +4,14 @@ Runs in:  worker; made in the training thread, asked in the copy thread at the c
 Takes in: the lasting sources of a boundary.
 Gives:    the names of lazy sources that have changed since.
 
-Each time: version counters, which count every change in place that autograd can see, and
-addresses, which tell of new memory behind an old name. In the first snapshots, and every so
-many after them, a digest of every source: `p.data.clamp_()` and its like change bytes and
-count nothing.
+Version counters count every change in place that autograd can see, and addresses tell of new
+memory behind an old name. What counts nothing (`p.data.clamp_()` and its like) is found by
+rehearsals, see capture.py.
 """
 
 from collections.abc import Collection
 
 from ftrun.snapshot.layout import When
-from ftrun.worker.copying import content_digest
 from ftrun.worker.state_tree import Lasting, address_of
 from ftrun.worker.tensors import version_of
 
@@ -21,7 +19,7 @@ from ftrun.worker.tensors import version_of
 class Proof:
     """What the lazy sources were like at the boundary."""
 
-    def __init__(self, lasting: Lasting, hasty: Collection[str], *, by_digest: bool) -> None:
+    def __init__(self, lasting: Lasting, hasty: Collection[str]) -> None:
         chosen = [
             (source, original)
             for source, original in zip(lasting.sources, lasting.originals, strict=True)
@@ -30,30 +28,17 @@ class Proof:
         self._sources = [source for source, _ in chosen]
         self._originals = [original for _, original in chosen]
         self._marks = self._look()
-        self._digests = self._hash() if by_digest else None
 
     def changed(self) -> list[str]:
         """Names of the sources that are not what they were."""
-        names = {
+        return sorted(
             source.name
             for source, before, now in zip(self._sources, self._marks, self._look(), strict=True)
             if before != now
-        }
-        if self._digests is not None:
-            names |= {
-                source.name
-                for source, before, now in zip(
-                    self._sources, self._digests, self._hash(), strict=True
-                )
-                if before != now
-            }
-        return sorted(names)
+        )
 
     def _look(self) -> list[tuple[int, int]]:
         return [
             (version_of(source.tensor), address_of(original))
             for source, original in zip(self._sources, self._originals, strict=True)
         ]
-
-    def _hash(self) -> list[int]:
-        return [content_digest(source.tensor) for source in self._sources]

@@ -20,10 +20,11 @@ from ftrun.wire.pages import Beat, Command
 from ftrun.worker.accumulation import Accumulation
 from ftrun.worker.attached import Attached
 from ftrun.worker.buckets import WrapperWatch, is_needed, ready_order, warm_buckets
-from ftrun.worker.capture import Capture, needed_bytes
+from ftrun.worker.capture import Capture
 from ftrun.worker.context import WorkerContext
 from ftrun.worker.memory_link import MemoryLink
 from ftrun.worker.reload import SavedState, put_back_random_states, reload
+from ftrun.worker.slots import needed_bytes
 from ftrun.worker.state_tree import StateTree
 
 _POLL_S = 0.02

@@ -38,6 +38,7 @@ PRELOAD = (
     "torch.utils.data.distributed",
     "torch.profiler",
     "ftrun.worker.session",
+    "ftrun.worker.protection",
 )
 """What a first DDP step imports: without torch._dynamo the DDP constructor takes 0.8 s."""
 

@@ -41,14 +41,15 @@ def test_script_is_the_one_torch_sees(words: list[str]) -> None:
 
 def test_two_spellings_of_one_flag_are_not_ambiguous() -> None:
     # argparse before Python 3.12 refuses these; what is meant is plain.
-    assert parse(["--nproc", "2", "train.py"]).torchrun_argv() == ["--nproc-per-node=2", "train.py"]
+    words = parse(["--nproc", "2", "train.py"]).torchrun_argv()
+    assert words == ["--nproc-per-node=2", "--", "train.py"]
     assert parse(["--mon=1", "train.py"]).torchrun_value("monitor-interval") == "1"
 
 
 def test_own_flags_are_kept_apart() -> None:
     line = parse(["-q", "--snapshot-every", "5", "--preload=a", "--preload", "b", "x.py", "-q"])
     assert line.own == {"quiet": ["1"], "snapshot-every": ["5"], "preload": ["a", "b"]}
-    assert line.torchrun_argv() == ["x.py", "-q"]
+    assert line.torchrun_argv() == ["--", "x.py", "-q"]
 
 
 def test_short_form_that_torchrun_knows_means_what_it_means_there() -> None:

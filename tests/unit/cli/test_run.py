@@ -36,7 +36,7 @@ def refused(words: str, variables: Mapping[str, str] | None = None) -> str:
 def test_plain_run(place: Path) -> None:
     made = spec("--nproc 2 train.py --lr 1")
     assert made.script == str(place / "train.py")
-    assert made.torchrun_argv == ["--nproc-per-node=2", "train.py", "--lr", "1"]
+    assert made.torchrun_argv == ["--nproc-per-node=2", "--", "train.py", "--lr", "1"]
     assert made.run_id.startswith("train-")
     assert made.log_folder == str(place / "ftrun-logs" / made.run_id)
     assert made.max_restarts is None

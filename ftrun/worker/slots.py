@@ -1,0 +1,173 @@
+"""The arena as the capture uses it: which layout it has, and where a new one comes from.
+
+Runs in:  worker: the training thread, and a thread of its own while large memory is made.
+Takes in: the state of a boundary, an arena inherited from the last worker.
+Gives:    `Slots` that fit the state, or none yet.
+
+Making an arena costs 0.5 s per GiB (2026-11), most of it the first touch of its pages. Large
+ones are made beside the training; until they are there, nothing is taken.
+"""
+
+import os
+import threading
+
+import xxhash
+
+from ftrun.snapshot.layout import Layout, When, make_layout
+from ftrun.wire.arena import NUM_SLOTS, Arena
+from ftrun.wire.crash_points import crash_point
+from ftrun.wire.pages import Beat
+from ftrun.worker.context import WorkerContext
+from ftrun.worker.copying import SlotCopy, SlotViews
+from ftrun.worker.memory_link import MemoryLink
+from ftrun.worker.state_tree import Lasting, State, StateTree
+
+AT_ONCE_BYTES = 16 << 20
+"""An image below this is made while the boundary waits: 20 ms at most."""
+
+Shape = tuple[tuple[object, ...], ...]
+
+
+class Slots:
+    """An arena as the capture uses it: its layout, and per slot the views and the copies."""
+
+    def __init__(self, arena: Arena, layout: Layout, layout_id: int) -> None:
+        self.arena = arena
+        self.layout = layout
+        self.layout_id = layout_id
+        self.views = [SlotViews(layout, arena.image(slot)) for slot in range(NUM_SLOTS)]
+        self._copies: list[tuple[Lasting, SlotCopy] | None] = [None] * NUM_SLOTS
+
+    def copy_of(self, slot: int, state: State, hasty: set[str]) -> SlotCopy:
+        """The copies into a slot; made anew when the sources are no longer the same objects."""
+        cached = self._copies[slot]
+        if cached is None or cached[0] is not state.lasting:
+            made = self.views[slot].prepare(state.lasting.sources, state.fresh, hasty)
+            cached = self._copies[slot] = (state.lasting, made)
+        copy = cached[1]
+        num_lasting = len(copy.boundary_targets) - len(state.fresh)
+        copy.boundary_sources[num_lasting:] = [source.tensor for source in state.fresh]
+        return copy
+
+    def forget_copies(self) -> None:
+        self._copies = [None] * NUM_SLOTS
+
+
+class SlotStore:
+    """Has slots for the state there is."""
+
+    def __init__(self, context: WorkerContext) -> None:
+        self.current: Slots | None = None
+        self._context = context
+        self._inherited: Arena | None = None
+        self._shape: Shape | None = None
+        self._maker: threading.Thread | None = None
+        self._made: Slots | Exception | None = None
+
+    def inherit(self, arena: Arena) -> None:
+        """Use this arena as long as the layout stays what it was."""
+        self._inherited = arena
+
+    def slots_for(self, state: State) -> Slots | None:
+        """Where this state goes; None while memory for it is being made.
+
+        Raises:
+            MemoryTooSmall, PeerError: there is none to be had.
+        """
+        self._take_made()
+        slots = self.current
+        shape: Shape = (state.lasting.entries, tuple(source.entry for source in state.fresh))
+        fits = slots is not None and len(state.plain) + 8 <= slots.layout.plain_capacity
+        if slots is not None and fits and shape == self._shape:
+            return slots
+        if self._maker is not None:
+            return None  # made for another shape; looked at again when it is there
+        layout = make_layout(
+            [*state.lasting.entries, *(source.entry for source in state.fresh)],
+            plain_bytes=len(state.plain) + 8,
+            metadata={"format": "pt", "ftrun.rank": str(self._context.rank)},
+        )
+        layout_id = xxhash.xxh3_64_intdigest(layout.header)
+        self._shape = shape
+        inherited = self._reuse(layout, layout_id)
+        if inherited is None and layout.image_bytes >= AT_ONCE_BYTES:
+            self._begin_making(layout, layout_id)
+            return None
+        arena = inherited if inherited is not None else self._make_arena(layout, layout_id)
+        return self._use(Slots(arena, layout, layout_id))
+
+    def forget_copies(self) -> None:
+        if self.current is not None:
+            self.current.forget_copies()
+
+    def _begin_making(self, layout: Layout, layout_id: int) -> None:
+        def work() -> None:
+            try:
+                self._made = Slots(self._make_arena(layout, layout_id), layout, layout_id)
+            except Exception as error:  # noqa: BLE001 - raised again in the training thread
+                self._made = error
+
+        self._maker = threading.Thread(target=work, name="ftrun-memory", daemon=True)
+        self._maker.start()
+
+    def _take_made(self) -> None:
+        if self._maker is None or self._maker.is_alive():
+            return
+        self._maker.join()
+        made, self._made, self._maker = self._made, None, None
+        if isinstance(made, Exception):
+            self._shape = None
+            raise made
+        if made is not None:
+            self._use(made)
+
+    def _use(self, slots: Slots) -> Slots:
+        self.current = slots
+        self._context.page.set(Beat.IMAGE_BYTES, slots.layout.image_bytes)
+        return slots
+
+    def _reuse(self, layout: Layout, layout_id: int) -> Arena | None:
+        arena, self._inherited = self._inherited, None
+        if arena is None or arena.shape.layout_id != layout_id:
+            return None
+        fits = arena.shape.image_bytes == layout.image_bytes
+        return arena if fits and arena.shape.num_pieces == len(layout.pieces) else None
+
+    def _make_arena(self, layout: Layout, layout_id: int) -> Arena:
+        # A line of its own: a boundary must not wait for this answer to say something else.
+        link = MemoryLink(self._context)
+        try:
+            fd = link.request_arena(
+                image_bytes=layout.image_bytes, num_pieces=len(layout.pieces), layout_id=layout_id
+            )
+        finally:
+            link.close()
+        try:
+            arena = Arena(fd, writable=True)
+        finally:
+            os.close(fd)
+        arena.populate()
+        crash_point("worker.capture.arena_mapped")
+        return arena
+
+
+def needed_bytes(tree: StateTree) -> int:
+    """An estimate of one image before the optimizers have made their state."""
+    lasting = tree.lasting()
+    known = sum(entry.num_bytes for entry in lasting.entries)
+    lazy = sum(source.entry.num_bytes for source in lasting.sources if source.when is When.LAZY)
+    has_state = any(optimizer.state for optimizer in tree.attached.optimizers.values())
+    copies = 0 if has_state else _state_copies(tree)
+    return known + copies * lazy + (1 << 20)
+
+
+def _state_copies(tree: StateTree) -> int:
+    """How many tensors of a parameter's size an optimizer keeps for it, at most."""
+    most = 0
+    for optimizer in tree.attached.optimizers.values():
+        defaults = optimizer.defaults
+        if "betas" in defaults:
+            most = max(most, 3 if defaults.get("amsgrad") else 2)
+        else:
+            most = max(most, 1 if defaults.get("momentum", 1) else 0)
+    return most

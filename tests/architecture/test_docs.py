@@ -1,0 +1,145 @@
+"""The documentation names what is there: modules, tests, keys, codes, variables, crash points."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from ftrun import events
+from ftrun.cli.command_line import OWN_FLAGS
+from ftrun.config import Profile
+from ftrun.errors import ExitCode
+from ftrun.recovery import commands
+from ftrun.wire import environment
+
+ROOT = Path(__file__).parents[2]
+DOCS = {path.name: path.read_text() for path in sorted((ROOT / "docs").glob("*.md"))}
+PACKAGE = {path: path.read_text() for path in sorted((ROOT / "ftrun").rglob("*.py"))}
+MAX_LINE = 120
+
+each_page = pytest.mark.parametrize("name", DOCS)
+
+
+def rows(text: str) -> list[list[str]]:
+    """The cells of every table row, headings and rulers left out."""
+    found = []
+    lines = text.splitlines()
+    for line, below in zip(lines, [*lines[1:], ""], strict=True):
+        if line.startswith("|") and not line.startswith("| ---") and not below.startswith("| ---"):
+            found.append([cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]])
+    return found
+
+
+def words(cell: str) -> list[str]:
+    return re.findall(r"`([^`]+)`", cell)
+
+
+def test_every_page_is_there() -> None:
+    assert set(DOCS) == {
+        "architecture.md",
+        "failure-modes.md",
+        "getting-started.md",
+        "glossary.md",
+        "operations.md",
+        "papers.md",
+    }
+
+
+@each_page
+def test_lines_fit(name: str) -> None:
+    long = [line for line in DOCS[name].splitlines() if len(line) > MAX_LINE]
+    assert [line for line in long if not line.startswith("|")] == []
+
+
+@each_page
+def test_files_that_are_named_exist(name: str) -> None:
+    named = re.findall(r"`((?:ftrun|profiles|scripts|tests)/[\w./-]+)", DOCS[name])
+    assert [path for path in named if not (ROOT / path).exists()] == []
+
+
+@each_page
+def test_tests_that_are_named_exist(name: str) -> None:
+    for path, test in re.findall(r"(tests/[\w/]+\.py)::(\w+)", DOCS[name]):
+        assert f"def {test}(" in (ROOT / path).read_text(), f"{path} has no {test}"
+
+
+@each_page
+def test_links_lead_somewhere(name: str) -> None:
+    for target in re.findall(r"\]\(([^)]+)\)", DOCS[name]):
+        page, _, anchor = target.partition("#")
+        text = DOCS[f"{page.removesuffix('.md')}.md" if page else name]
+        titles = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+        anchors = {re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles}
+        assert not anchor or anchor in anchors, target
+
+
+def test_every_folder_is_in_the_picture() -> None:
+    folders = {path.name for path in (ROOT / "ftrun").iterdir() if (path / "__init__.py").exists()}
+    assert [name for name in folders if f"`ftrun/{name}/`" not in DOCS["architecture.md"]] == []
+
+
+def test_floors_are_those_that_are_checked() -> None:
+    _, _, behind = (ROOT / "pyproject.toml").read_text().partition("\nlayers = [\n")
+    floors = re.findall(r'"([^"]+)"', behind.partition("\n]")[0])
+    assert floors
+    for floor in floors:
+        assert f"\n  {floor}\n" in DOCS["architecture.md"], floor
+
+
+def test_a_failure_has_a_row_of_six_cells_and_a_test_or_a_dash() -> None:
+    before, _, _ = DOCS["failure-modes.md"].partition("## Crash points")
+    for cells in rows(before):
+        assert len(cells) == 6, cells
+        assert all(cells), cells
+        assert cells[5] == "-" or all("::test_" in word for word in words(cells[5])), cells
+
+
+def test_crash_points_are_those_of_the_code() -> None:
+    _, _, section = DOCS["failure-modes.md"].partition("## Crash points")
+    told: set[str] = set()
+    for cells in rows(section):
+        first, *others = words(cells[0])
+        told |= {first, *(first.rpartition(".")[0] + other for other in others)}
+    passed = {n for text in PACKAGE.values() for n in re.findall(r'crash_point\("([^"]+)"', text)}
+    assert told == passed
+
+
+def test_every_exit_code_is_explained() -> None:
+    told = {(cells[0], cells[1]) for cells in rows(DOCS["operations.md"]) if cells[0].isdigit()}
+    assert told == {(str(int(code)), code.name) for code in ExitCode}
+
+
+def test_every_key_of_a_profile_is_there_with_its_default() -> None:
+    told = {c[0].strip("`"): words(c[1]) for c in rows(DOCS["operations.md"]) if len(c) == 4}
+    for section, about in Profile().model_dump().items():
+        for key, default in about.items():
+            shown = {True: "true", False: "false", None: "null"}.get(default, str(default))
+            assert told.get(f"{section}.{key}") == [shown], f"{section}.{key}"
+
+
+def test_every_variable_is_there() -> None:
+    names = {n for text in PACKAGE.values() for n in re.findall(r'"(FTRUN_[A-Z_]+)"', text)}
+    names |= {value for key, value in vars(environment).items() if key.isupper()}
+    assert {name for name in names if f"`{name}`" not in DOCS["operations.md"]} == set()
+
+
+def test_every_flag_of_its_own_is_there() -> None:
+    told = DOCS["operations.md"]
+    assert [f.name for f in OWN_FLAGS if not re.search(rf"`--{f.name}[` ]", told)] == []
+
+
+def test_every_kind_of_journal_line_is_there() -> None:
+    kinds = {k for text in PACKAGE.values() for k in re.findall(r'\.write\(\s*"(\w+)",', text)}
+    kinds |= {kind.__name__ for kind in (*events.Event.__args__, *commands.Command.__args__)}
+    kinds.remove("Tick")
+    assert {kind for kind in kinds if f"`{kind}`" not in DOCS["operations.md"]} == set()
+
+
+def test_every_field_of_the_status_document_is_there() -> None:
+    _, _, rest = DOCS["operations.md"].partition("\n## Status")
+    section, _, _ = rest.partition("\n## ")
+    tree = ast.parse((ROOT / "ftrun/agent/status_document.py").read_text())
+    dicts = [node for node in ast.walk(tree) if isinstance(node, ast.Dict)]
+    keys = {k.value for d in dicts for k in d.keys if isinstance(k, ast.Constant)}
+    assert {key for key in keys if not re.search(rf"[`.]{key}[`\[.]", section)} == set()
