@@ -1,6 +1,7 @@
 """The documentation names what is there: modules, tests, keys, codes, variables, crash points."""
 
 import ast
+import json
 import re
 from pathlib import Path
 
@@ -114,7 +115,7 @@ def test_every_key_of_a_profile_is_there_with_its_default() -> None:
     told = {c[0].strip("`"): words(c[1]) for c in rows(DOCS["operations.md"]) if len(c) == 4}
     for section, about in Profile().model_dump().items():
         for key, default in about.items():
-            shown = {True: "true", False: "false", None: "null"}.get(default, str(default))
+            shown = json.dumps(default) if isinstance(default, bool | None) else str(default)
             assert told.get(f"{section}.{key}") == [shown], f"{section}.{key}"
 
 
