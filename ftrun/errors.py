@@ -15,7 +15,8 @@
     |-- PeerError                   exit 75   another process is gone or broke the protocol
     |   |-- PeerLost
     |   |-- PeerTimeout
-    |   `-- ProtocolError
+    |   |-- ProtocolError
+    |   `-- WorkerNotKillable                 SIGKILL does not end it: the node needs attention
     `-- InternalError               exit 70   a broken invariant: a bug in ftrun
 
 What ftrun exists to survive (a worker died, an SMP was killed) is not here. Those are values in
@@ -163,6 +164,10 @@ class PeerTimeout(PeerError):
 
 class ProtocolError(PeerError):
     """A frame is malformed, too long, or of another run."""
+
+
+class WorkerNotKillable(PeerError):
+    """A worker does not die of SIGKILL; it hangs in the kernel."""
 
 
 class InternalError(FtrunError):

@@ -1,9 +1,9 @@
 """The record of a run: every event and command, one JSON line each.
 
-Runs in:  agent and stub.
+Runs in:  agent.
 Takes in: a kind and plain fields.
 Gives:    `ftrun-logs/RUN_ID/journal.jsonl`, appended to, never rewritten.
-Survives: everything but the disk; a line is in the kernel's hands before the event is acted on.
+Survives: everything but the disk; an event's line is in the kernel's hands before it is acted on.
 
 A full disk must not end a run: a line that cannot be written is counted and dropped.
 """

@@ -40,6 +40,7 @@ def main() -> int:
     logging.basicConfig(level=level, format="ftrun: %(message)s", stream=sys.stderr)
     if not spec.quiet:
         logging.getLogger("ftrun").setLevel(min(level, logging.INFO))
+    folder.keep_mark.unlink(missing_ok=True)
     journal = Journal(Path(spec.log_folder), who="agent")
     smp = SmpLink(folder, spec.profile.smp.orphan_s)
     zygote: ZygoteLink | None = None
@@ -54,10 +55,13 @@ def main() -> int:
         first_generation = _take_over(smp, journal)
         from ftrun.agent.launcher import launch
 
-        return launch(spec, journal, smp, zygote, stub, first=first_generation)
+        code = launch(spec, journal, smp, zygote, stub, first=first_generation)
+        keep_memory = _keep_what_was_resumed(code, folder, spec, smp)
+        return code
     except FtrunError as error:
         journal.write("error", kind_of=type(error).__name__, text=str(error))
         sys.stderr.write(f"ftrun: {error}\n")
+        keep_memory = _keep_what_was_resumed(error.exit_code, folder, spec, smp)
         return error.exit_code
     except Exception as error:  # noqa: BLE001 - the process loop: anything here is our bug
         journal.write("bug", text=traceback.format_exc())
@@ -67,7 +71,7 @@ def main() -> int:
             f"{spec.log_folder}/journal.jsonl\n"
         )
         # The stub starts another agent, which goes on with the memory that the SMP keeps.
-        (folder.path / "agent-crashed").touch()
+        folder.crash_mark.touch()
         keep_memory = True
         return InternalError.exit_code
     finally:
@@ -75,6 +79,21 @@ def main() -> int:
             zygote.close()
         if not keep_memory:
             smp.shutdown()
+
+
+def _keep_what_was_resumed(code: int, folder: RunFolder, spec: RunSpec, smp: SmpLink) -> bool:
+    """Whether the memory outlives the run: it was adopted, and this run has added nothing to it.
+
+    A script that was changed, or a wrong number of ranks, must not cost what they met.
+    """
+    if not (0 < code < 128 and smp.was_adopted and smp.num_commits == 0):
+        return False
+    folder.keep_mark.touch()
+    sys.stderr.write(
+        f"ftrun: the snapshots are unharmed and stay for {smp.orphan_s:.0f} s: mend the cause and "
+        f"start again with --run-id {spec.run_id}, or free them with `ftrun stop {spec.run_id}`\n"
+    )
+    return True
 
 
 def _set_thread_count(argv: list[str]) -> None:

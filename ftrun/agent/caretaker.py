@@ -5,6 +5,9 @@ Takes in: the time.
 Gives:    checkpoints, standbys, an SMP brought up again, reports of silence, measured restarts.
 """
 
+import logging
+from collections.abc import Callable
+
 from ftrun import clock
 from ftrun.agent.generations import Generations
 from ftrun.agent.processes import Child, reap_strangers
@@ -16,6 +19,8 @@ from ftrun.config import RunSpec
 from ftrun.errors import PeerError
 from ftrun.journal import Journal
 from ftrun.wire.pages import Beat
+
+_log = logging.getLogger(__name__)
 
 REFILL_AFTER_S = 0.5
 """Standbys are forked after the restart they would compete with for the processors."""
@@ -66,15 +71,20 @@ class Caretaker:
         self._checkpoint(now_s)
         return self._bring_up_smp()
 
-    def last_checkpoint(self) -> None:
-        """At the end of the run: what is committed goes to disk, if that is wished."""
+    def last_checkpoint(self, limit_s: float, *, is_cancelled: Callable[[], bool]) -> None:
+        """At the end of the run: what is committed goes to disk, if that is wished.
+
+        Args:
+            limit_s: how long the end may be put off for it.
+            is_cancelled: asked again and again; whether somebody wants it to end now.
+        """
         directory = self._spec.checkpoint_directory
         if not directory or self._smp.committed is None:
             return
         try:
-            self._smp.finish_checkpoint()
+            self._smp.finish_checkpoint(limit_s, is_cancelled)
             self._smp.begin_checkpoint(directory, self._spec.profile.checkpoint.keep)
-            self._smp.finish_checkpoint()
+            self._smp.finish_checkpoint(limit_s, is_cancelled)
         except PeerError as error:
             self._smp.refused = str(error)
         self._tell_checkpoint()
@@ -119,6 +129,7 @@ class Caretaker:
         written = self._smp.last_checkpoint
         if self._smp.refused:
             self._journal.write("checkpoint_not_written", why=self._smp.refused)
+            _log.warning("no checkpoint was written: %s", self._smp.refused)
             self._smp.refused = ""
         if written is not None and self._smp.num_checkpoints != self._checkpoints_seen:
             self._checkpoints_seen = self._smp.num_checkpoints

@@ -148,9 +148,32 @@ class Generations:
         found = point.version
         if found is None and directory:
             found, why = self._load_checkpoint(directory)
+        if found is None:
+            self._refuse_to_forget(point.why)
+        elif found.generation >= 0:
+            self._smp.committed = found
         voided = self._smp.void_after(found if found is not None else NOTHING)
         self._journal.write("restore_point", version=str(found), why=why, voided_slots=voided)
         return found
+
+    def _refuse_to_forget(self, why: str) -> None:
+        """Never begin anew in silence where there was something to go on from.
+
+        Raises:
+            SnapshotError: the state is of another world size, or none of it can be restored.
+        """
+        sizes = {held.world_size for held in self._smp.offers()} - {self.world_size}
+        if sizes:
+            raise SnapshotError(
+                f"this run's snapshots are of {max(sizes)} ranks, and {self.world_size} were asked "
+                f"for. Start with --nproc-per-node {max(sizes)}, or free them with `ftrun stop "
+                f"{self._spec.run_id}` and begin anew"
+            )
+        if self._smp.committed is not None:
+            raise SnapshotError(
+                f"the run cannot go on from {self._smp.committed}, which was its newest committed "
+                f"version: {why}. Start it again with a --checkpoint-dir to go on from disk"
+            )
 
     def _load_checkpoint(self, directory: str) -> tuple[Version | None, str]:
         answer = self._smp.load_checkpoint(directory, list(range(self.world_size)))

@@ -19,6 +19,7 @@ from ftrun.agent.caretaker import Caretaker
 from ftrun.agent.control import ControlServer
 from ftrun.agent.ending import final_block
 from ftrun.agent.generations import Generations
+from ftrun.agent.processes import one_oom_ends_all
 from ftrun.agent.rendezvous import LOOPBACK, StorePool, register
 from ftrun.agent.run_loop import RunEnded, RunLoop
 from ftrun.agent.smp_link import SmpLink
@@ -65,6 +66,8 @@ def launch(
             run.caretaker.smp_given_up = f"the snapshot manager does not start: {error}"
     control = ControlServer(run)
     control.start()
+    if one_oom_ends_all():
+        _log.warning("memory.oom.group is 1: one rank out of memory ends everything on this node")
     journal.write("run", run_id=spec.run_id, script=spec.script, torch=torch.__version__)
     try:
         elastic.run(args, run.workers.starter, run.drive)

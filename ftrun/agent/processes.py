@@ -140,11 +140,35 @@ def reap_strangers(known: Sequence[Child]) -> None:
 
 
 def oom_kills() -> int | None:
-    """Out-of-memory kills on this node so far, as far as we may read them."""
-    try:
-        for line in Path("/proc/vmstat").read_text(encoding="ascii").splitlines():
+    """Out-of-memory kills so far: of this cgroup where it counts them, else of the machine."""
+    for path in (*_cgroup_files("memory.events", "memory.oom_control"), Path("/proc/vmstat")):
+        try:
+            lines = path.read_text(encoding="ascii").splitlines()
+        except OSError:
+            continue
+        for line in lines:
             if line.startswith("oom_kill "):
                 return int(line.split()[1])
-    except OSError:
-        pass
     return None
+
+
+def one_oom_ends_all() -> bool:
+    """Whether the cgroup is set so that one process too large takes all of them along."""
+    for path in _cgroup_files("memory.oom.group", ""):
+        with contextlib.suppress(OSError):
+            return path.read_text(encoding="ascii").strip() == "1"
+    return False
+
+
+def _cgroup_files(name: str, name_v1: str) -> list[Path]:
+    """Where the memory controller of our cgroup keeps a figure, in version 2 and 1."""
+    root = Path("/sys/fs/cgroup")
+    found: list[Path] = []
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines():
+            _, controllers, path = line.split(":", 2)
+            if not controllers:
+                found.append(root / path.lstrip("/") / name)
+            elif name_v1 and "memory" in controllers.split(","):
+                found.append(root / "memory" / path.lstrip("/") / name_v1)
+    return found

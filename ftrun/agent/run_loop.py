@@ -8,6 +8,7 @@ Survives: the SMP, the zygote, and every worker.
 It decides nothing: what to do about an event is the supervisor's word.
 """
 
+import logging
 import select
 import signal
 import socket
@@ -20,7 +21,7 @@ from ftrun.agent.caretaker import Caretaker
 from ftrun.agent.elastic import FtrunElasticAgent
 from ftrun.agent.generations import Generations
 from ftrun.agent.processes import Child, oom_kills
-from ftrun.agent.smp_link import SmpLink
+from ftrun.agent.smp_link import CHECKPOINT_WAIT_S, SmpLink
 from ftrun.agent.worker_group import WorkerGroup
 from ftrun.agent.zygote_link import ZygoteLink
 from ftrun.config import RunSpec
@@ -30,6 +31,8 @@ from ftrun.journal import Journal
 from ftrun.monitor.exits import end_in_words, signal_name
 from ftrun.recovery import commands
 from ftrun.recovery.supervisor import State, Supervisor
+
+_log = logging.getLogger(__name__)
 
 TICK_S = 0.25
 EAGER_TICK_S = 0.005
@@ -76,6 +79,7 @@ class RunLoop:
         self._agent: FtrunElasticAgent | None = None
         self._is_done = False
         self._noticed_s = 0.0
+        self._failed_s = 0.0
         self._stopped_s = 0.0
         self._oom_kills = oom_kills()
         self._signals: list[int] = []
@@ -117,6 +121,7 @@ class RunLoop:
             self.journal.write(type(command).__name__, **_fields(command))
         match command:
             case commands.KillWorkers():
+                self._failed_s = self._noticed_s
                 self.workers.kill()
                 self._stopped_s = clock.now_s()
             case commands.StartGeneration():
@@ -135,7 +140,12 @@ class RunLoop:
                 self.workers.signal(command.signal)
             case commands.EndRun():
                 self.workers.kill()
-                self.caretaker.last_checkpoint()
+                self._signals.clear()
+                is_stop = command.exit_code > 128 and command.cause is None
+                self.caretaker.last_checkpoint(
+                    self.spec.profile.stop.grace_s if is_stop else CHECKPOINT_WAIT_S,
+                    is_cancelled=lambda: bool(self._signals),
+                )
                 if command.exit_code != ExitCode.DONE:
                     raise RunEnded(command)
                 self._is_done = True
@@ -143,7 +153,7 @@ class RunLoop:
     def _start_generation(self, why: str) -> None:
         assert self._agent is not None
         restored = self.generations.start(
-            self._agent, why, noticed_s=self._noticed_s, stopped_s=self._stopped_s
+            self._agent, why, noticed_s=self._failed_s, stopped_s=self._stopped_s
         )
         self._catch_signals()  # torch has put its own handlers in place
         self.caretaker.generation_started(clock.now_s())
@@ -155,6 +165,7 @@ class RunLoop:
             self.zygote = None
         else:
             self.caretaker.smp_given_up = command.why
+            _log.warning("no more snapshots: %s", command.why)
 
     # --- events -------------------------------------------------------------------------------
 

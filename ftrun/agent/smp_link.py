@@ -7,12 +7,13 @@ Survives: the SMP: its memfds are held here too and are handed to the next one.
 """
 
 import os
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
 from ftrun import clock
 from ftrun.agent.processes import Child, python_command, spawn
-from ftrun.errors import FtrunError, LayoutUnknown, PeerError, PeerLost
+from ftrun.errors import FtrunError, LayoutUnknown, PeerError, PeerLost, PeerTimeout
 from ftrun.ids import Rank, Version, version
 from ftrun.wire import messages as msg
 from ftrun.wire.arena import SlotState, read_shape, read_slot_headers, void_slots
@@ -37,6 +38,9 @@ class SmpLink:
     last_checkpoint: msg.CheckpointWritten | None = None
     last_checkpoint_s: float = 0.0
     num_checkpoints: int = 0
+    num_commits: int = 0
+    was_adopted: bool = False
+    """The memory comes from an earlier `ftrun` of this run."""
     refused: str = ""
     """Why the last checkpoint could not be written."""
     arenas: dict[Rank, list[int]] = field(default_factory=dict)
@@ -63,6 +67,7 @@ class SmpLink:
         for rank, fd in zip(handed.body.ranks, handed.fds, strict=True):
             self._keep(Rank(rank), fd)
         self._run_state = handed.body.run_state
+        self.was_adopted = bool(self.arenas)
         return self._run_state
 
     def adopt(self, fds: list[int]) -> None:
@@ -161,11 +166,16 @@ class SmpLink:
             self.channel.send(msg.WriteCheckpoint(directory, keep))
             self.writing = True
 
-    def finish_checkpoint(self) -> None:
-        """Wait for the checkpoint that is being written."""
-        give_up_s = clock.now_s() + CHECKPOINT_WAIT_S
-        while self.writing and self.channel is not None and clock.now_s() < give_up_s:
-            self._take(self.channel.receive(deadline_s=CHECKPOINT_WAIT_S))
+    def finish_checkpoint(self, limit_s: float, is_cancelled: Callable[[], bool]) -> None:
+        """Wait for the checkpoint that is being written, so long at most."""
+        give_up_s = clock.now_s() + limit_s
+        while self.writing and self.channel is not None:
+            if is_cancelled() or clock.now_s() > give_up_s:
+                self.refused = "it was not done in time; the one before stays"
+                self.writing = False
+                return
+            with suppress(PeerTimeout):
+                self._take(self.channel.receive(deadline_s=0.1))
 
     def void_slot(self, rank: Rank, wanted: Version | None) -> None:
         """Set one rank's slot aside: its digest did not match."""
@@ -234,6 +244,7 @@ class SmpLink:
                 self._keep(Rank(body.rank), *received.fds)
             case msg.VersionCommitted():
                 self.committed = version(body.generation, body.step)
+                self.num_commits += 1
                 self._drop_old_layouts()
             case msg.CheckpointWritten():
                 self.last_checkpoint, self.refused, self.writing = body, "", False

@@ -12,6 +12,7 @@ from typing import Any
 
 from ftrun import clock
 from ftrun.agent.run_loop import RunLoop
+from ftrun.journal import FILE_NAME
 from ftrun.recovery.supervisor import STOPPING, State
 from ftrun.wire.arena import SlotState, read_shape, read_slot_headers
 from ftrun.wire.pages import Beat, Command, Page
@@ -51,7 +52,7 @@ def status_document(run: RunLoop) -> bytes:
             "zygote": run.zygote.child.pid if run.zygote and run.zygote.child else None,
             "smp": run.smp.child.pid if run.smp.child else None,
         },
-        "journal": run.spec.log_folder,
+        "journal": f"{run.spec.log_folder}/{FILE_NAME}",
     }
     return json.dumps(document).encode()
 
@@ -60,12 +61,16 @@ def _state(run: RunLoop) -> str:
     state = run.supervisor.state
     if state in STOPPING:
         return "stopping"
-    return "running" if state is State.RUNNING else "restarting"
+    if state is State.RUNNING:
+        return "running"
+    if state is State.ENDED:
+        return "ending"
+    return "restarting" if run.generations.restarts else "starting"
 
 
 def _verdict(run: RunLoop, ranks: list[dict[str, Any]], snapshots: dict[str, Any]) -> str:
-    if not snapshots["protected"] and snapshots["note"]:
-        protection = f"UNPROTECTED: {snapshots['note']}"
+    if snapshots["unprotected"]:
+        protection = f"UNPROTECTED: {snapshots['unprotected']}"
     elif snapshots["step"] is not None:
         protection = (
             f"a killed rank costs the steps since {snapshots['step']} "
@@ -91,7 +96,7 @@ def _ranks(run: RunLoop, now_s: float) -> list[dict[str, Any]]:
                 "step": page.get(Beat.STEP) if beat_ns else None,
                 "beat_age_s": now_s - beat_ns / 1e9 if beat_ns else None,
                 "phase": page.phase,
-                "loss": page.loss or None,
+                "loss": page.loss if page.get(Beat.LOSS) else None,
                 "start": handle.start,
             }
         )
@@ -113,11 +118,13 @@ def _snapshots(run: RunLoop, now_s: float) -> dict[str, Any]:
     notes = [page.note for page in pages if page.note]
     attached = any(page.get(Beat.ATTACHED) for page in pages)
     unprotected = any(page.get(Beat.UNPROTECTED) for page in pages)
-    note = run.caretaker.smp_given_up or (notes[0] if notes else "")
-    if not attached and not note and any(page.get(Beat.BEAT_NS) for page in pages):
-        note = "the script does not call ftrun.attach"
+    note = notes[0] if notes else ""
+    why = run.caretaker.smp_given_up or (note if unprotected else "")
+    if not attached and not why and any(page.get(Beat.BEAT_NS) for page in pages):
+        why = "the script does not call ftrun.attach"
     return {
-        "protected": committed is not None and not unprotected,
+        "protected": committed is not None and not why,
+        "unprotected": why,
         "note": note,
         "step": committed[1] if committed else None,
         "generation": committed[0] if committed else None,
@@ -128,8 +135,15 @@ def _snapshots(run: RunLoop, now_s: float) -> dict[str, Any]:
         "skipped": max((page.get(Beat.SKIPPED_COUNT) for page in pages), default=0),
         "discarded": max((page.get(Beat.DISCARDED_COUNT) for page in pages), default=0),
         "blocked_s": max((page.get(Beat.BLOCKED_NS) for page in pages), default=0) / 1e9,
-        "every": commands.get(Command.SNAPSHOT_EVERY) if commands else 0,
+        "every": _every(run, commands),
     }
+
+
+def _every(run: RunLoop, commands: Page | None) -> int:
+    every = run.spec.profile.snapshot.every
+    if isinstance(every, int):
+        return every
+    return max(1, commands.get(Command.SNAPSHOT_EVERY)) if commands else 1
 
 
 def _committed(commands: Page | None) -> tuple[int, int] | None:

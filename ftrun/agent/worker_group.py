@@ -18,7 +18,7 @@ from ftrun.agent.processes import process_state
 from ftrun.agent.smp_link import SmpLink
 from ftrun.agent.worker_starter import Place, WorkerHandle, WorkerStarter
 from ftrun.config import RunSpec
-from ftrun.errors import FtrunError
+from ftrun.errors import WorkerNotKillable
 from ftrun.ids import Rank, Step, Version
 from ftrun.monitor.exits import ExitFacts, explain
 from ftrun.wire import environment as env
@@ -27,12 +27,6 @@ from ftrun.wire.pages import Beat, Command, Page, create_command_page, create_pa
 KILL_WAIT_S = 60.0
 EVERY_LEAD_STEPS = 64
 """A new snapshot interval takes effect so many steps ahead, further than ranks drift apart."""
-
-
-class WorkerNotKillable(FtrunError):
-    """A worker does not die of SIGKILL."""
-
-    exit_code = 75
 
 
 class WorkerGroup:

@@ -8,6 +8,7 @@ Survives: the zygote: standbys that are there can still be launched.
 
 import contextlib
 import json
+import logging
 import os
 import socket
 from collections import deque
@@ -17,6 +18,8 @@ from dataclasses import dataclass
 from ftrun import clock
 from ftrun.agent.processes import Child, python_command, spawn
 from ftrun.wire.launch_order import LaunchOrder, encode_order
+
+_log = logging.getLogger(__name__)
 
 READY_WAIT_S = 120.0
 """Importing torch took 1.1 s here on a quiet machine, and minutes from a slow network disk."""
@@ -158,6 +161,8 @@ class ZygoteLink:
             self._standbys.append(Standby(orders))
         if "unfit" in said:
             self.unfit = said["unfit"]
+        for name in set(said.get("missing", ())) & set(self._preload):
+            _log.warning("--preload %s: there is no such module", name)
         return True
 
     def _hello(self, standby: Standby) -> Child | None:

@@ -177,7 +177,7 @@ def _restart_lines(document: Mapping[str, Any]) -> list[str]:
     for restart in document["restarts"]:
         phases = restart.get("phases_s") or {}
         known = {name: took for name, took in phases.items() if took is not None}
-        total = f"; {sum(known.values()):.3f} s" if known else ""
+        total = f"; {known.pop('total', sum(known.values())):.3f} s" if known else ""
         steps = ", ".join(f"{name} {took:.3f}" for name, took in known.items())
         restored = restart.get("restored")
         lines.append(

@@ -43,9 +43,6 @@ ENDING = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT
 NEEDS_HANDLER = frozenset({signal.SIGUSR1, signal.SIGUSR2})
 """Deadly to an agent that has not put its handlers in place; they wait until it listens."""
 
-CRASH_MARK = "agent-crashed"
-"""File in the run folder, written by an agent that ends with 70 because of itself."""
-
 INCARNATION = "FTRUN_AGENT_INCARNATION"
 STUB_PID = "FTRUN_STUB_PID"
 STUB_SOCKET = "FTRUN_STUB_SOCKET"
@@ -99,7 +96,7 @@ class Stub:
         with contextlib.suppress(FileNotFoundError):
             self._folder.agent_socket.unlink()
         with contextlib.suppress(FileNotFoundError):
-            (self._folder.path / CRASH_MARK).unlink()
+            self._folder.crash_mark.unlink()
         self._starts_s.append(clock.now_s())
         command = python_command("ftrun.agent", str(self._folder.path))
         self._take_what_to_keep()
@@ -165,9 +162,7 @@ class Stub:
     def _decide(self) -> int | None:
         """The agent has ended: the run's exit code, or None and another agent is on its way."""
         code = os.waitstatus_to_exitcode(self._status)
-        has_crashed = code < 0 or (
-            code == ExitCode.BUG and (self._folder.path / CRASH_MARK).exists()
-        )
+        has_crashed = code < 0 or (code == ExitCode.BUG and self._folder.crash_mark.exists())
         if not has_crashed:
             return code
         if self._asked is not None:
@@ -197,6 +192,9 @@ class Stub:
             self._turn(timeout_s=left_s)
 
     def _free(self) -> None:
+        if self._folder.keep_mark.exists():
+            end_children(term_first=True, spare="ftrun-smp")
+            return
         if self._folder.smp_socket.exists():
             shut_down_smp(self._folder)
         end_children(term_first=True)
@@ -223,14 +221,26 @@ def children() -> list[int]:
     return [pid for pid in pids if _parent(pid) == own]
 
 
-def end_children(*, term_first: bool) -> None:
-    """End every descendant; the children of one that ends become ours, until none is left."""
+def _name(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text(encoding="ascii", errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def end_children(*, term_first: bool, spare: str = "") -> None:
+    """End every descendant; the children of one that ends become ours, until none is left.
+
+    Args:
+        term_first: ask before killing.
+        spare: processes of this name live on.
+    """
     patience_s = clock.now_s() + _LEFTOVER_S
     give_up_s = patience_s + _LEFTOVER_S
     asked: set[int] = set()
     while clock.now_s() < give_up_s:
         reap_all()
-        alive = children()
+        alive = [pid for pid in children() if not spare or _name(pid) != spare]
         if not alive:
             return
         for pid in alive:

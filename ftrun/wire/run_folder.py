@@ -47,6 +47,16 @@ class RunFolder:
         return self.path / "spec.json"
 
     @property
+    def keep_mark(self) -> Path:
+        """Made by an agent whose memory is to outlive the run: what it resumed from is unharmed."""
+        return self.path / "keep-memory"
+
+    @property
+    def crash_mark(self) -> Path:
+        """Made by an agent that ends because of a bug of its own; another one follows it."""
+        return self.path / "agent-crashed"
+
+    @property
     def lock(self) -> Path:
         """Locked (flock) by the stub for as long as it lives."""
         return self.path / "lock"

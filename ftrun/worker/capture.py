@@ -185,8 +185,8 @@ class Capture:
 
     def _take(self, step: int, collect: Callable[[], State], *, wait_s: float) -> None:
         if not self._may_overwrite(wait_s):
+            # Not withdrawn: the SMP may still commit the last one, and no rank may overwrite it.
             self._page.add(Beat.SKIPPED_COUNT, 1)
-            self._link.withdraw(step)
             return
         crash_point("worker.capture.begun")
         state = collect()

@@ -124,13 +124,24 @@ class Protection:
     def first_turn(self) -> None:
         """The loop begins: what the script has done since attach must not have cost the state."""
         if self._saved is not None:
-            now = {id(ddp) for ddp in self._wrappers().values()}
-            if now - self._wrapped_at_load:
+            if self._wrapped_since_load():
                 # DDP's constructor has sent rank 0's buffers to all.
                 self._finish_capture()
                 self._load()
             self.put_back_random_states()
             self._saved = None
+
+    def first_turn_is_over(self) -> None:
+        """A loop of the script's own has made its first step; what has run cannot be run again."""
+        if self._saved is not None and self._wrapped_since_load():
+            _log.warning(
+                "not bitwise: the model was wrapped in DDP after attach, which has sent rank 0's "
+                "buffers to all; attach after wrapping, or use session.steps()"
+            )
+        self._saved = None
+
+    def _wrapped_since_load(self) -> bool:
+        return bool({id(ddp) for ddp in self._wrappers().values()} - self._wrapped_at_load)
 
     def boundary(
         self, step: int, extra: Callable[[], dict[str, Any]], *, force: bool, allowed: bool

@@ -192,7 +192,9 @@ class Session:
         """
         if self._driver is not None:
             raise UsageError(f"step_done() inside a loop over {self._driver}, which counts itself")
-        self._begin()
+        if not self._has_begun and self._protection is not None:
+            self._protection.first_turn_is_over()
+        self._has_begun = True
         self._boundary(allowed=snapshot)
 
     def snapshot(self) -> None:

@@ -24,6 +24,7 @@ from importlib.machinery import SourceFileLoader
 from typing import TextIO
 
 from ftrun import clock
+from ftrun.errors import FtrunError
 from ftrun.kernel import name_process, offer_to_oom_killer
 from ftrun.wire import environment as env
 from ftrun.wire.launch_order import LaunchOrder, decode_order
@@ -141,7 +142,13 @@ def run_script(order: LaunchOrder, *, start: str) -> None:
         raise
     except BaseException as error:  # noqa: BLE001 - what the interpreter itself would do
         script_errors.report(error)
-        raise SystemExit(130 if isinstance(error, KeyboardInterrupt) else 1) from None
+        raise SystemExit(_exit_code(error)) from None
+
+
+def _exit_code(error: BaseException) -> int:
+    if isinstance(error, KeyboardInterrupt):
+        return 130
+    return error.exit_code if isinstance(error, FtrunError) else 1
 
 
 def _search_first(folder: str) -> None:

@@ -115,3 +115,41 @@ def run_until_gone(pid: int) -> None:
             return
         signal.sigtimedwait([], 0.02)
     pytest.fail(f"process {pid} is still there")
+
+
+def test_wrong_number_of_ranks_is_refused_and_costs_nothing(
+    start: Start, train: tuple[str, ...], undisturbed: Checked
+) -> None:
+    run = start(*train)
+    run.wait_for_step(KILL_AT)
+    os.kill(run.process.pid, signal.SIGKILL)
+    run.process.wait(20)
+    right, wrong = list(run.argv), list(run.argv)
+    wrong[wrong.index("--nproc-per-node") + 1] = "1"
+    run.argv = wrong
+    run.start()
+    assert run.wait() == 77, run.text
+    assert "snapshots are of 2 ranks" in run.text
+    run.argv = right
+    run.start()
+    assert run.wait() == 0, run.text
+    undisturbed.check(run)
+
+
+def test_changed_script_is_refused_and_costs_nothing(
+    start: Start, train: tuple[str, ...], undisturbed: Checked
+) -> None:
+    run = start(*train)
+    run.wait_for_step(KILL_AT)
+    os.kill(run.process.pid, signal.SIGKILL)
+    run.process.wait(20)
+    path = run.folder / "train.py"
+    right = path.read_text()
+    path.write_text(right.replace("nn.Linear(300, 8)", "nn.Linear(300, 9)"))
+    run.start()
+    assert run.wait() == 77, run.text
+    assert "saved as F32[8" in run.text
+    path.write_text(right)
+    run.start()
+    assert run.wait() == 0, run.text
+    undisturbed.check(run)
