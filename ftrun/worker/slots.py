@@ -4,8 +4,9 @@ Runs in:  worker: the training thread, and a thread of its own while large memor
 Takes in: the state of a boundary, an arena inherited from the last worker.
 Gives:    `Slots` that fit the state, or none yet.
 
-Making an arena costs 0.5 s per GiB (2026-11), most of it the first touch of its pages. Large
-ones are made beside the training; until they are there, nothing is taken.
+Making an arena costs 0.5 s per GiB (2026-11), most of it the first touch of its pages. The
+boundary that needs one waits for it, so that the first step is protected, but no longer than
+`commit_wait_s`: a very large one is made beside the training, and until then nothing is taken.
 """
 
 import os
@@ -21,9 +22,6 @@ from ftrun.worker.context import WorkerContext
 from ftrun.worker.copying import SlotCopy, SlotViews
 from ftrun.worker.memory_link import MemoryLink
 from ftrun.worker.state_tree import Lasting, State, StateTree
-
-AT_ONCE_BYTES = 16 << 20
-"""An image below this is made while the boundary waits: 20 ms at most."""
 
 Shape = tuple[tuple[object, ...], ...]
 
@@ -90,17 +88,17 @@ class SlotStore:
         layout_id = xxhash.xxh3_64_intdigest(layout.header)
         self._shape = shape
         inherited = self._reuse(layout, layout_id)
-        if inherited is None and layout.image_bytes >= AT_ONCE_BYTES:
-            self._begin_making(layout, layout_id)
-            return None
-        arena = inherited if inherited is not None else self._make_arena(layout, layout_id)
-        return self._use(Slots(arena, layout, layout_id))
+        if inherited is not None:
+            return self._use(Slots(inherited, layout, layout_id))
+        maker = self._begin_making(layout, layout_id)
+        maker.join(self._context.settings.commit_wait_s)
+        return self.current if self._take_made() else None
 
     def forget_copies(self) -> None:
         if self.current is not None:
             self.current.forget_copies()
 
-    def _begin_making(self, layout: Layout, layout_id: int) -> None:
+    def _begin_making(self, layout: Layout, layout_id: int) -> threading.Thread:
         def work() -> None:
             try:
                 self._made = Slots(self._make_arena(layout, layout_id), layout, layout_id)
@@ -109,17 +107,21 @@ class SlotStore:
 
         self._maker = threading.Thread(target=work, name="ftrun-memory", daemon=True)
         self._maker.start()
+        return self._maker
 
-    def _take_made(self) -> None:
+    def _take_made(self) -> bool:
+        """Use what has been made since the last look; whether there was something."""
         if self._maker is None or self._maker.is_alive():
-            return
+            return False
         self._maker.join()
         made, self._made, self._maker = self._made, None, None
         if isinstance(made, Exception):
             self._shape = None
             raise made
-        if made is not None:
-            self._use(made)
+        if made is None:
+            return False
+        self._use(made)
+        return True
 
     def _use(self, slots: Slots) -> Slots:
         self.current = slots
