@@ -5,6 +5,7 @@ point that somebody adds is tested without a word here.
 """
 
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -39,19 +40,29 @@ def points_passed(folder: Path) -> list[str]:
     return sorted(Counter(count.read_text().split()))
 
 
+@pytest.mark.timeout(1500)
 def test_kill_at_any_point_changes_no_bit(
     tmp_path_factory: pytest.TempPathFactory, undisturbed: Checked
 ) -> None:
     points = points_passed(tmp_path_factory.mktemp("count"))
     for part in ("agent.restart", "worker.capture", "worker.restore", "smp.commit"):
         assert any(name.startswith(part) for name in points), f"no point of {part} is passed"
-    for name in points:
-        folder = tmp_path_factory.mktemp(name)
-        once = folder / "once"
-        run = disturbed(folder, {"FTRUN_CRASH_AT": name, "FTRUN_CRASH_ONCE": str(once)})
-        try:
-            assert run.wait() == 0, f"killed at {name}:\n{run.text}"
-            assert once.exists(), f"{name} was not passed again"
-            undisturbed.check(run)
-        finally:
-            run.end()
+    folders = [tmp_path_factory.mktemp(name) for name in points]
+    # Two at a time: most of a run is waiting for imports and for the pace of its steps.
+    with ThreadPoolExecutor(2) as pool:
+        list(
+            pool.map(
+                lambda given: killed_at(*given, undisturbed), zip(points, folders, strict=True)
+            )
+        )
+
+
+def killed_at(name: str, folder: Path, undisturbed: Checked) -> None:
+    once = folder / "once"
+    run = disturbed(folder, {"FTRUN_CRASH_AT": name, "FTRUN_CRASH_ONCE": str(once)})
+    try:
+        assert run.wait() == 0, f"killed at {name}:\n{run.text}"
+        assert once.exists(), f"{name} was not passed again"
+        undisturbed.check(run)
+    finally:
+        run.end()
