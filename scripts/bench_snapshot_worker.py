@@ -153,12 +153,23 @@ class Worker:
             count = self.page.get(Beat.SEALED_COUNT)
             blocked_ns = self.page.get(Beat.BLOCKED_NS)
             began_ns = time.monotonic_ns()
-            self.session.step_done()
-            self.train()
-            self.wait_for_seal(count)
+            self.step_until_sealed(count)
             found.append((self.page.get(Beat.SEALED_NS) - began_ns) / 1e9)
             blocked_s.append((self.page.get(Beat.BLOCKED_NS) - blocked_ns) / 1e9)
         return found, blocked_s
+
+    def step_until_sealed(self, count: int) -> None:
+        """Steps until every rank has sealed one: memory that is large is made beside them."""
+        give_up_s = time.monotonic() + SEAL_WAIT_S
+        while True:
+            self.session.step_done()
+            self.train()
+            sealed = torch.tensor([int(self.page.get(Beat.SEALED_COUNT) > count)])
+            dist.all_reduce(sealed, op=dist.ReduceOp.MIN)
+            if sealed.item():
+                return
+            if time.monotonic() > give_up_s:
+                raise TimeoutError(f"no seal within {SEAL_WAIT_S:.0f} s: {self.page.note}")
 
     def idle_snapshots(self) -> tuple[list[float], list[float]]:
         """Snapshots' copies while nothing else runs, and copy_ in turn with them."""
