@@ -39,6 +39,7 @@ def words(cell: str) -> list[str]:
 def test_every_page_is_there() -> None:
     assert set(DOCS) == {
         "architecture.md",
+        "benchmarks.md",
         "failure-modes.md",
         "getting-started.md",
         "glossary.md",
@@ -49,7 +50,8 @@ def test_every_page_is_there() -> None:
 
 @each_page
 def test_lines_fit(name: str) -> None:
-    long = [line for line in DOCS[name].splitlines() if len(line) > MAX_LINE]
+    prose = re.sub(r"^```.*?^```", "", DOCS[name], flags=re.MULTILINE | re.DOTALL)
+    long = [line for line in prose.splitlines() if len(line) > MAX_LINE]
     assert [line for line in long if not line.startswith("|")] == []
 
 
