@@ -1,0 +1,446 @@
+"""A cluster of N nodes on one machine, for tests, drills and benchmarks.
+
+    with VirtualCluster(3) as cluster:
+        server = cluster.run("node0", ["python3", "-m", "http.server"])
+        cluster.run("node1", ["curl", f"http://{cluster.address('node0')}:8000"]).wait()
+        cluster.kill("node0")
+
+Takes in: how many nodes; commands to run in them; failures to happen.
+Gives:    nodes node0, node1 ... with an address, hostname, /etc/hosts, /dev/shm, /run, processes
+          and process ids of their own, on a network of their own; everything else, the file system
+          above all, is the machine's. `run` gives children of the caller.
+Survives: of a cluster in a `with` block nothing, however the block or its process ends; one kept
+          by the command line (`scripts/vcluster`) lives until `down`.
+
+Rule 1: what is known of a cluster stands in its folder, so that several processes can handle it.
+        It is read and written under a lock, and never told by a pid alone (see virtual_node).
+Rule 2: a process that holds a namespace lives on only when it is written down: until then it
+        waits for a word from the one who writes.
+"""
+
+import contextlib
+import functools
+import os
+import re
+import secrets
+import shutil
+import subprocess
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import virtual_link as link
+import virtual_node as node_of
+from virtual_node import ClusterError, Holder, Process
+from virtual_state import Node, State, alive, checked, clusters, find, locked, root
+
+__all__ = ["ClusterError", "Node", "VirtualCluster", "available", "clusters"]
+
+_SHM = re.compile(r"\d+[kmg]?", re.IGNORECASE)
+_COMMANDS = ("ip", "tc", "nsenter", "unshare", "mount", "sh", "env", "sleep")
+_ROOTLESS = "unshare --user --map-root-user --pid --fork --mount-proc COMMAND"
+_PROBE = """
+mount -t proc proc /proc && mount -t tmpfs tmpfs /run &&
+ip link add br0 type bridge && ip link add p0 type veth peer name eth0 &&
+env --ignore-signal=CHLD true
+"""
+
+_commands: list[subprocess.Popen[Any]] = []
+"""What this process has started in nodes and not yet reaped."""
+_commands_lock = threading.Lock()
+
+
+@functools.cache
+def available() -> str | None:
+    """Why there can be no virtual cluster here; None where there can be one."""
+    missing = [command for command in _COMMANDS if shutil.which(command) is None]
+    if missing:
+        return f"not installed: {', '.join(missing)} (Debian: iproute2, util-linux, coreutils)"
+    spaces = ["--pid", "--fork", "--net", "--mount", "--uts", "--ipc"]
+    done = subprocess.run(
+        ["unshare", *spaces, "--", "sh", "-c", _PROBE],
+        capture_output=True,
+        text=True,
+        timeout=node_of.WAIT_S,
+        check=False,
+    )
+    said = done.stderr.strip().splitlines()
+    if done.returncode != 0:
+        why = said[-1] if said else f"exit {done.returncode}"
+    elif node_of.may_come_back():
+        return None
+    else:
+        why = "the pid namespace of this process is not its own"
+    return f"no rights to namespaces ({why}): be root, or under `{_ROOTLESS}`"
+
+
+class VirtualCluster:
+    """N nodes on this machine. A node is named node0, node1 ..., or by its number."""
+
+    def __init__(self, nodes: int, *, name: str = "", shm: str = "2g", kept: bool = False) -> None:
+        """Nothing is started before `up`, or a `with` block.
+
+        `shm`: size of each node's /dev/shm (bytes, or with k, m, g); it takes memory when used.
+        `kept`: it outlives this process. Raises: ClusterError: a number, name or size is wrong.
+        """
+        if not 1 <= nodes <= link.MAX_NODES:
+            raise ClusterError(f"{nodes} nodes: 1 to {link.MAX_NODES} are possible")
+        if not _SHM.fullmatch(shm):
+            raise ClusterError(f"a /dev/shm of {shm!r}: bytes, or such as 512m or 2g")
+        self.name = checked(name or f"{os.getpid()}-{secrets.token_hex(3)}")
+        self._count = nodes
+        self._shm = shm
+        self._kept = kept
+        self._holders: dict[str, Holder] = {}
+
+    @staticmethod
+    def existing(name: str) -> "VirtualCluster":
+        """The one of that name, started by whomever. Raises: ClusterError: there is none."""
+        state = State.load(root() / checked(name))
+        if state is None:
+            raise ClusterError(f"there is no cluster {name!r}: scripts/vcluster up N makes one")
+        return VirtualCluster(len(state.nodes), name=name, shm=state.shm, kept=True)
+
+    def __enter__(self) -> "VirtualCluster":
+        self.up()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.down()
+
+    # --- all of it -----------------------------------------------------------------------------
+
+    def up(self) -> None:
+        """Start it; what earlier runs have left behind is removed.
+
+        Raises: ClusterError: it cannot be had here (see `available`), or the name is taken.
+        """
+        if why := available():
+            raise ClusterError(f"no virtual cluster: {why}")
+        with locked():
+            _remove_left_overs()
+            if self._folder.exists():
+                raise ClusterError(f"cluster {self.name!r} is there: scripts/vcluster down first")
+            owner = None if self._kept else Process.of(os.getpid())
+            state = State(self.name, self._shm, owner)
+            try:
+                self._start(state)
+            except BaseException:
+                self._remove(state)
+                raise
+
+    def down(self) -> None:
+        """Remove all of it; nothing is there any more when this gives, or was not before."""
+        with locked():
+            state = State.load(self._folder)
+            self._remove(state or State(self.name, self._shm, None))
+
+    def nodes(self) -> list[Node]:
+        """What is known of each."""
+        return self._known().nodes
+
+    def address(self, node: int | str) -> str:
+        return self._known_node(node).address
+
+    # --- one node --------------------------------------------------------------------------------
+
+    def run(
+        self,
+        node: int | str,
+        argv: Sequence[str],
+        *,
+        env: Mapping[str, str] | None = None,
+        cwd: str | os.PathLike[str] | None = None,
+        **options: Any,
+    ) -> "subprocess.Popen[Any]":
+        """Start a command in a node. `options` are Popen's (stdout, stderr, text ...).
+
+        It is a child of the caller, who waits for it; signals and exit code are its own. It dies
+        with the node. XDG_RUNTIME_DIR is the node's. Raises: ClusterError: the node is dead or
+        frozen.
+        """
+        found = self._known_node(node)
+        init = alive(found)
+        if found.frozen_by:
+            raise ClusterError(f"{found.name} is frozen and runs nothing: thaw it first")
+        variables = dict(os.environ if env is None else env)
+        variables["XDG_RUNTIME_DIR"] = f"/run/user/{os.getuid()}"
+        folder = os.path.abspath(cwd or os.getcwd())
+        command = node_of.start_in(init, argv, env=variables, cwd=folder, **options)
+        _reap_commands()
+        with _commands_lock:
+            _commands.append(command)
+        return command
+
+    def kill(self, node: int | str) -> None:
+        """Cut its power: every process dies at once, and not one packet tells the others."""
+        with self._changing(node) as (state, found):
+            switch = _switch(state)
+            switch.cut(found.index)
+            self._end(state, found)
+            switch.unplug(found.index)
+
+    def reset(self, node: int | str) -> None:
+        """Kill every process; its kernel lives, so that peers are told (FIN, RST) at once.
+
+        Address, namespaces and /dev/shm stay, and commands can be run in it again.
+        """
+        with self._changing(node) as (_, found):
+            node_of.signal_all(alive(found), "KILL")
+            self._thaw(found)
+            _reap_commands()
+
+    def revive(self, node: int | str) -> None:
+        """Start a dead node again: empty, with the old name and address, and a cable as new."""
+        with self._changing(node) as (state, found):
+            if found.is_alive:
+                raise ClusterError(f"{found.name} is alive: kill it first")
+            self._end(state, found)  # it may have died by itself
+            _switch(state).unplug(found.index)
+            for peer in [known for known in state.nodes if known.name in found.cut_from]:
+                _join(found, peer)
+            found.is_cut = False
+            found.rate = ""
+            try:
+                self._start_nodes(state, [found])
+            except BaseException:
+                self._end(state, found)
+                raise
+
+    def cut(self, node: int | str, *, peer: int | str | None = None) -> None:
+        """Pull its cable, or only what it and `peer` say to each other gets lost. All live on."""
+        with self._changing(node) as (state, found):
+            if peer is None:
+                _switch(state).cut(found.index)
+                found.is_cut = True
+            else:
+                _part(found, find(state, peer))
+
+    def heal(self, node: int | str, *, peer: int | str | None = None) -> None:
+        """Undo `cut`: one pair, or without `peer` all of the node's cuts."""
+        with self._changing(node) as (state, found):
+            if peer is None:
+                alive(found)
+                _switch(state).heal(found.index)
+                found.is_cut = False
+            for other in state.nodes if peer is None else [find(state, peer)]:
+                _join(found, other)
+
+    def freeze(self, node: int | str) -> None:
+        """Hold every process. The kernel lives: it accepts and acknowledges, nobody answers."""
+        with self._changing(node) as (_, found):
+            init = alive(found)
+            if found.frozen_by:
+                return
+            try:
+                found.frozen_by = str(node_of.freeze(init, f"ftrun-{self.name}-{found.name}"))
+            except OSError:  # cgroups cannot be changed here
+                node_of.signal_all(init, "STOP")
+                found.frozen_by = "signals"
+
+    def thaw(self, node: int | str) -> None:
+        """Let them go on."""
+        with self._changing(node) as (_, found):
+            alive(found)
+            self._thaw(found)
+
+    def slow(self, node: int | str, rate: str) -> None:
+        """Limit its cable in both directions to a rate such as 100mbit; `off` ends that."""
+        wanted = "" if rate == "off" else rate
+        if wanted:
+            link.bits_per_s(wanted)
+        with self._changing(node) as (state, found):
+            link.limit(alive(found), "eth0", wanted)
+            link.limit(_switch(state).process, link.port(found.index), wanted)
+            found.rate = wanted
+
+    def delay(self, node: int | str, ms: float, *, loss_percent: float = 0.0) -> None:
+        """Make its cable longer: so many ms in each direction; 0 and no loss: as it was.
+
+        Connections outlive it. `loss_percent`: of the frames; up to 64 KiB of TCP are one.
+        Raises: ClusterError: a number is wrong, or /dev/net/tun is not there.
+        """
+        if not 0 <= ms <= link.MAX_DELAY_MS or not 0 <= loss_percent <= 100:
+            raise ClusterError(
+                f"{ms} ms, {loss_percent} % lost: 0 to {link.MAX_DELAY_MS} ms and 0 to 100 %"
+            )
+        with self._changing(node) as (state, found):
+            alive(found)
+            self._end_delay(state, found)
+            if ms or loss_percent:
+                self._start_delay(state, found, ms, loss_percent)
+
+    # --- how -------------------------------------------------------------------------------------
+
+    @property
+    def _folder(self) -> Path:
+        return root() / self.name
+
+    def _known(self) -> State:
+        state = State.load(self._folder)
+        if state is None:
+            raise ClusterError(f"cluster {self.name!r} is not up")
+        return state
+
+    def _known_node(self, node: int | str) -> Node:
+        return find(self._known(), node)
+
+    @contextlib.contextmanager
+    def _changing(self, node: int | str) -> Iterator[tuple[State, Node]]:
+        """The state and one node, to be changed; written also when something has failed."""
+        with locked():
+            state = self._known()
+            try:
+                yield state, find(state, node)
+            finally:
+                state.dump(self._folder)
+
+    def _start(self, state: State) -> None:
+        self._folder.mkdir(mode=0o700)
+        names = [f"node{index}" for index in range(self._count)]
+        state.nodes = [Node(name, index, link.address(index)) for index, name in enumerate(names)]
+        hosts = ["127.0.0.1 localhost", "::1 localhost ip6-localhost"]
+        hosts += [f"{node.address} {node.name}" for node in state.nodes]
+        (self._folder / "hosts").write_text("\n".join(hosts) + "\n")
+        switch = self._hold("switch", link.switch_command(self.name))
+        state.switch = switch.process()
+        state.dump(self._folder)
+        switch.go()
+        switch.wait_ready()
+        _switch(state).make_bridge()
+        self._start_nodes(state, state.nodes)
+
+    def _start_nodes(self, state: State, nodes: list[Node]) -> None:
+        """All at once, as most of the time is the kernel's."""
+        started = [(node, self._hold(node.name, self._init_command(node))) for node in nodes]
+        for node, holder in started:
+            node.init = holder.process()
+        state.dump(self._folder)
+        _switch(state).plug({node.index: alive(node) for node in nodes})
+        for _, holder in started:
+            holder.go()
+        for _, holder in started:
+            holder.wait_ready()
+        self._let_go()
+
+    def _init_command(self, node: Node) -> list[str]:
+        hosts = str(self._folder / "hosts")
+        return node_of.init_command(node.name, node.address, link.NETWORK, hosts, self._shm)
+
+    def _hold(self, name: str, command: list[str]) -> Holder:
+        log = self._folder / f"{name}.log"
+        self._holders[name] = Holder(name, command, log, is_owned=not self._kept)
+        return self._holders[name]
+
+    def _end(self, state: State, node: Node) -> None:
+        """End all its processes, and what was there only for them."""
+        if node.init is not None:
+            node_of.kill_node(node.init)
+        self._end_delay(state, node)
+        self._thaw(node)
+        node.init = None
+        _reap_commands()
+        self._reap(node.name)
+
+    def _start_delay(self, state: State, node: Node, ms: float, loss_percent: float) -> None:
+        switch = _switch(state)
+        holder = self._hold(_delayer(node), switch.delay_command(node.index, ms, loss_percent))
+        node.delayer = holder.process()
+        state.dump(self._folder)
+        holder.go()
+        holder.wait_ready()
+        switch.lengthen(node.index)
+        node.delay_ms = ms
+        node.loss_percent = loss_percent
+        self._let_go()
+
+    def _end_delay(self, state: State, node: Node) -> None:
+        if node.delayer is not None:
+            if state.switch is not None and state.switch.is_alive:
+                _switch(state).shorten(node.index)
+            node.delayer.kill()
+            node.delayer.wait()
+        node.delayer = None
+        node.delay_ms = node.loss_percent = 0.0
+        self._reap(_delayer(node))
+
+    def _let_go(self) -> None:
+        """Of what shall outlive this process."""
+        if self._kept:
+            for name in list(self._holders):
+                self._holders.pop(name).let_go()
+
+    def _thaw(self, node: Node) -> None:
+        if node.frozen_by == "signals":
+            if node.init is not None and node.init.is_alive:
+                node_of.signal_all(node.init, "CONT")
+        elif node.frozen_by:
+            node_of.thaw(Path(node.frozen_by))
+        node.frozen_by = ""
+
+    def _remove(self, state: State) -> None:
+        with contextlib.ExitStack() as rest:  # what follows is done also when a part has failed
+            rest.callback(shutil.rmtree, self._folder, ignore_errors=True)
+            for name in list(self._holders):
+                rest.callback(self._reap, name)
+            if state.switch is not None:
+                rest.callback(state.switch.wait)
+                rest.callback(state.switch.kill)
+            for node in state.nodes:
+                rest.callback(self._end, state, node)
+
+    def _reap(self, name: str) -> None:
+        if name in self._holders:
+            self._holders.pop(name).reap()
+
+
+def _reap_commands() -> None:
+    """Those that have ended. Their exit codes stay in the Popen that the caller has.
+
+    The first process of a node does not end before the others are reaped.
+    """
+    with _commands_lock:
+        _commands[:] = [command for command in _commands if command.poll() is None]
+
+
+def _delayer(node: Node) -> str:
+    return f"delay-{node.name}"
+
+
+def _switch(state: State) -> link.Switch:
+    if state.switch is None or not state.switch.is_alive:
+        raise ClusterError(f"cluster {state.name!r} has lost its network: scripts/vcluster down")
+    return link.Switch(state.switch)
+
+
+def _part(one: Node, other: Node) -> None:
+    if one is other:
+        raise ClusterError(f"{one.name} cannot be cut from itself")
+    link.close_to(alive(one), other.address)
+    link.close_to(alive(other), one.address)
+    one.cut_from = sorted({*one.cut_from, other.name})
+    other.cut_from = sorted({*other.cut_from, one.name})
+
+
+def _join(one: Node, other: Node) -> None:
+    if other.name not in one.cut_from:
+        return
+    for near, far in ((one, other), (other, one)):
+        if near.init is not None and near.is_alive:
+            link.open_to(near.init, far.address)
+        near.cut_from = [name for name in near.cut_from if name != far.name]
+
+
+def _remove_left_overs() -> None:
+    for name in clusters():
+        state = State.load(root() / name)
+        if state is None or state.is_left_over:
+            state = state or State(name, "1m", None)
+            VirtualCluster(1, name=name, kept=True)._remove(state)
