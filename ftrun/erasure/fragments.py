@@ -1,0 +1,255 @@
+"""What a block is called while it travels or is stored, and whether it is the one asked for.
+
+Runs in:  the SMP, on any of its threads. Pure.
+Takes in: blocks, and their headers as bytes.
+Gives:    a header of 80 bytes for each block; a `FragmentRefused`, with the reason, for whatever
+          is not exactly the block that was asked for.
+Source:   the library behind the parity finds neither flipped bits nor a duplicate nor blocks of
+          two versions among one another, its own checksums switched on or not (tried, 2026-11).
+          So each fragment says itself what it is of, and what its bytes are.
+
+Rule 1: nothing is decoded that has not passed `check`: run, version, group, stripe, place,
+        length, digest of the header, digest of the bytes.
+Rule 2: a fragment counts for the place that its sender has in the stripe; what the header says
+        must agree. No node can fill the place of another.
+Rule 3: two fragments for one place are never both used; where they differ, neither is.
+"""
+
+import struct
+from dataclasses import dataclass
+
+import xxhash
+
+from ftrun.erasure.codec import Buffer
+from ftrun.erasure.pinned import MAX_BLOCK_BYTES
+from ftrun.errors import FragmentRefused
+from ftrun.ids import Generation, RunId, Version, version
+
+_MAGIC = 0x41524654_46303031
+_FIELDS = struct.Struct("<QQqqqQQIIQ")
+_CHECK = struct.Struct("<Q")
+HEADER_BYTES = _FIELDS.size + _CHECK.size
+"""Length of a packed header: 80."""
+
+
+@dataclass(frozen=True, slots=True)
+class StripeId:
+    """One stripe of one snapshot. Fragments of different ones never meet.
+
+    Attributes:
+        run: `run_digest` of the run.
+        version: of the snapshot.
+        group: `Group.id` of those that keep it.
+        stripe: its number in the layout, from 0.
+    """
+
+    run: int
+    version: Version
+    group: int
+    stripe: int
+
+    def __str__(self) -> str:
+        return f"stripe {self.stripe} of {self.version}"
+
+
+@dataclass(frozen=True, slots=True)
+class BlockDigest:
+    """What a block's bytes are known to be: their number, and their xxh3."""
+
+    num_bytes: int
+    digest: int
+
+
+@dataclass(frozen=True, slots=True)
+class FragmentHeader:
+    """What a fragment says of itself.
+
+    Attributes:
+        of: the stripe it belongs to.
+        generation: the one in which it was made; later than the version's where a restored
+            version was protected again.
+        index: its place in the stripe: 0 to k-1 data, k to k+m-1 parity.
+        block: length and digest of the bytes. Data may be shorter than a whole block; what
+            lacks counts as zeros.
+    """
+
+    of: StripeId
+    generation: Generation
+    index: int
+    block: BlockDigest
+
+
+@dataclass(frozen=True, slots=True)
+class Fragment:
+    """A block with its header, as they came from somewhere.
+
+    Attributes:
+        sender: node it came from, for words.
+        index: place that this node has in the stripe, by the layout.
+        header: as bytes, not yet believed.
+        payload: likewise.
+    """
+
+    sender: str
+    index: int
+    header: Buffer
+    payload: Buffer
+
+    def name(self, of: StripeId) -> str:
+        """What to call it in messages, as a fragment of that stripe."""
+        return f"the fragment of {self.sender} for {of} (place {self.index})"
+
+
+def run_digest(run_id: RunId) -> int:
+    """What stands for a run in a header: u64."""
+    return xxhash.xxh3_64_intdigest(run_id.encode())
+
+
+def block_digest(payload: Buffer) -> BlockDigest:
+    """Length and digest of a block's bytes."""
+    return BlockDigest(memoryview(payload).nbytes, xxhash.xxh3_64_intdigest(payload))
+
+
+def pack(header: FragmentHeader) -> bytes:
+    """A header as bytes, with a digest of itself at the end."""
+    of = header.of
+    fields = _FIELDS.pack(
+        _MAGIC,
+        of.run,
+        header.generation,
+        of.version.generation,
+        of.version.step,
+        of.group,
+        of.stripe,
+        header.index,
+        header.block.num_bytes,
+        header.block.digest,
+    )
+    return fields + _CHECK.pack(xxhash.xxh3_64_intdigest(fields))
+
+
+def unpack(raw: Buffer, *, what: str = "a fragment") -> FragmentHeader:
+    """The header in these bytes.
+
+    Args:
+        raw: 80 bytes.
+        what: what to call it in an error.
+
+    Raises:
+        FragmentRefused: it is cut off, zeroed, changed, or of another format.
+    """
+    view = memoryview(raw).cast("B")
+    if len(view) != HEADER_BYTES:
+        raise FragmentRefused(what=what, why=f"a header of {len(view)} bytes, not {HEADER_BYTES}")
+    fields = view[: _FIELDS.size]
+    magic, run, made_in, generation, step, group, stripe, index, num_bytes, digest = _FIELDS.unpack(
+        fields
+    )
+    if magic != _MAGIC:
+        why = "its header is all zeros" if not any(view) else "its header is not of this format"
+        raise FragmentRefused(what=what, why=why)
+    if _CHECK.unpack(view[_FIELDS.size :]) != (xxhash.xxh3_64_intdigest(fields),):
+        raise FragmentRefused(what=what, why="the digest of its header does not match")
+    of = StripeId(run, version(generation, step), group, stripe)
+    return FragmentHeader(of, Generation(made_in), index, BlockDigest(num_bytes, digest))
+
+
+def check(
+    fragment: Fragment,
+    of: StripeId,
+    *,
+    generation: Generation | None = None,
+    known: BlockDigest | None = None,
+) -> FragmentHeader:
+    """The header of a fragment that is what it should be.
+
+    Args:
+        fragment: header and bytes, not yet believed.
+        of: the stripe it must belong to.
+        generation: the one it must have been made in; any, where it is not given.
+        known: what its bytes must be, where that is known from elsewhere.
+
+    Raises:
+        FragmentRefused: it is not.
+    """
+    what = fragment.name(of)
+    header = unpack(fragment.header, what=what)
+    why = _place_difference(header, fragment.index, of, generation)
+    # Hashing the bytes costs the most, so it comes last.
+    why = why or _bytes_difference(header.block, fragment.payload, known)
+    if why:
+        raise FragmentRefused(what=what, why=why)
+    return header
+
+
+def _place_difference(
+    header: FragmentHeader, index: int, of: StripeId, generation: Generation | None
+) -> str:
+    """Why a header is not of this place in this stripe; empty if it is."""
+    mine = header.of
+    if mine.run != of.run:
+        return "it is of another run"
+    if generation is not None and header.generation != generation:
+        return f"it was made in generation {header.generation}, not {generation}"
+    if mine.version != of.version:
+        return f"it is of {mine.version}"
+    if mine.group != of.group:
+        return "it is of another group of nodes"
+    if mine.stripe != of.stripe:
+        return f"it is of stripe {mine.stripe}"
+    return "" if header.index == index else f"it is of place {header.index}"
+
+
+def _bytes_difference(block: BlockDigest, payload: Buffer, known: BlockDigest | None) -> str:
+    """Why the bytes are not those of the header, or not those that are known; empty if they are."""
+    num_bytes = memoryview(payload).nbytes
+    if num_bytes != block.num_bytes or not 0 < num_bytes <= MAX_BLOCK_BYTES:
+        return f"it has {num_bytes} bytes, and its header says {block.num_bytes}"
+    if xxhash.xxh3_64_intdigest(payload) != block.digest:
+        return "the digest of its bytes does not match"
+    return "" if known in (None, block) else "its bytes are not those that were protected"
+
+
+class FragmentSet:
+    """Checked fragments, apart by stripe.
+
+    Survives: nothing. Not for several threads at once.
+    """
+
+    def __init__(self) -> None:
+        self._stripes: dict[StripeId, dict[int, tuple[BlockDigest, Fragment | None]]] = {}
+
+    def add(
+        self,
+        fragment: Fragment,
+        of: StripeId,
+        *,
+        generation: Generation | None = None,
+        known: BlockDigest | None = None,
+    ) -> None:
+        """Check a fragment and keep it; arguments as for `check`.
+
+        Raises:
+            FragmentRefused: it is not what it should be, or its place is taken. If the one that
+                has the place differs from it, that one goes too, and the place stays empty.
+        """
+        header = check(fragment, of, generation=generation, known=known)
+        places = self._stripes.setdefault(of, {})
+        if fragment.index not in places:
+            places[fragment.index] = (header.block, fragment)
+            return
+        first, kept = places[fragment.index]
+        if kept is not None and first == header.block:
+            raise FragmentRefused(what=fragment.name(of), why="the same one is there already")
+        places[fragment.index] = (first, None)
+        why = "two that differ came for one place, so neither counts"
+        raise FragmentRefused(what=fragment.name(of), why=why)
+
+    def of(self, stripe: StripeId) -> dict[int, Fragment]:
+        """What is kept of a stripe, by place."""
+        places = self._stripes.get(stripe, {})
+        return {index: kept for index, (_, kept) in places.items() if kept is not None}
+
+    def forget(self, stripe: StripeId) -> None:
+        """Let go of all that is kept of a stripe."""
+        self._stripes.pop(stripe, None)

@@ -1,0 +1,176 @@
+"""The codec that computes in place: Intel's ISA-L, called by ctypes.
+
+Runs in:  the SMP, on any of its threads; the GIL is released during every call.
+Takes in: blocks where they lie: mapped memory, receive buffers, arrays.
+Gives:    a `Codec`; two to ten times what pyeclib's own encode does per CPU second, because that
+          copies every block twice and faults in new memory each time (measured 2026-11).
+
+The library is the one that lies in pyeclib's wheel, or the system's. Finding it reads the list
+of that wheel's files and loads a library: the only thing in this folder that is not pure, done
+once, before any decision.
+
+Rule 1: tables that ISA-L has expanded never leave the process: their format depends on the
+        processor. What nodes have in common is the matrix, which self_test.py holds them to.
+Rule 2: no address outlives the `Pinned` it came from.
+"""
+
+import ctypes
+from collections.abc import Mapping, Sequence
+from functools import cache
+from itertools import product
+
+from ftrun.erasure.codec import Buffer, check_counts, check_place, check_shape, sources_of
+from ftrun.erasure.pinned import Pinned
+from ftrun.errors import InternalError, NotSupportedHere
+
+_TABLE_BYTES = 32
+"""What ISA-L expands one factor to, at most."""
+
+_MAX_KEPT = 256
+"""Rebuilding repeats few sets of blocks, one for each way to lie in the rotation."""
+
+_INT, _POINTER = ctypes.c_int, ctypes.c_void_p
+_SIGNATURES = {
+    "ec_init_tables": ([_INT, _INT, _POINTER, _POINTER], None),
+    "ec_encode_data": ([_INT, _INT, _INT, _POINTER, _POINTER, _POINTER], None),
+    "ec_encode_data_update": ([_INT, _INT, _INT, _INT, _POINTER, _POINTER, _POINTER], None),
+    "gf_gen_cauchy1_matrix": ([_POINTER, _INT, _INT], None),
+    "gf_invert_matrix": ([_POINTER, _POINTER, _INT], _INT),
+}
+
+Tables = ctypes.Array[ctypes.c_char]
+
+
+class IsalCodec:
+    """Reed-Solomon by ISA-L, in place."""
+
+    name = "isa-l"
+
+    def __init__(self, k: int, m: int) -> None:
+        """Load the library and make the tables of this (k, m).
+
+        Raises:
+            InternalError: k or m is out of range.
+            NotSupportedHere: the library is not found, or is not ISA-L as we know it.
+        """
+        check_shape(k, m)
+        self.k, self.m = k, m
+        self._isal = load_isal(find_isal())
+        matrix = ctypes.create_string_buffer((k + m) * k)
+        self._isal.gf_gen_cauchy1_matrix(matrix, k + m, k)
+        self._rows = [matrix.raw[at : at + k] for at in range(0, (k + m) * k, k)]
+        self._encoding = self._expand(self._rows[k:])
+        self._factors = {
+            (position, j): self._expand([self._rows[k + j][position : position + 1]])
+            for position, j in product(range(k), range(m))
+        }
+        self._kept: dict[tuple[tuple[int, ...], tuple[int, ...]], Tables] = {}
+
+    def encode(self, data: Sequence[Buffer], parity: Sequence[Buffer]) -> None:
+        check_counts(self, data, parity)
+        with Pinned(data, parity) as blocks:
+            self._multiply(blocks.num_bytes, self._encoding, blocks.sources, blocks.targets)
+
+    def update(
+        self, position: int, data: Buffer, parity_index: int, parity: Buffer, *, first: bool
+    ) -> None:
+        check_place(self, position, parity_index)
+        with Pinned([data], [parity], may_be_shorter=True) as blocks:
+            factor = self._factors[position, parity_index]
+            (source,), (target,), (length,) = blocks.sources, blocks.targets, blocks.source_bytes
+            if first:
+                self._multiply(length, factor, [source], [target])
+                ctypes.memset(target + length, 0, blocks.num_bytes - length)
+            else:
+                self._isal.ec_encode_data_update(
+                    length, 1, 1, 0, factor, source, _pointers([target])
+                )
+
+    def rebuild(self, have: Mapping[int, Buffer], want: Mapping[int, Buffer]) -> None:
+        used = sources_of(self, have, want)
+        if not want:
+            return
+        with Pinned([have[i] for i in used], [*want.values()]) as blocks:
+            tables = self._rebuilding(tuple(used), tuple(want))
+            self._multiply(blocks.num_bytes, tables, blocks.sources, blocks.targets)
+
+    def _multiply(
+        self, length: int, tables: Tables, sources: list[int], targets: list[int]
+    ) -> None:
+        self._isal.ec_encode_data(
+            length, len(sources), len(targets), tables, _pointers(sources), _pointers(targets)
+        )
+
+    def _rebuilding(self, used: tuple[int, ...], wanted: tuple[int, ...]) -> Tables:
+        """Tables that make the wanted blocks of the used ones."""
+        # Two threads may make the same tables at once; either's are right.
+        tables = self._kept.get((used, wanted))
+        if tables is None:
+            if len(self._kept) >= _MAX_KEPT:
+                self._kept.clear()
+            tables = self._expand(self._rows_from(used, wanted))
+            self._kept[used, wanted] = tables
+        return tables
+
+    def _rows_from(self, used: tuple[int, ...], wanted: tuple[int, ...]) -> list[bytes]:
+        """Factors by which the used blocks give each of the wanted ones."""
+        square = b"".join(self._rows[i] for i in used)
+        inverse = ctypes.create_string_buffer(len(square))
+        # It works within its input, so that is a copy.
+        if self._isal.gf_invert_matrix(ctypes.create_string_buffer(square), inverse, self.k):
+            raise InternalError(f"blocks {list(used)} do not determine their stripe")
+        to_data = [inverse.raw[at : at + self.k] for at in range(0, len(square), self.k)]
+        # Rows of factors add up as blocks do: the product of matrices is one more encoding.
+        rows = [bytearray(self.k) for _ in wanted]
+        with Pinned(to_data, rows) as blocks:
+            tables = self._expand([self._rows[i] for i in wanted])
+            self._multiply(self.k, tables, blocks.sources, blocks.targets)
+        return [bytes(row) for row in rows]
+
+    def _expand(self, rows: Sequence[bytes]) -> Tables:
+        """ISA-L's tables for some rows of factors."""
+        num_factors = len(rows) * len(rows[0])
+        tables = ctypes.create_string_buffer(_TABLE_BYTES * num_factors)
+        self._isal.ec_init_tables(len(rows[0]), len(rows), b"".join(rows), tables)
+        return tables
+
+
+@cache
+def load_isal(path: str | None) -> ctypes.CDLL:
+    """ISA-L, with the signatures of what is used here.
+
+    Args:
+        path: where `find_isal` has found it; None if nowhere.
+
+    Raises:
+        NotSupportedHere: there is none, or it lacks a function.
+    """
+    if path is None:
+        raise NotSupportedHere("ISA-L is neither in pyeclib's wheel nor among the system's")
+    try:
+        library = ctypes.CDLL(path)
+        for name, (arguments, result) in _SIGNATURES.items():
+            function = getattr(library, name)
+            function.argtypes, function.restype = arguments, result
+    except (OSError, AttributeError) as error:
+        raise NotSupportedHere(f"{path} cannot be used: {error}") from error
+    return library
+
+
+def find_isal(distribution: str = "pyeclib") -> str | None:
+    """Where the library lies: in pyeclib's wheel, or the name by which the system knows it."""
+    from ctypes.util import find_library
+    from importlib.metadata import PackageNotFoundError, files
+
+    try:
+        listed = files(distribution) or []
+    except PackageNotFoundError:
+        listed = []
+    for file in listed:
+        if file.name.startswith("libisal") and ".so" in file.name:
+            return str(file.locate())
+    return find_library("isal")
+
+
+def _pointers(addresses: Sequence[int]) -> ctypes.Array[ctypes.c_void_p]:
+    return (ctypes.c_void_p * len(addresses))(*addresses)

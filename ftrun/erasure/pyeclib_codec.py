@@ -1,0 +1,104 @@
+"""The codec by pyeclib's public functions: where ISA-L cannot be called, and to check it by.
+
+Runs in:  the SMP, and in tests as the oracle. Holds the GIL and copies every block twice.
+Takes in: blocks with the buffer protocol, which become `bytes` first.
+Gives:    a `Codec` whose parity equals that of isal.py byte for byte.
+
+pyeclib puts a header before each block, and wants it back to rebuild. Here the headers are those
+of a stripe of zeros of the same length: they tell index and lengths, and nothing of the bytes.
+
+Rule 1: pyeclib gets `bytes` and nothing else: its decode of anything else ends the process.
+Rule 2: its checks count for nothing: it takes flipped bits, duplicates and blocks of two
+        generations without a word. Whoever calls `rebuild` has checked before.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from ftrun.erasure.codec import Buffer, check_counts, check_place, check_shape, sources_of
+from ftrun.erasure.pinned import Pinned
+from ftrun.errors import NotSupportedHere
+
+
+class PyeclibCodec:
+    """Reed-Solomon by pyeclib's isa_l_rs_cauchy."""
+
+    name = "pyeclib"
+
+    def __init__(self, k: int, m: int) -> None:
+        """Load pyeclib.
+
+        Raises:
+            InternalError: k or m is out of range.
+            NotSupportedHere: pyeclib, or ISA-L behind it, is not there.
+        """
+        check_shape(k, m)
+        self.k, self.m = k, m
+        try:
+            from pyeclib.ec_iface import ECDriver, ECDriverError
+        except ImportError as error:
+            raise NotSupportedHere(f"pyeclib cannot be imported: {error}") from error
+        try:
+            self._driver = ECDriver(ec_type="isa_l_rs_cauchy", k=k, m=m)
+        except ECDriverError as error:
+            raise NotSupportedHere(f"pyeclib has no ISA-L: {error}") from error
+        self._headers: tuple[int, list[bytes]] = (0, [])
+
+    def encode(self, data: Sequence[Buffer], parity: Sequence[Buffer]) -> None:
+        check_counts(self, data, parity)
+        with Pinned(data, parity) as blocks:
+            made = self._parity_of([_bytes(one) for one in data], blocks.num_bytes)
+            for target, found in zip(parity, made, strict=True):
+                _write(target, found)
+
+    def update(
+        self, position: int, data: Buffer, parity_index: int, parity: Buffer, *, first: bool
+    ) -> None:
+        check_place(self, position, parity_index)
+        with Pinned([data], [parity], may_be_shorter=True) as blocks:
+            length = blocks.num_bytes
+            # The code is linear: what a block adds is the parity of it among zeros.
+            stripe = [bytes(length)] * self.k
+            stripe[position] = _bytes(data).ljust(length, b"\0")
+            added = self._parity_of(stripe, length)[parity_index]
+            _write(parity, added if first else _xor(added, _bytes(parity)))
+
+    def rebuild(self, have: Mapping[int, Buffer], want: Mapping[int, Buffer]) -> None:
+        used = sources_of(self, have, want)
+        if not want:
+            return
+        with Pinned([have[i] for i in used], [*want.values()]) as blocks:
+            headers = self._headers_of(blocks.num_bytes)
+            fragments = [headers[i] + _bytes(have[i]) for i in used]
+            # It sorts the list it is given, and answers in that order.
+            wanted = sorted(want)
+            made = self._driver.reconstruct(fragments, [*wanted])
+            for index, fragment in zip(wanted, made, strict=True):
+                _write(want[index], fragment[len(headers[index]) :])
+
+    def _parity_of(self, data: list[bytes], length: int) -> list[bytes]:
+        made = self._driver.encode(b"".join(data))[self.k :]
+        header_bytes = len(made[0]) - length
+        return [one[header_bytes:] for one in made]
+
+    def _headers_of(self, length: int) -> list[bytes]:
+        """What pyeclib puts before each block of a stripe with blocks of this length."""
+        # One attribute for both, so that another thread sees a pair that belongs together.
+        known_length, headers = self._headers
+        if known_length != length:
+            made = self._driver.encode(bytes(self.k * length))
+            headers = [one[: len(one) - length] for one in made]
+            self._headers = (length, headers)
+        return headers
+
+
+def _bytes(block: Buffer) -> bytes:
+    return bytes(memoryview(block).cast("B"))
+
+
+def _write(target: Buffer, found: bytes) -> None:
+    memoryview(target).cast("B")[:] = found
+
+
+def _xor(one: bytes, other: bytes) -> bytes:
+    mixed = int.from_bytes(one, "little") ^ int.from_bytes(other, "little")
+    return mixed.to_bytes(len(one), "little")

@@ -1,0 +1,192 @@
+"""The lost blocks of one stripe, exactly, or a refusal that says why.
+
+Runs in:  the SMP, on any of its threads. Pure.
+Takes in: fragments of the survivors, as they come; none is believed.
+Gives:    the blocks that are wanted, in place, or a `StripeLost`. Nothing in between.
+
+Rule 1: every fragment is checked before it is decoded (fragments.py); one that does not pass is
+        set aside, and the next one takes its place.
+Rule 2: what was rebuilt is checked too, where its digest is known. Where it does not match, one
+        of the fragments is wrong although it agrees with its own digest, and other sets of k are
+        tried as long as there are some.
+Rule 3: fragments are taken one by one and no more of them than are needed, so that the caller
+        may fetch each when it is asked for.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import combinations, islice
+
+from ftrun.erasure.codec import Buffer, Codec
+from ftrun.erasure.fragments import BlockDigest, Fragment, FragmentSet, StripeId, block_digest
+from ftrun.erasure.pinned import Pinned
+from ftrun.errors import FragmentRefused, InternalError, StripeLost
+from ftrun.ids import Generation
+
+_MAX_TRIES = 64
+"""Sets of k for each further fragment; a group of 8 nodes has 35."""
+
+
+@dataclass(frozen=True, slots=True)
+class StripeFacts:
+    """What is known of a stripe before any of its fragments comes.
+
+    Attributes:
+        of: which one it is.
+        nodes: name of the node at each place, k data and then m parity.
+        empty: places whose node has no block in this stripe; they count as zeros.
+        generation: in which the fragments must have been made; any, where it is not given.
+        known: length and digest of blocks, where they are known from elsewhere.
+    """
+
+    of: StripeId
+    nodes: tuple[str, ...]
+    empty: frozenset[int] = frozenset()
+    generation: Generation | None = None
+    known: Mapping[int, BlockDigest] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Rebuilt:
+    """How the wanted blocks came about.
+
+    Attributes:
+        used: places of the k blocks that were decoded; none where all that was wanted came.
+        verified: places of wanted blocks whose digest is known, and matches.
+        set_aside: what was not used, and why.
+    """
+
+    used: tuple[int, ...]
+    verified: frozenset[int]
+    set_aside: tuple[str, ...]
+
+
+def rebuild_stripe(
+    codec: Codec, facts: StripeFacts, fragments: Iterable[Fragment], wanted: Mapping[int, Buffer]
+) -> Rebuilt:
+    """Write the wanted blocks of a stripe.
+
+    Args:
+        codec: for the k and m of this group.
+        facts: which stripe it is.
+        fragments: of survivors, best first. The place of each is the one its sender has.
+        wanted: whole writable blocks of one length, by place. What a node's last block lacks of
+            that length is written as zeros. After a refusal they hold anything.
+
+    Raises:
+        StripeLost: too few good fragments, or none of their sets gives what was protected.
+        InternalError: a place or a length is wrong in `wanted`, or a node has no name.
+    """
+    if not wanted:
+        return Rebuilt((), frozenset(), ())
+    work = _Work(codec, facts, wanted)
+    if work.finish(None):
+        return work.result
+    for fragment in fragments:
+        if work.accept(fragment) and work.finish(fragment.index):
+            return work.result
+    raise work.refusal()
+
+
+class _Work:
+    """One stripe on its way."""
+
+    def __init__(self, codec: Codec, facts: StripeFacts, wanted: Mapping[int, Buffer]) -> None:
+        if len(facts.nodes) != codec.k + codec.m:
+            raise InternalError(f"{len(facts.nodes)} nodes for {codec.k} + {codec.m} places")
+        self.result = Rebuilt((), frozenset(), ())
+        self._codec = codec
+        self._facts = facts
+        self._wanted = {place: _bytes_of(one) for place, one in wanted.items()}
+        with Pinned([], [*wanted.values()]) as blocks:
+            self._block_bytes = blocks.num_bytes
+        self._good = FragmentSet()
+        zeros = memoryview(bytes(self._block_bytes if facts.empty else 0))
+        self._blocks = dict.fromkeys(facts.empty, zeros)
+        self._silent = {*range(codec.k + codec.m)} - facts.empty
+        self._problems: list[str] = []
+
+    def accept(self, fragment: Fragment) -> bool:
+        """Whether a fragment counts; where it does not, the reason is kept."""
+        facts, place = self._facts, fragment.index
+        self._silent.discard(place)
+        try:
+            block = self._whole(fragment)
+            known = facts.known.get(place)
+            self._good.add(fragment, facts.of, generation=facts.generation, known=known)
+        except FragmentRefused as error:
+            self._problems.append(str(error))
+            if place not in facts.empty and place not in self._good.of(facts.of):
+                self._blocks.pop(place, None)
+            return False
+        self._blocks[place] = block
+        return True
+
+    def finish(self, newest: int | None) -> bool:
+        """Whether all that is wanted is there now.
+
+        Args:
+            newest: the place that has just come; sets without it have been tried.
+        """
+        came = self._wanted.keys() & self._blocks.keys()
+        lost = self._wanted.keys() - came
+        if lost and not any(self._decode(used, sorted(lost)) for used in self._sets(newest)):
+            return False
+        for place in came:
+            self._wanted[place][:] = self._blocks[place]
+        verified = frozenset(self._wanted.keys() & self._facts.known.keys())
+        self.result = replace(self.result, verified=verified, set_aside=tuple(self._problems))
+        return True
+
+    def refusal(self) -> StripeLost:
+        """Why not: what is there, what did not come, what was set aside."""
+        nodes = self._facts.nodes
+        silent = [f"nothing came from {nodes[i]} (place {i})" for i in sorted(self._silent)]
+        return StripeLost(
+            what=str(self._facts.of),
+            have=[nodes[i] for i in sorted(self._blocks)],
+            needed=self._codec.k,
+            problems=[*silent, *self._problems],
+        )
+
+    def _sets(self, newest: int | None) -> Iterator[tuple[int, ...]]:
+        """Sets of k places not tried before."""
+        if newest is None:
+            return combinations(sorted(self._blocks), self._codec.k)
+        others = [place for place in sorted(self._blocks) if place != newest]
+        further = ((*few, newest) for few in combinations(others, self._codec.k - 1))
+        return islice(further, _MAX_TRIES)
+
+    def _decode(self, used: tuple[int, ...], lost: list[int]) -> bool:
+        """Write what is lost, and see whether it is what is known of it."""
+        have = {place: self._blocks[place] for place in used}
+        self._codec.rebuild(have, {place: self._wanted[place] for place in lost})
+        known = self._facts.known
+        wrong = [i for i in lost if i in known and not _is(self._wanted[i], known[i])]
+        if wrong:
+            nodes = ", ".join(self._facts.nodes[i] for i in used)
+            self._problems.append(f"what {nodes} give for place {wrong[0]} has another digest")
+        else:
+            self.result = Rebuilt(tuple(sorted(used)), frozenset(), ())
+        return not wrong
+
+    def _whole(self, fragment: Fragment) -> memoryview:
+        """The bytes of a fragment with the zeros that a short block lacks."""
+        payload = _bytes_of(fragment.payload)
+        lacking = self._block_bytes - len(payload)
+        if lacking < 0 or fragment.index in self._facts.empty:
+            why = f"it has {len(payload)} bytes, and {self._block_bytes} are a block"
+            if lacking >= 0:
+                why = "its node has no block in this stripe"
+            raise FragmentRefused(what=fragment.name(self._facts.of), why=why)
+        return memoryview(bytes(payload) + bytes(lacking)) if lacking else payload
+
+
+def _bytes_of(block: Buffer) -> memoryview:
+    return memoryview(block).cast("B")
+
+
+def _is(block: memoryview, known: BlockDigest) -> bool:
+    """Whether a whole block begins with those bytes and goes on with zeros."""
+    start, rest = block[: known.num_bytes], block[known.num_bytes :]
+    return block_digest(start) == known and not bytes(rest).strip(b"\0")

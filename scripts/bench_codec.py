@@ -1,0 +1,256 @@
+#!/usr/bin/env python3
+"""What parity costs on one processor: in place, through pyeclib, and beside a plain copy.
+
+    python scripts/bench_codec.py --mb 128 --json codec.json
+
+One thread, GB of data per second of its own processor time, so that what else runs on the machine
+matters little. The data are read from memory, not from the cache, and all memory that is ours was
+written once before. The ways come in turns; each ratio is the median of the ratios in one turn.
+
+memcpy           the data copied once: the measure of the rest
+encode           all parity blocks of a stripe, in place
+update           the same, one data block and one parity block at a time, as blocks arrive
+rebuild          m lost data blocks of a stripe, in place
+checked rebuild  the same with the digests of all fragments before and of the blocks after it
+pyeclib encode   pyeclib's own call, given one piece of memory with the data of a stripe in it
+pyeclib decode   likewise, from the fragments that it made, with m data fragments lost
+"""
+
+import ctypes
+import random
+import time
+from collections.abc import Callable, Sequence
+from itertools import product
+from statistics import median
+from typing import Any
+
+from bench_common import (
+    BenchError,
+    Deadline,
+    conditions,
+    parser_of,
+    run_bench,
+    show_conditions,
+    show_table,
+    write_json,
+)
+
+from ftrun.erasure.codec import Codec, choose_codec
+from ftrun.erasure.fragments import (
+    Fragment,
+    FragmentHeader,
+    StripeId,
+    block_digest,
+    pack,
+    run_digest,
+)
+from ftrun.erasure.pinned import Pinned
+from ftrun.erasure.rebuild import StripeFacts, rebuild_stripe
+from ftrun.erasure.stripes import BLOCK_BYTES
+from ftrun.ids import Generation, RunId, version
+
+SHAPES = ((3, 1), (4, 2))
+OF = StripeId(run_digest(RunId("bench")), version(0, 1), 0, 0)
+MEASURE = "memcpy"
+
+Way = Callable[[], None]
+Job = tuple[StripeFacts, list[Fragment]]
+
+
+def main() -> int:
+    parser = parser_of(__doc__, timeout_s=60)
+    parser.add_argument("--mb", type=int, default=128, help="data in all (default %(default)s)")
+    parser.add_argument("--block-kib", type=int, default=BLOCK_BYTES >> 10, help="of a stripe")
+    parser.add_argument("--rounds", type=int, default=5, help="turns (default %(default)s)")
+    args = parser.parse_args()
+    found = conditions()
+    figures = codec_figures(
+        SHAPES,
+        num_bytes=args.mb * 1_000_000,
+        block_bytes=args.block_kib << 10,
+        rounds=args.rounds,
+        deadline=Deadline(args.timeout),
+    )
+    show_codecs(figures)
+    show_conditions(found)
+    write_json(args.json, {"conditions": found, "codecs": figures})
+    return 0
+
+
+def codec_figures(
+    shapes: Sequence[tuple[int, int]],
+    *,
+    num_bytes: int,
+    block_bytes: int,
+    rounds: int,
+    deadline: Deadline,
+) -> list[dict[str, Any]]:
+    """GB per second of processor time, and that over memcpy's, for each (k, m).
+
+    Args:
+        shapes: data and parity blocks of a stripe.
+        num_bytes: of data, at least a stripe of them; more than the cache holds.
+        block_bytes: of a block.
+        rounds: turns of all ways.
+        deadline: for all of it.
+    """
+    found = []
+    for k, m in shapes:
+        bench = StripeBench(k, m, block_bytes=block_bytes, num_bytes=num_bytes)
+        bench.check()
+        taken_s: dict[str, list[float]] = {name: [] for name in bench.ways}
+        for _, (name, way) in product(range(rounds), bench.ways.items()):
+            deadline.check(f"{name} with {k}+{m}")
+            began_s = time.thread_time()
+            way()
+            taken_s[name].append(time.thread_time() - began_s)
+        found.append(bench.figures(taken_s))
+    return found
+
+
+def show_codecs(figures: Sequence[dict[str, Any]]) -> None:
+    """A row for each way, two columns for each (k, m)."""
+    names = list(figures[0]["gb_per_cpu_s"])
+    rows = []
+    for name in names:
+        cells = [
+            (f"{one['gb_per_cpu_s'][name]:.2f}", f"{one['over_memcpy'][name]:.2f}")
+            for one in figures
+        ]
+        rows.append([name, *(cell for pair in cells for cell in pair)])
+    shapes = [f"{one['data']}+{one['parity']}" for one in figures]
+    head = ["", *(word for shape in shapes for word in (shape, "over memcpy"))]
+    block_kib = figures[0]["block_bytes"] >> 10
+    codec = figures[0]["codec"]
+    title = f"GB of data per second of processor time, blocks of {block_kib} KiB, codec {codec}"
+    show_table(title, head, rows)
+
+
+class StripeBench:
+    """All ways over the same stripes, which follow one another in memory."""
+
+    def __init__(self, k: int, m: int, *, block_bytes: int, num_bytes: int) -> None:
+        from pyeclib.ec_iface import ECDriver
+
+        self._k, self._m, self._block_bytes = k, m, block_bytes
+        self._codec: Codec = choose_codec(k, m)
+        self._driver = ECDriver(ec_type="isa_l_rs_cauchy", k=k, m=m)
+        self._lost = range(min(k, m))
+        # pyeclib takes bytes only, so the data are bytes; nothing is written to them.
+        whole = random.Random(1).randbytes(k * block_bytes)
+        count = max(1, num_bytes // len(whole))
+        self._segments = [whole[at:] + whole[:at] for at in range(count)]
+        self._data = [_cut(memoryview(one), block_bytes) for one in self._segments]
+        self._parity = [_cut(_memory(m * block_bytes), block_bytes) for _ in range(count)]
+        self._copy = [_cut(_memory(k * block_bytes), block_bytes) for _ in range(count)]
+        pairs = zip(self._data, self._copy, strict=True)
+        self._pinned = [Pinned(data, copy) for data, copy in pairs]
+        self._jobs: list[Job] = []
+        self._made: list[bytes] = []
+        self.ways: dict[str, Way] = {
+            MEASURE: self._memcpy,
+            "encode": self._encode,
+            "update": self._update,
+            "rebuild": self._rebuild,
+            "checked rebuild": self._checked_rebuild,
+            "pyeclib encode": self._pyeclib_encode,
+            "pyeclib decode": self._pyeclib_decode,
+        }
+
+    def check(self) -> None:
+        """Go each way of ours once, so that all memory is there, and look at the bytes.
+
+        Raises:
+            BenchError: they are wrong.
+        """
+        self._encode()
+        self._jobs = [*map(self._job, self._data, self._parity)]
+        made = self._driver.encode(self._segments[0])
+        self._made = [one for i, one in enumerate(made) if i not in self._lost]
+        expected = [one[-self._block_bytes :] for one in made[self._k :]]
+        right = [self._parity[0] == expected, self._driver.decode(self._made) == self._segments[0]]
+        self._update()
+        right.append(self._parity[0] == expected)
+        for way in (self._memcpy, self._rebuild, self._checked_rebuild):
+            way()
+            right.append(self._copy == self._data)
+            for stripe, place in product(self._copy, self._lost):
+                stripe[place][:] = bytes(self._block_bytes)
+        if not all(right):
+            raise BenchError(f"{self._k}+{self._m} gives wrong bytes: {right}")
+
+    def figures(self, taken_s: dict[str, list[float]]) -> dict[str, Any]:
+        num_bytes = sum(map(len, self._segments))
+        base = taken_s[MEASURE]
+        return {
+            "data": self._k,
+            "parity": self._m,
+            "block_bytes": self._block_bytes,
+            "data_bytes": num_bytes,
+            "codec": self._codec.name,
+            "gb_per_cpu_s": {name: num_bytes / median(s) / 1e9 for name, s in taken_s.items()},
+            "over_memcpy": {
+                name: median(one / own for one, own in zip(base, s, strict=True))
+                for name, s in taken_s.items()
+            },
+        }
+
+    # --- the ways -------------------------------------------------------------------------------
+
+    def _memcpy(self) -> None:
+        for stripe in self._pinned:
+            for source, target in zip(stripe.sources, stripe.targets, strict=True):
+                ctypes.memmove(target, source, self._block_bytes)
+
+    def _encode(self) -> None:
+        for data, parity in zip(self._data, self._parity, strict=True):
+            self._codec.encode(data, parity)
+
+    def _update(self) -> None:
+        for data, parity in zip(self._data, self._parity, strict=True):
+            for (position, block), (j, target) in product(enumerate(data), enumerate(parity)):
+                self._codec.update(position, block, j, target, first=position == 0)
+
+    def _rebuild(self) -> None:
+        for data, parity, copy in zip(self._data, self._parity, self._copy, strict=True):
+            have = dict(enumerate([*data, *parity]))
+            want = {place: copy[place] for place in self._lost}
+            self._codec.rebuild({i: one for i, one in have.items() if i not in want}, want)
+
+    def _checked_rebuild(self) -> None:
+        for (facts, fragments), copy in zip(self._jobs, self._copy, strict=True):
+            want = {place: copy[place] for place in self._lost}
+            rebuild_stripe(self._codec, facts, fragments, want)
+
+    def _pyeclib_encode(self) -> None:
+        for segment in self._segments:
+            self._driver.encode(segment)
+
+    def _pyeclib_decode(self) -> None:
+        # The fragments of one stripe again and again: all of them would take as much memory again.
+        for _ in self._segments:
+            self._driver.decode(self._made)
+
+    def _job(self, data: list[memoryview], parity: list[memoryview]) -> Job:
+        """What a checked rebuild of a stripe gets."""
+        digests = {i: block_digest(block) for i, block in enumerate([*data, *parity])}
+        fragments = [
+            Fragment(f"n{i}", i, pack(FragmentHeader(OF, Generation(0), i, digests[i])), block)
+            for i, block in enumerate([*data, *parity])
+            if i not in self._lost
+        ]
+        known = {i: digests[i] for i in self._lost}
+        return StripeFacts(OF, tuple(f"n{i}" for i in digests), known=known), fragments
+
+
+def _memory(num_bytes: int) -> memoryview:
+    """Fresh memory, every page of it written once."""
+    return memoryview(bytearray(b"\1") * num_bytes)
+
+
+def _cut(memory: memoryview, block_bytes: int) -> list[memoryview]:
+    return [memory[at : at + block_bytes] for at in range(0, len(memory), block_bytes)]
+
+
+if __name__ == "__main__":
+    run_bench(main)

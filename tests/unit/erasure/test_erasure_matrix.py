@@ -1,0 +1,167 @@
+"""Every loss of up to m nodes with every kind of damage: exact bytes or an explicit refusal.
+
+A refusal is right only where fewer than k good fragments are left, and then it is required.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import combinations, product
+from random import Random
+
+import pytest
+
+from ftrun.erasure.codec import Codec, choose_codec
+from ftrun.erasure.fragments import (
+    HEADER_BYTES,
+    Fragment,
+    FragmentHeader,
+    StripeId,
+    block_digest,
+    pack,
+    run_digest,
+)
+from ftrun.erasure.pyeclib_codec import PyeclibCodec
+from ftrun.erasure.rebuild import StripeFacts, rebuild_stripe
+from ftrun.errors import StripeLost
+from ftrun.ids import Generation, RunId, version
+
+BLOCK_BYTES = 1000
+OF = StripeId(run_digest(RunId("run")), version(4, 100), 9, 2)
+
+
+class World:
+    """A stripe of this generation, and the same stripe as it was a snapshot before."""
+
+    def __init__(self, codec: Codec, *, tells_digests: bool) -> None:
+        self.codec = codec
+        self.n = codec.k + codec.m
+        self.blocks = self._stripe(1)
+        self.old_blocks = self._stripe(2)
+        known = {i: block_digest(block) for i, block in enumerate(self.blocks)}
+        self.facts = StripeFacts(
+            OF,
+            tuple(f"n{i}" for i in range(self.n)),
+            generation=Generation(4),
+            known=known if tells_digests else {},
+        )
+
+    def _stripe(self, seed: int) -> list[bytes]:
+        data = [Random(f"{seed} {i}").randbytes(BLOCK_BYTES) for i in range(self.codec.k)]
+        parity = [bytearray(BLOCK_BYTES) for _ in range(self.codec.m)]
+        self.codec.encode(data, parity)
+        return [*data, *map(bytes, parity)]
+
+    def fragment(self, index: int) -> Fragment:
+        header = FragmentHeader(OF, Generation(4), index, block_digest(self.blocks[index]))
+        return Fragment(f"n{index}", index, pack(header), self.blocks[index])
+
+
+def flipped_bit(world: World, index: int) -> Fragment:
+    damaged = bytearray(world.blocks[index])
+    damaged[index * 97 % BLOCK_BYTES] ^= 1 << index % 8
+    return replace(world.fragment(index), payload=bytes(damaged))
+
+
+def flipped_bit_of_the_header(world: World, index: int) -> Fragment:
+    damaged = bytearray(world.fragment(index).header)
+    damaged[index * 13 % HEADER_BYTES] ^= 1 << index % 8
+    return replace(world.fragment(index), header=bytes(damaged))
+
+
+def truncated(world: World, index: int) -> Fragment:
+    return replace(world.fragment(index), payload=world.blocks[index][: BLOCK_BYTES // 2])
+
+
+def duplicate_index(world: World, index: int) -> Fragment:
+    """The node sends, sound in itself, the fragment of its neighbour."""
+    other = world.fragment((index + 1) % world.n)
+    return replace(other, sender=f"n{index}", index=index)
+
+
+def other_generation(world: World, index: int) -> Fragment:
+    """Sound in itself, made now, of the snapshot that another generation took of the same step."""
+    block = world.old_blocks[index]
+    of = replace(OF, version=version(3, 100))
+    header = FragmentHeader(of, Generation(4), index, block_digest(block))
+    return Fragment(f"n{index}", index, pack(header), block)
+
+
+def protected_by_another_generation(world: World, index: int) -> Fragment:
+    """It says this version; who made it lives in the generation before."""
+    block = world.old_blocks[index]
+    header = FragmentHeader(OF, Generation(3), index, block_digest(block))
+    return Fragment(f"n{index}", index, pack(header), block)
+
+
+def zero_fill(world: World, index: int) -> Fragment:
+    return replace(world.fragment(index), header=bytes(HEADER_BYTES), payload=bytes(BLOCK_BYTES))
+
+
+def zeroed_payload(world: World, index: int) -> Fragment:
+    return replace(world.fragment(index), payload=bytes(BLOCK_BYTES))
+
+
+DAMAGES = [
+    flipped_bit,
+    flipped_bit_of_the_header,
+    truncated,
+    duplicate_index,
+    other_generation,
+    protected_by_another_generation,
+    zero_fill,
+    zeroed_payload,
+]
+
+
+def cases(world: World) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Every loss of up to m nodes, with every set of survivors that is damaged as well."""
+    places = range(world.n)
+    for num_lost in range(world.codec.m + 1):
+        for lost in combinations(places, num_lost):
+            left = [place for place in places if place not in lost]
+            for num_damaged in range(len(left) + 1):
+                for damaged in combinations(left, num_damaged):
+                    yield lost, damaged
+
+
+def refusal_of(
+    world: World, fragments: list[Fragment], found: dict[int, bytearray]
+) -> StripeLost | None:
+    try:
+        rebuild_stripe(world.codec, world.facts, fragments, found)
+    except StripeLost as refusal:
+        return refusal
+    return None
+
+
+@pytest.mark.parametrize("kind", [choose_codec, PyeclibCodec], ids=["isa-l", "pyeclib"])
+@pytest.mark.parametrize(("k", "m"), [(2, 1), (3, 1), (4, 2)])
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_exact_bytes_or_an_explicit_refusal(
+    damage: Callable[[World, int], Fragment], k: int, m: int, kind: Callable[[int, int], Codec]
+) -> None:
+    counted = {"exact": 0, "refused": 0}
+    for tells_digests, is_backwards in product((False, True), (False, True)):
+        world = World(kind(k, m), tells_digests=tells_digests)
+        for lost, damaged in cases(world):
+            fragments = [
+                damage(world, place) if place in damaged else world.fragment(place)
+                for place in range(world.n)
+                if place not in lost
+            ]
+            if is_backwards:
+                fragments.reverse()
+            found = {place: bytearray(BLOCK_BYTES) for place in (*lost, *damaged)}
+            num_good = world.n - len(lost) - len(damaged)
+            refusal = refusal_of(world, fragments, found)
+            if refusal is None:
+                assert num_good >= k, (lost, damaged)
+                assert all(found[i] == world.blocks[i] for i in found), (lost, damaged)
+                counted["exact"] += 1
+            else:
+                assert num_good < k, (lost, damaged)
+                assert len(refusal.have) == num_good
+                assert all(f"n{place}" in str(refusal) for place in (*lost, *damaged))
+                counted["refused"] += 1
+    assert counted["exact"]
+    assert counted["refused"]

@@ -1,0 +1,131 @@
+"""Every block lies in one stripe, every stripe on all nodes, and the load is even."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ftrun.erasure.stripes import BLOCK_BYTES, Stripes
+from ftrun.errors import InternalError
+
+SHAPES = [(n, m) for n in range(2, 10) for m in (1, 2, 3) if m < n]
+
+each_shape = pytest.mark.parametrize(("n", "m"), SHAPES)
+layouts = st.sampled_from(SHAPES).map(lambda shape: Stripes(*shape, block_bytes=10))
+
+
+@each_shape
+def test_a_stripe_is_spread_over_all_nodes(n: int, m: int) -> None:
+    layout = Stripes(n, m)
+    assert (layout.k, layout.block_bytes) == (n - m, BLOCK_BYTES)
+    for stripe in range(3 * n):
+        data, parity = layout.data_nodes(stripe), layout.parity_nodes(stripe)
+        assert (len(data), len(parity)) == (n - m, m)
+        assert sorted((*data, *parity)) == list(range(n))
+        assert [layout.index(stripe, node) for node in (*data, *parity)] == list(range(n))
+        assert [layout.node_at(stripe, index) for index in range(n)] == [*data, *parity]
+        for position, node in enumerate(data):
+            assert layout.position(stripe, node) == position
+            assert layout.parity_row(node, stripe) is None
+            assert layout.parity_block(node, stripe) is None
+        for row, node in enumerate(parity):
+            assert layout.position(stripe, node) is None
+            assert layout.block_of(node, stripe) is None
+            assert layout.parity_row(node, stripe) == row
+
+
+@each_shape
+def test_every_block_of_a_node_lies_in_one_stripe_of_its_own(n: int, m: int) -> None:
+    layout = Stripes(n, m)
+    for node in range(n):
+        stripes = [layout.stripe_of(node, block) for block in range(4 * n)]
+        assert stripes == sorted(set(stripes))
+        assert [layout.block_of(node, stripe) for stripe in stripes] == list(range(4 * n))
+        used = {layout.block_of(node, stripe) for stripe in range(4 * n)} - {None}
+        assert used == set(range(4 * (n - m)))
+
+
+@each_shape
+def test_parity_memory_has_no_holes(n: int, m: int) -> None:
+    layout = Stripes(n, m)
+    for node in range(n):
+        for num_stripes in range(4 * n):
+            mine = [s for s in range(num_stripes) if node in layout.parity_nodes(s)]
+            assert [layout.parity_block(node, stripe) for stripe in mine] == list(range(len(mine)))
+            assert [layout.parity_stripe(node, at) for at in range(len(mine))] == mine
+            assert layout.num_parity_blocks(node, num_stripes) == len(mine)
+
+
+@each_shape
+def test_parity_is_spread_evenly(n: int, m: int) -> None:
+    layout = Stripes(n, m)
+    for num_stripes in range(5 * n):
+        held = [layout.num_parity_blocks(node, num_stripes) for node in range(n)]
+        assert sum(held) == m * num_stripes
+        # Within one block where there is one parity; after whole turns without a difference.
+        assert max(held) - min(held) <= (m if num_stripes % n else 0)
+
+
+@each_shape
+def test_the_stripes_reach_as_far_as_the_last_block(n: int, m: int) -> None:
+    layout = Stripes(n, m, block_bytes=10)
+    for num_blocks in range(5 * n):
+        last = max(
+            (layout.stripe_of(node, b) for node in range(n) for b in range(num_blocks)), default=-1
+        )
+        for num_bytes in {10 * num_blocks, max(0, 10 * num_blocks - 9)}:
+            assert layout.num_stripes(num_bytes) == last + 1
+            assert layout.num_blocks(num_bytes) == num_blocks
+
+
+@given(layouts, st.data())
+def test_who_sends_what_for_a_stripe(layout: Stripes, data: st.DataObject) -> None:
+    sizes = data.draw(
+        st.lists(st.integers(0, 200), min_size=layout.n, max_size=layout.n), label="sizes"
+    )
+    sent: dict[int, list[int]] = {node: [] for node in range(layout.n)}
+    for stripe in range(layout.num_stripes(max(sizes))):
+        senders = layout.senders(stripe, sizes)
+        positions = [layout.position(stripe, node) for node in senders]
+        assert None not in positions
+        assert positions == sorted(positions, key=lambda one: one or 0)
+        for node in senders:
+            block = layout.block_of(node, stripe)
+            assert block is not None
+            sent[node].append(block)
+    assert sent == {node: list(range(layout.num_blocks(size))) for node, size in enumerate(sizes)}
+
+
+@given(layouts, st.integers(0, 500))
+def test_blocks_cover_the_state_without_a_gap(layout: Stripes, num_bytes: int) -> None:
+    spans = [layout.span(block, num_bytes) for block in range(layout.num_blocks(num_bytes))]
+    end = 0
+    for start, length in spans:
+        assert (start, 0 < length <= layout.block_bytes) == (end, True)
+        end = start + length
+    assert end == num_bytes
+    assert layout.span(len(spans), num_bytes)[1] == 0
+
+
+@settings(max_examples=200)
+@given(layouts, st.integers(0, 10**9))
+def test_far_stripes_are_found_by_division(layout: Stripes, block: int) -> None:
+    for node in range(layout.n):
+        stripe = layout.stripe_of(node, block)
+        assert layout.block_of(node, stripe) == block
+        held = layout.num_parity_blocks(node, stripe)
+        assert abs(held * layout.n - stripe * layout.m) <= layout.m * layout.n
+
+
+def test_two_nodes_are_a_mirror() -> None:
+    layout = Stripes(2, 1)
+    for stripe in range(10):
+        assert layout.parity_nodes(stripe) == (stripe % 2,)
+        assert layout.data_nodes(stripe) == (1 - stripe % 2,)
+        assert layout.parity_block(stripe % 2, stripe) == stripe // 2
+        assert layout.block_of(1 - stripe % 2, stripe) == stripe // 2
+
+
+@pytest.mark.parametrize(("n", "m", "block_bytes"), [(1, 1, 1), (3, 3, 1), (3, 0, 1), (3, 1, 0)])
+def test_a_group_that_cannot_be_is_refused(n: int, m: int, block_bytes: int) -> None:
+    with pytest.raises(InternalError):
+        Stripes(n, m, block_bytes)
