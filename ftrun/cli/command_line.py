@@ -21,6 +21,7 @@ from ftrun.errors import UsageError
 _RUN = "The run"
 _SNAPSHOTS = "Snapshots in memory"
 _CHECKPOINTS = "Checkpoints on disk"
+_NODES = "Several nodes"
 _FAILURES = "Starting, stopping, failing"
 
 OWN_FLAGS: tuple[Flag, ...] = (
@@ -36,6 +37,18 @@ OWN_FLAGS: tuple[Flag, ...] = (
     Flag("checkpoint-dir", "write them there, and resume from there", "DIR", group=_CHECKPOINTS),
     Flag("checkpoint-every", "time between two (default 600)", "SECONDS", group=_CHECKPOINTS),
     Flag("checkpoint-keep", "how many stay (default 2)", "N", group=_CHECKPOINTS),
+    Flag("spares", "nodes beside --nnodes that stand by, warm", "S", group=_NODES),
+    Flag(
+        "erasure",
+        "snapshots survive the loss of any M of K+M nodes (default auto)",
+        "K+M|none",
+        group=_NODES,
+    ),
+    Flag("node-id", "name of this node (default: the machine's)", "NAME", group=_NODES),
+    Flag("bind", "address of this node that the others reach", "ADDRESS", group=_NODES),
+    Flag("secret-file", "what only nodes of this run know; the same on each", "FILE", group=_NODES),
+    Flag("fault-domain", "what fails together with this node, as a rack", "NAME", group=_NODES),
+    Flag("pause-limit", "with too few nodes, wait so long (default 900)", "SECONDS", group=_NODES),
     Flag(
         "start",
         "ranks forked from a process that has torch, or new processes",

@@ -42,6 +42,11 @@ class FoundRun:
     def run_id(self) -> RunId:
         return self.folder.run_id
 
+    @property
+    def name(self) -> str:
+        """What a command takes: the run id, or `RUN_ID@NODE_ID`."""
+        return self.folder.name
+
     def to_agent(self) -> Channel:
         """Raises: PeerLost, PeerTimeout."""
         return _connect(self.folder, self.folder.agent_socket, "the agent")
@@ -59,23 +64,31 @@ def look_at(folder: RunFolder) -> FoundRun:
     return FoundRun(folder, Life.ORPHANED if answers(folder.smp_socket) else Life.GONE)
 
 
-def choose(run_id: str | None, *, command: str) -> FoundRun:
-    """The run of that id, or the only one.
+def choose(name: str | None, *, command: str) -> FoundRun:
+    """The run of that name, or the only one.
+
+    Args:
+        name: a run id; `RUN_ID@NODE_ID` where several nodes of the run are on this machine.
+        command: what is asked for, for the list of names.
 
     Raises:
         UsageError: there are several, and none is named.
         FtrunError: there is none.
     """
-    if run_id is not None:
-        run = look_at(run_folder(check_run_id(run_id)))
-        if run.life is Life.GONE:
-            raise FtrunError(f"no run {run_id} is alive on this machine{_others()}")
-        return run
     alive = _alive()
+    if name is not None:
+        run_id, at, node_id = name.partition("@")
+        wanted = run_folder(check_run_id(run_id), check_run_id(node_id) if at else None)
+        exact = look_at(wanted)
+        if exact.life is not Life.GONE:
+            return exact
+        alive = [run for run in alive if run.run_id == name]
     if not alive:
-        raise FtrunError("no run of yours is alive on this machine. Start one: ftrun train.py")
+        if name is None:
+            raise FtrunError("no run of yours is alive on this machine. Start one: ftrun train.py")
+        raise FtrunError(f"no run {name} is alive on this machine{_others()}")
     if len(alive) > 1:
-        lines = "".join(f"\n  ftrun {command} {run.run_id}   ({run.life.value})" for run in alive)
+        lines = "".join(f"\n  ftrun {command} {run.name}   ({run.life.value})" for run in alive)
         raise UsageError(f"{len(alive)} runs are alive on this machine; name one:{lines}")
     return alive[0]
 
@@ -87,7 +100,7 @@ def _alive() -> list[FoundRun]:
 
 def _others() -> str:
     alive = _alive()
-    return f". Alive: {', '.join(run.run_id for run in alive)}" if alive else ""
+    return f". Alive: {', '.join(run.name for run in alive)}" if alive else ""
 
 
 def _lock_owner(folder: RunFolder) -> int | None:

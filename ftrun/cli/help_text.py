@@ -22,6 +22,7 @@ Examples:
   ftrun --nproc-per-node 2 train.py --lr 0.1         two ranks; --lr 0.1 is the script's
   ftrun --nproc-per-node gpu -m my.training          one rank per GPU, a module
   ftrun --checkpoint-dir /data/run1 train.py         on disk too, and resume from there
+  ftrun --nnodes 4 --spares 1 --rdzv-endpoint n1 train.py   on each of five nodes
   ftrun --run-id big1 train.py                       after a lost launcher: the same line again
   ftrun status                                       how the run is doing
 """
@@ -32,7 +33,8 @@ are PET_ variables, as with torchrun. What counts: flag, FTRUN_ variable, PET_ v
 default, in this order.
 
 Exit codes: the script's own where it is the cause; 2 usage, 70 a bug in ftrun, 75 try again,
-77 no state to resume from, 93 the same failure again and again, 130 and 143 stopped by a signal.
+76 not enough nodes, 77 no state to resume from, 93 the same failure again and again, 130 and 143
+stopped by a signal.
 """
 
 _MIN_WIDTH = 60

@@ -10,6 +10,7 @@ one look shows all that is wrong.
 
 import difflib
 import os
+import re
 import signal
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,12 +20,20 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from ftrun.config import Profile
+from ftrun.config import MAX_DATA, MAX_PARITY, Profile
 from ftrun.errors import ProfileInvalid, UsageError
 from ftrun.wire import environment
 
 MAX_PROFILE_BYTES = 64 * 1024
 DEFAULT = "default"
+
+_WANTED = {
+    ("snapshot", "every"): "should be auto or a number",
+    ("erasure", "scheme"): "should be auto, none or K+M, such as 4+2",
+}
+
+_SHORT_NAMES = {("security", "secret_file"): ("FTRUN_SECRET_FILE",)}
+"""Variables beside the one that a key's own name makes."""
 
 INTERNAL_NAMES = frozenset(
     value for name, value in vars(environment).items() if name.isupper() and isinstance(value, str)
@@ -94,15 +103,29 @@ def find_profile(name: str) -> Path:
 
 
 def resolve(
-    name: str | None, *, variables: Mapping[str, str], flags: Sequence[Setting] = ()
+    name: str | None,
+    *,
+    variables: Mapping[str, str],
+    torchrun: Sequence[Setting] = (),
+    flags: Sequence[Setting] = (),
 ) -> Resolved:
     """All layers together.
+
+    Args:
+        name: of the profile, or its file.
+        variables: the environment.
+        torchrun: what PET_ variables say; between the profile and ftrun's own variables.
+        flags: what the command line says.
 
     Raises:
         UsageError: no such profile.
         ProfileInvalid: unknown keys or values of the wrong kind, all of them listed.
     """
-    layers = [_environment_layer(variables), Layer("the command line", tuple(flags))]
+    layers = [
+        Layer("PET_ variables", tuple(torchrun)),
+        _environment_layer(variables),
+        Layer("the command line", tuple(flags)),
+    ]
     if name is not None:
         layers.insert(0, read_profile(find_profile(name)))
     problems = {layer.source: _problems(layer) for layer in layers}
@@ -224,10 +247,10 @@ class _NodeReader:
 def _environment_layer(variables: Mapping[str, str]) -> Layer:
     settings = []
     for section, key in known_keys():
-        name = variable_name(section, key)
-        if name in variables and name not in INTERNAL_NAMES:
-            value = plain_value(variables[name])
-            settings.append(Setting(section, key, value, f"environment {name}"))
+        for name in (*_SHORT_NAMES.get((section, key), ()), variable_name(section, key)):
+            if name in variables and name not in INTERNAL_NAMES:
+                value = plain_value(variables[name])
+                settings.append(Setting(section, key, value, f"environment {name}"))
     return Layer("the environment", tuple(settings))
 
 
@@ -258,6 +281,14 @@ def _impossible_values(
     every = nested.get("snapshot", {}).get("every")
     if isinstance(every, int) and not isinstance(every, bool) and every < 1:
         found.append(f"{origins['snapshot.every']}: snapshot.every is auto, or 1 and more")
+    scheme = nested.get("erasure", {}).get("scheme")
+    if isinstance(scheme, str) and (match := re.fullmatch(r"(\d+)\+(\d+)", scheme)):
+        data, parity = int(match[1]), int(match[2])
+        if data > MAX_DATA or parity > MAX_PARITY:
+            found.append(
+                f"{origins['erasure.scheme']}: erasure.scheme has at most {MAX_DATA}+{MAX_PARITY}, "
+                f"and is {scheme}"
+            )
     names = nested.get("stop", {}).get("forward")
     found.extend(
         f"{origins['stop.forward']}: {name!r} is no signal; they are written as SIGUSR1"
@@ -283,8 +314,7 @@ def _in_words(
         near = difflib.get_close_matches(key, keys, n=1, cutoff=0.5)
         hint = f"; did you mean {near[0]}?" if near else f"; there are {', '.join(keys)}"
         return [f"{origin}: {key} is not a key of {section}{hint}"]
-    said = "should be auto or a number" if (section, key) == ("snapshot", "every") else ""
-    said = said or str(detail["msg"]).removeprefix("Input ")
+    said = _WANTED.get((section, key)) or str(detail["msg"]).removeprefix("Input ")
     return [f"{origin}: {section}.{key} {said}, and is {nested[section][key]!r}"]
 
 

@@ -21,9 +21,11 @@ from pathlib import Path
 from typing import NoReturn
 
 from ftrun.cli.command_line import CommandLine
+from ftrun.cli.nodes import nodes_of, rdzv_settings
 from ftrun.cli.profile_files import Resolved, Setting, plain_value, resolve, setting_from_text
+from ftrun.cli.slurm import SlurmStep, slurm_step
 from ftrun.cli.stub import answers, python_command
-from ftrun.config import RunSpec
+from ftrun.config import NodesSpec, RunSpec
 from ftrun.errors import NotSupportedHere, RunIdTaken, UsageError
 from ftrun.ids import RunId
 from ftrun.wire.run_folder import RunFolder, all_run_folders, check_run_id, run_folder
@@ -36,8 +38,12 @@ _KEY_OF_FLAG = {
     "checkpoint-keep": ("checkpoint", "keep"),
     "start": ("start", "mode"),
     "grace": ("stop", "grace_s"),
+    "erasure": ("erasure", "scheme"),
+    "secret-file": ("security", "secret_file"),
+    "pause-limit": ("nodes", "pause_limit_s"),
 }
-_TEXT_FLAGS = ("checkpoint-dir", "start")
+_PATH_FLAGS = ("checkpoint-dir", "secret-file")
+_TEXT_FLAGS = (*_PATH_FLAGS, "start", "erasure")
 _LOCK_ATTEMPTS = 100
 
 
@@ -54,7 +60,8 @@ def run(line: CommandLine, *, variables: Mapping[str, str]) -> NoReturn:
         )
     spec = build_spec(line, variables=variables)
     sweep()
-    folder, lock_fd = take_folder(RunId(spec.run_id), script=spec.script)
+    node_id = spec.nodes.node_id if spec.nodes is not None and spec.nodes.is_named else None
+    folder, lock_fd = take_folder(RunId(spec.run_id), script=spec.script, node_id=node_id)
     folder.spec.write_text(spec.model_dump_json(indent=1))
     sys.stdout.flush()
     sys.stderr.flush()
@@ -66,10 +73,12 @@ def run(line: CommandLine, *, variables: Mapping[str, str]) -> NoReturn:
 def build_spec(line: CommandLine, *, variables: Mapping[str, str]) -> RunSpec:
     """Everything checked that can be checked before anything is started."""
     _check_versions(line)
-    _check_one_node(line, variables)
     script = _find_script(line, variables)
     resolved = resolve_options(line, variables=variables)
-    run_id = _run_id(line, variables, script)
+    step = slurm_step(variables)
+    nodes = nodes_of(line, variables, resolved.profile, step)
+    run_id = _run_id(line, variables, script, _common_name(nodes, step))
+    log_folder = Path.cwd() / "ftrun-logs" / run_id
     given = line.torchrun_value("max-restarts")
     source, text = "--max-restarts", given
     for name in ("FTRUN_MAX_RESTARTS", "PET_MAX_RESTARTS"):
@@ -80,28 +89,35 @@ def build_spec(line: CommandLine, *, variables: Mapping[str, str]) -> RunSpec:
         script=script,
         torchrun_argv=line.torchrun_argv(),
         max_restarts=None if text is None else _count(text, what=source),
-        log_folder=str(Path.cwd() / "ftrun-logs" / run_id),
+        log_folder=str(log_folder if nodes is None else log_folder / nodes.node_id),
         quiet=_is_on(line, variables, "quiet"),
         debug=_is_on(line, variables, "debug"),
         cwd=str(Path.cwd()),
         profile=resolved.profile,
+        nodes=nodes,
     )
 
 
 def resolve_options(line: CommandLine, *, variables: Mapping[str, str]) -> Resolved:
     """The profile of the run, with flags and environment applied."""
     name = line.own_value("profile") or variables.get("FTRUN_PROFILE")
-    return resolve(name, variables=variables, flags=settings_of(line))
+    return resolve(
+        name,
+        variables=variables,
+        torchrun=rdzv_settings(variables.get("PET_RDZV_CONF"), "PET_RDZV_CONF"),
+        flags=settings_of(line),
+    )
 
 
 def settings_of(line: CommandLine) -> list[Setting]:
     """What ftrun's own flags say, as keys of a profile; --set comes first and flags win."""
-    found = [setting_from_text(text) for text in line.own.get("set", [])]
+    found = rdzv_settings(line.torchrun_value("rdzv-conf"), "--rdzv-conf")
+    found += [setting_from_text(text) for text in line.own.get("set", [])]
     for flag, (section, key) in _KEY_OF_FLAG.items():
         text = line.own_value(flag)
         if text is not None:
             value = text if flag in _TEXT_FLAGS else plain_value(text)
-            if flag == "checkpoint-dir":
+            if flag in _PATH_FLAGS:
                 value = str(Path(text).absolute())
             found.append(Setting(section, key, value, f"--{flag}"))
     if line.own_value("snapshot-required"):
@@ -115,8 +131,10 @@ def settings_of(line: CommandLine) -> list[Setting]:
     return found
 
 
-def take_folder(run_id: RunId, *, script: str) -> tuple[RunFolder, int]:
+def take_folder(run_id: RunId, *, script: str, node_id: str | None = None) -> tuple[RunFolder, int]:
     """The run's folder, locked by the returned descriptor.
+
+    With a `node_id`, the folder of that node: several nodes of a run may be on this machine.
 
     A folder whose lock is free belongs to a run that has ended without its stub: it is taken
     over, with the memory its SMP may still hold.
@@ -124,7 +142,7 @@ def take_folder(run_id: RunId, *, script: str) -> tuple[RunFolder, int]:
     Raises:
         RunIdTaken: the run is alive, or what waits there is another script's.
     """
-    folder = run_folder(run_id)
+    folder = run_folder(run_id, node_id)
     for _ in range(_LOCK_ATTEMPTS):
         folder.path.mkdir(mode=0o700, exist_ok=True)
         try:
@@ -137,8 +155,8 @@ def take_folder(run_id: RunId, *, script: str) -> tuple[RunFolder, int]:
             owner = os.pread(lock_fd, 32, 0).decode().strip()
             os.close(lock_fd)
             raise RunIdTaken(
-                f"run {run_id} is alive (pid {owner or 'not known yet'}). Choose another "
-                f"--run-id, or see it with: ftrun status {run_id}"
+                f"run {folder.name} is alive (pid {owner or 'not known yet'}). Choose another "
+                f"--run-id, or see it with: ftrun status {folder.name}"
             ) from None
         if _is_file_of(folder.lock, lock_fd):
             break
@@ -180,8 +198,8 @@ def _check_same_script(folder: RunFolder, script: str) -> None:
         return
     if before != script and answers(folder.smp_socket):
         raise RunIdTaken(
-            f"run {folder.run_id} holds snapshots of {before}, and this is {script}. Choose "
-            f"another --run-id, or free them with: ftrun stop {folder.run_id}"
+            f"run {folder.name} holds snapshots of {before}, and this is {script}. Choose "
+            f"another --run-id, or free them with: ftrun stop {folder.name}"
         )
 
 
@@ -210,15 +228,6 @@ def _check_versions(line: CommandLine) -> None:
         if match and (int(match[1]), int(match[2])) < flag.since:
             since = ".".join(str(part) for part in flag.since)
             raise UsageError(f"--{flag.name} needs torch {since} or newer, and {text} is installed")
-
-
-def _check_one_node(line: CommandLine, variables: Mapping[str, str]) -> None:
-    text = line.torchrun_value("nnodes") or variables.get("PET_NNODES", "1")
-    if text not in ("1", "1:1"):
-        raise UsageError(
-            f"this version of ftrun runs one node, and --nnodes is {text}; runs over several "
-            "nodes come in a later version. Until then use torchrun for them"
-        )
 
 
 def _find_script(line: CommandLine, variables: Mapping[str, str]) -> str:
@@ -251,7 +260,10 @@ def _find_script(line: CommandLine, variables: Mapping[str, str]) -> str:
     return str(path)
 
 
-def _run_id(line: CommandLine, variables: Mapping[str, str], script: str) -> RunId:
+def _run_id(
+    line: CommandLine, variables: Mapping[str, str], script: str, common: str | None
+) -> RunId:
+    """As given; else a fresh name, or on several nodes one that all of them find alike."""
     given = line.own_value("run-id")
     if given is not None:
         return check_run_id(given)
@@ -259,7 +271,19 @@ def _run_id(line: CommandLine, variables: Mapping[str, str], script: str) -> Run
     if rendezvous != "none":
         return check_run_id(rendezvous)
     stem = re.sub(r"[^A-Za-z0-9_-]+", "-", Path(script).stem).strip("-_") or "run"
-    return check_run_id(f"{stem[:60]}-{os.urandom(4).hex()}")
+    return check_run_id(f"{stem[:60]}-{common or os.urandom(4).hex()}")
+
+
+def _common_name(nodes: NodesSpec | None, step: SlurmStep | None) -> str | None:
+    """What all nodes of a run know alike.
+
+    Not the endpoint's host: its own node may call it localhost, and the others by its name.
+    """
+    if nodes is None:
+        return None
+    if step is not None:
+        return f"job{step.job_id}-{step.step_id}"
+    return f"port{nodes.endpoint_port}"
 
 
 def _is_on(line: CommandLine, variables: Mapping[str, str], name: str) -> bool:

@@ -58,7 +58,7 @@ def _orphan(run: FoundRun) -> dict[str, Any]:
     resume = f"ftrun --run-id {run.run_id} ..."
     verdict = (
         f"ORPHANED{since}: the launcher is gone and the snapshots are still in memory. "
-        f"`{resume}` with the same script resumes, `ftrun stop {run.run_id}` frees them"
+        f"`{resume}` with the same script resumes, `ftrun stop {run.name}` frees them"
     )
     committed = said.get("committed") or [None, None]
     return {

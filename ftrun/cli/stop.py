@@ -33,12 +33,12 @@ def stop(run_id: str | None) -> int:
     run = choose(run_id, command="stop")
     if run.life is Life.ORPHANED:
         _free_orphan(run)
-        render.write_plain(f"run {run.run_id}: the memory of the lost run is free")
+        render.write_plain(f"run {run.name}: the memory of the lost run is free")
         return ExitCode.DONE
     give_up_s = clock.now_s() + _grace_s(run) + _SPARE_S
     _ask_agent(run, give_up_s)
     _wait_until_gone(run, give_up_s)
-    render.write_plain(f"run {run.run_id} is stopped")
+    render.write_plain(f"run {run.name} is stopped")
     return ExitCode.DONE
 
 
@@ -65,7 +65,7 @@ def _wait_until_gone(run: FoundRun, give_up_s: float) -> None:
 
 def _check_time(run: FoundRun, give_up_s: float) -> None:
     if clock.now_s() > give_up_s:
-        raise PeerTimeout(peer=f"run {run.run_id}", waited_s=_grace_s(run) + _SPARE_S)
+        raise PeerTimeout(peer=f"run {run.name}", waited_s=_grace_s(run) + _SPARE_S)
 
 
 def _free_orphan(run: FoundRun) -> None:
@@ -74,7 +74,7 @@ def _free_orphan(run: FoundRun) -> None:
     try:
         fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise ProtocolError(f"run {run.run_id} has just been resumed; ask again") from None
+        raise ProtocolError(f"run {run.name} has just been resumed; ask again") from None
     else:
         if not shut_down_smp(run.folder):
             raise PeerTimeout(peer="the SMP", waited_s=_ANSWER_S)

@@ -52,7 +52,7 @@ _WORKERS = "Starting and stopping"
 
 TORCHRUN_FLAGS: tuple[Flag, ...] = (
     Flag("nproc-per-node", "ranks to start: a number, auto, cpu, gpu or xpu", "N", group=_PLACE),
-    Flag("nnodes", "nodes of the run; this version runs one", "N|MIN:MAX", group=_PLACE),
+    Flag("nnodes", "nodes of the run; MIN:MAX shrinks and grows", "N|MIN:MAX", group=_PLACE),
     Flag("node-rank", "number of this node among several", "N", group=_PLACE),
     Flag("role", "name of the ranks' role in logs and errors", "NAME", group=_PLACE),
     Flag(
@@ -70,8 +70,8 @@ TORCHRUN_FLAGS: tuple[Flag, ...] = (
         is_from_environment=False,
     ),
     Flag("standalone", "one node, with a rendezvous of its own on a free port", group=_MEETING),
-    Flag("rdzv-backend", "how nodes find one another", "NAME", group=_MEETING),
-    Flag("rdzv-endpoint", "where they do", "HOST:PORT", group=_MEETING),
+    Flag("rdzv-backend", "c10d and static both mean ftrun's own", "NAME", group=_MEETING),
+    Flag("rdzv-endpoint", "one of the nodes, where they meet", "HOST[:PORT]", group=_MEETING),
     Flag(
         "rdzv-id", "name of the rendezvous; also the run id, unless --run-id", "ID", group=_MEETING
     ),

@@ -10,6 +10,7 @@ decoding, not later.
 """
 
 import struct
+from typing import TypeVar
 
 import msgspec
 
@@ -22,18 +23,43 @@ _ENCODER = msgspec.msgpack.Encoder()
 _DECODER = msgspec.msgpack.Decoder(Envelope)
 
 
+T = TypeVar("T")
+
+
+def encode_body(envelope: msgspec.Struct) -> bytes:
+    """A message in its envelope, without the frame's length.
+
+    Raises:
+        ProtocolError: it is longer than a frame may be.
+    """
+    body = _ENCODER.encode(envelope)
+    if len(body) > MAX_FRAME_BYTES:
+        kind = type(getattr(envelope, "body", envelope)).__name__
+        raise ProtocolError(
+            f"a {kind} of {len(body)} bytes does not fit a frame of at most {MAX_FRAME_BYTES}"
+        )
+    return body
+
+
+def decode_body(decoder: msgspec.msgpack.Decoder[T], body: bytes) -> T:
+    """The message again.
+
+    Raises:
+        ProtocolError: these bytes are none.
+    """
+    try:
+        return decoder.decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise ProtocolError(f"{len(body)} bytes are no message: {error}") from error
+
+
 def encode(envelope: Envelope) -> bytes:
     """One frame.
 
     Raises:
         ProtocolError: the message is longer than a frame may be.
     """
-    body = _ENCODER.encode(envelope)
-    if len(body) > MAX_FRAME_BYTES:
-        raise ProtocolError(
-            f"a {type(envelope.body).__name__} of {len(body)} bytes does not fit a frame of at most"
-            f" {MAX_FRAME_BYTES}"
-        )
+    body = encode_body(envelope)
     return _LENGTH.pack(len(body)) + body
 
 
@@ -60,8 +86,5 @@ class FrameReader:
                 break
             body = bytes(self._buffer[_LENGTH.size : end])
             del self._buffer[:end]
-            try:
-                found.append(_DECODER.decode(body))
-            except msgspec.MsgspecError as error:
-                raise ProtocolError(f"a frame of {length} bytes is no message: {error}") from error
+            found.append(decode_body(_DECODER, body))
         return found

@@ -57,8 +57,17 @@ def test_a_message_over_the_limit_is_not_sent() -> None:
         msgspec.msgpack.encode(
             {"run_id": 5, "generation": 0, "incarnation": 0, "body": {"type": "Done"}}
         ),
+        msgspec.msgpack.encode(MESSAGES[1]).replace(b"because", b"\xff" * 7),
     ],
-    ids=["empty", "no msgpack", "fields missing", "unknown type", "unknown field", "wrong kind"],
+    ids=[
+        "empty",
+        "no msgpack",
+        "fields missing",
+        "unknown type",
+        "unknown field",
+        "wrong kind",
+        "no text",
+    ],
 )
 def test_what_is_no_message_is_refused(body: bytes) -> None:
     with pytest.raises(ProtocolError):

@@ -90,13 +90,6 @@ def test_run_id_comes_from_the_rendezvous_unless_given() -> None:
     assert "a/b" in refused("--run-id a/b train.py")
 
 
-def test_several_nodes_are_for_later() -> None:
-    assert "one node" in refused("--nnodes 2 train.py")
-    assert "one node" in refused("train.py", {"PET_NNODES": "1:4"})
-    spec("--nnodes 1:1 train.py")
-    spec("--nnodes 1 train.py", {"PET_NNODES": "4"})
-
-
 def test_missing_script_names_the_near_one_and_the_folder(place: Path) -> None:
     text = refused("trian.py")
     assert f"trian.py does not exist; cwd {place}" in text

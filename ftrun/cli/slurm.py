@@ -1,0 +1,126 @@
+"""What Slurm says about the step we are a task of.
+
+Runs in:  cli. Pure.
+Takes in: the SLURM_ variables of a task.
+Gives:    a `SlurmStep` where the step has several nodes and one task on each, else none.
+
+Names only are taken, and no numbers of nodes or tasks: a step that is started later on one node
+of the same job has other numbers and an older list. `scontrol` is not needed, so this works in a
+container that has none.
+"""
+
+import itertools
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from ftrun.errors import UsageError
+
+MAX_HOSTS = 1 << 16
+_FIRST_PORT, _NUM_PORTS = 15000, 10000  # below Linux's ports for clients, above the well-known
+_GOOD_LIST = re.compile(r"(?:[\w.-]*(?:\[[\d,-]+\])?)+")
+_PART = re.compile(r"\[([^\]]*)\]")
+_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
+
+
+@dataclass(frozen=True, slots=True)
+class SlurmStep:
+    """A job step of several nodes with one task each."""
+
+    cluster: str
+    job_id: int
+    step_id: int
+    num_nodes: int
+    node_list: str
+    """As Slurm writes it: `n[1-2,07-09],m3`."""
+    node_name: str
+    """Of this node; may differ from its host name."""
+
+    @property
+    def first_node(self) -> str:
+        """Raises: UsageError, where Slurm's list cannot be read."""
+        found = expand_hosts(self.node_list)
+        if len(found) != self.num_nodes:
+            raise UsageError(
+                f"SLURM_STEP_NODELIST is {self.node_list[:200]!r}, which names {len(found)} nodes, "
+                f"and SLURM_STEP_NUM_NODES is {self.num_nodes}. Name one of them yourself, with "
+                "--rdzv-endpoint"
+            )
+        return found[0]
+
+    @property
+    def key(self) -> str:
+        """Names the step among all of a cluster, or of several that share a home folder."""
+        return f"{self.cluster}-{self.job_id}-{self.step_id}"
+
+    @property
+    def port(self) -> int:
+        """The same on all nodes, and another one for steps that run beside each other."""
+        return _FIRST_PORT + (self.job_id * 101 + self.step_id) % _NUM_PORTS
+
+
+def slurm_step(variables: Mapping[str, str]) -> SlurmStep | None:
+    """The step this process is a task of.
+
+    None outside Slurm, in a step of one node, and where a node has several tasks: each of them
+    is then a launcher of its own, as it is with torchrun.
+    """
+    names = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_STEP_NUM_NODES", "SLURM_STEP_NUM_TASKS")
+    numbers = [variables.get(name, "") for name in names]
+    if not all(text.isdecimal() for text in numbers):
+        return None
+    job_id, step_id, num_nodes, num_tasks = (int(text) for text in numbers)
+    if num_nodes < 2 or num_tasks != num_nodes:
+        return None
+    cluster = re.sub(r"[^A-Za-z0-9_-]+", "-", variables.get("SLURM_CLUSTER_NAME", "")).strip("-_")
+    return SlurmStep(
+        cluster=cluster or "slurm",
+        job_id=job_id,
+        step_id=step_id,
+        num_nodes=num_nodes,
+        node_list=variables.get("SLURM_STEP_NODELIST", ""),
+        node_name=variables.get("SLURMD_NODENAME", ""),
+    )
+
+
+def expand_hosts(text: str) -> list[str]:
+    """`n[1-2,07-09],m3` as names, in order.
+
+    Raises:
+        UsageError: it is no such list, or a longer one than any cluster has.
+    """
+    found: list[str] = []
+    for word in _words(text):
+        for name in _expand(word, text):
+            found.append(name)
+            if len(found) > MAX_HOSTS:
+                raise UsageError(f"{text[:200]!r} names more than {MAX_HOSTS} hosts")
+    return found
+
+
+def _words(text: str) -> list[str]:
+    """Split at the commas that are not in brackets."""
+    words = re.split(r",(?![^\[\]]*\])", text)
+    if not all(word and _GOOD_LIST.fullmatch(word) for word in words):
+        raise UsageError(f"{text[:200]!r} is no list of hosts such as n[1-2,07-09],m3")
+    return words
+
+
+def _expand(word: str, text: str) -> Iterator[str]:
+    """All names of one word; with several brackets, the last one runs fastest."""
+    pieces = _PART.split(word)
+    choices = [
+        [piece] if number % 2 == 0 else list(_numbers(piece, text))
+        for number, piece in enumerate(pieces)
+    ]
+    return ("".join(names) for names in itertools.product(*choices))
+
+
+def _numbers(ranges: str, text: str) -> Iterator[str]:
+    for part in ranges.split(","):
+        match = _RANGE.fullmatch(part)
+        first, last = (match[1], match[2] or match[1]) if match else ("1", "0")
+        if int(last) < int(first) or int(last) - int(first) >= MAX_HOSTS:
+            raise UsageError(f"{part!r} in {text[:200]!r} is no range of hosts such as 07-09")
+        for number in range(int(first), int(last) + 1):
+            yield f"{number:0{len(first)}}"

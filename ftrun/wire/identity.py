@@ -1,0 +1,57 @@
+"""Who a process of another node is, and why two may not belong together.
+
+Runs in:  agent, SMP. Pure.
+Takes in: what each side says of itself in the handshake.
+Gives:    a reason in words for the user of the side that asks, or none.
+"""
+
+from typing import Annotated, Literal
+
+import msgspec
+
+import ftrun
+
+Purpose = Literal["agent", "smp"]
+_Name = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}\Z")]
+_Number = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+_Version = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9.+_-]{0,100}\Z")]
+
+
+class PeerIdentity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Who speaks: which life of which node's process, of which run, made of what."""
+
+    run_id: _Name
+    purpose: Purpose
+    node_id: _Name
+    incarnation: _Number
+    torch: _Version = ""
+    ftrun: _Version = ftrun.__version__
+
+    def __str__(self) -> str:
+        return f"{self.purpose} of node {self.node_id}"
+
+
+def unfit(own: PeerIdentity, peer: PeerIdentity) -> str:
+    """Why these two do not belong together, in the words of `own`; "" where they do."""
+    if peer.run_id != own.run_id:
+        return (
+            f"it belongs to run {peer.run_id}, and this is run {own.run_id}. Give the same "
+            "--run-id to every node, or another --rdzv-endpoint to another run"
+        )
+    if peer.purpose != own.purpose:
+        return f"it wants to speak to an {peer.purpose}, and this is an {own.purpose}"
+    if peer.node_id == own.node_id:
+        return (
+            f"both nodes are named {own.node_id}. Name each one differently with --node-id, and "
+            "do not start two on one machine without it"
+        )
+    for what, here, there in (
+        ("ftrun", own.ftrun, peer.ftrun),
+        ("torch", own.torch, peer.torch),
+    ):
+        if here != there:
+            return (
+                f"it has {what} {there}, and this is {what} {here}. Install the same version on "
+                "every node"
+            )
+    return ""

@@ -1,0 +1,365 @@
+"""Messages between nodes arrive whole, in order and from this session, or not at all."""
+
+import os
+import select
+import socket
+import struct
+import threading
+import tracemalloc
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ftrun.errors import PeerLost, ProtocolError
+from ftrun.wire.framing import MAX_FRAME_BYTES, encode_body
+from ftrun.wire.handshake import Session, accept_handshake, dial_handshake
+from ftrun.wire.identity import PeerIdentity
+from ftrun.wire.messages import Done, Envelope, KeepRunState, Refused
+from ftrun.wire.peer import PeerConnection
+from ftrun.wire.sealing import PREFIX_BYTES, seal_header
+from ftrun.wire.secret import Secret, make_secret
+from ftrun.wire.tcp import listen_tcp
+
+PATIENCE_S = 10.0
+A, B = (PeerIdentity("run", "agent", name, number) for name, number in (("a", 5), ("b", 6)))
+Connection = PeerConnection[Envelope]
+
+each_kind = pytest.mark.parametrize("secret", [make_secret(), None], ids=["secret", "no secret"])
+
+
+def tcp_sockets() -> tuple[socket.socket, socket.socket]:
+    with listen_tcp("127.0.0.1", 0) as listener:
+        left = socket.create_connection(listener.getsockname(), PATIENCE_S)
+        return left, listener.accept()[0]
+
+
+def met(secret: Secret | None) -> tuple[socket.socket, Session, socket.socket, Session]:
+    """Two sockets with a handshake behind them."""
+    left, right = tcp_sockets()
+    with ThreadPoolExecutor(1) as pool:
+        accepted = pool.submit(accept_handshake, right, B, secret)
+        return left, dial_handshake(left, A, secret), right, accepted.result(PATIENCE_S)
+
+
+@contextmanager
+def ends(secret: Secret | None) -> Iterator[tuple[Connection, Connection]]:
+    before = len(os.listdir("/proc/self/fd"))
+    left, mine, right, theirs = met(secret)
+    a, b = PeerConnection(left, mine, Envelope), PeerConnection(right, theirs, Envelope)
+    yield a, b
+    a.close()
+    b.close()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def wait_for(connection: Connection, count: int) -> list[Envelope]:
+    found: list[Envelope] = []
+    while len(found) < count:
+        assert select.select([connection], [], [], PATIENCE_S)[0]
+        found += connection.receive_ready()
+    return found
+
+
+@pytest.fixture(scope="module")
+def sealed_with() -> Session:
+    """A's session with B, whose keys the tests below make frames with."""
+    left, mine, right, _ = met(make_secret())
+    left.close()
+    right.close()
+    return mine
+
+
+def frames(session: Session, count: int, *, first: int = 0, **other: object) -> list[bytes]:
+    """What A would send: numbered messages."""
+    known = {"run_id": "run", "generation": 1, "incarnation": A.incarnation, **other}
+    return [
+        seal_header(
+            session.send_key,
+            number,
+            encode_body(Envelope(**known, body=Refused(f"number {number}"))),  # type: ignore[arg-type]
+        )
+        for number in range(first, first + count)
+    ]
+
+
+def swapped(session: Session) -> Session:
+    """The same session as B has it."""
+    return Session(B, A, session.receive_key, session.send_key, session.is_authenticated)
+
+
+def fed(session: Session, data: bytes) -> tuple[list[str], Exception | None]:
+    """What B makes of these bytes from A, and how it ends."""
+    left, right = tcp_sockets()
+    connection = PeerConnection(right, swapped(session), Envelope)
+    found: list[str] = []
+    try:
+        left.sendall(data)
+        left.shutdown(socket.SHUT_WR)
+        while select.select([connection], [], [], PATIENCE_S)[0]:
+            found += [one.body.why for one in connection.receive_ready()]  # type: ignore[union-attr]
+    except (ProtocolError, PeerLost) as error:
+        return found, error
+    finally:
+        left.close()
+        connection.close()
+    raise AssertionError("the end of the stream was not seen")
+
+
+def words(count: int) -> list[str]:
+    return [f"number {number}" for number in range(count)]
+
+
+@each_kind
+def test_messages_arrive_in_order_both_ways(secret: Secret | None) -> None:
+    with ends(secret) as (a, b):
+        a.generation = 3
+        for number in range(20):
+            a.send(Refused(f"number {number}"))
+            b.send(Done())
+        assert wait_for(b, 20) == [
+            Envelope("run", 3, A.incarnation, Refused(text)) for text in words(20)
+        ]
+        assert wait_for(a, 20) == [Envelope("run", 0, B.incarnation, Done())] * 20
+        assert (a.peer, b.peer) == (B, A)
+        assert b.receive_ready() == []
+
+
+def test_a_message_longer_than_any_buffer_goes_in_parts() -> None:
+    with ends(make_secret()) as (a, b):
+        body = KeepRunState(os.urandom(900_000))
+        for _ in range(5):
+            a.send(body)
+        assert a.wants_write
+        found: list[Envelope] = []
+        while len(found) < 5:
+            readable, writable, _ = select.select([b], [a] if a.wants_write else [], [], PATIENCE_S)
+            assert readable or writable
+            if writable:
+                a.flush()
+            if readable:
+                found += b.receive_ready()
+        assert not a.wants_write
+        assert [one.body for one in found] == [body] * 5
+
+
+def test_a_peer_that_takes_nothing_counts_as_lost_and_never_holds_us_up() -> None:
+    with ends(make_secret()) as (a, _):
+        with pytest.raises(PeerLost) as caught:
+            flood(a)
+        assert caught.value.how == "silent"
+        for again in (lambda: a.send(Done()), a.flush, a.receive_ready):
+            with pytest.raises(PeerLost):
+                again()
+
+
+def flood(connection: Connection) -> None:
+    for _ in range(1000):
+        connection.send(KeepRunState(bytes(900_000)))
+
+
+def test_a_message_over_the_limit_is_refused_and_the_next_one_goes() -> None:
+    with ends(make_secret()) as (a, b):
+        with pytest.raises(ProtocolError):
+            a.send(KeepRunState(bytes(MAX_FRAME_BYTES)))
+        a.send(Done())
+        assert wait_for(b, 1)[0].body == Done()
+
+
+def test_one_talkative_peer_does_not_keep_us() -> None:
+    with ends(make_secret()) as (a, b):
+        stop = threading.Event()
+
+        def talk() -> None:
+            while not stop.is_set():
+                select.select([], [a], [], 0.1)
+                if a.wants_write:
+                    a.flush()
+                else:
+                    a.send(KeepRunState(bytes(10_000)))
+
+        talker = threading.Thread(target=talk)
+        talker.start()
+        try:
+            for _ in range(20):
+                assert select.select([b], [], [], PATIENCE_S)[0]
+                assert b.receive_ready() is not None
+        finally:
+            stop.set()
+            talker.join(PATIENCE_S)
+
+
+def test_the_messages_before_an_end_are_given_first() -> None:
+    with ends(make_secret()) as (a, b):
+        a.send(Refused("last words"))
+        a.close()
+        assert [one.body for one in wait_for(b, 1)] == [Refused("last words")]
+        with pytest.raises(PeerLost) as caught:
+            wait_for(b, 1)
+        assert caught.value.how == "closed"
+        with pytest.raises(PeerLost) as again:
+            b.send(Done())
+        assert again.value.how == "closed"
+
+
+def test_a_reset_is_told_from_an_end() -> None:
+    left, mine, right, theirs = met(make_secret())
+    connection = PeerConnection(right, theirs, Envelope)
+    left.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    left.close()
+    with pytest.raises(PeerLost) as caught:
+        wait_for(connection, 1)
+    assert caught.value.how == "reset"
+    assert "node a" in str(caught.value)
+    connection.close()
+    assert mine.peer == B
+
+
+# --- what is not genuine --------------------------------------------------------------------
+
+
+def test_frames_of_this_session_are_taken(sealed_with: Session) -> None:
+    found, error = fed(sealed_with, b"".join(frames(sealed_with, 5)))
+    assert found == words(5)
+    assert isinstance(error, PeerLost)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_they_may_come_in_any_pieces(sealed_with: Session, data: st.DataObject) -> None:
+    stream = b"".join(frames(sealed_with, 3))
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=8)))
+    left, right = tcp_sockets()
+    connection = PeerConnection(right, swapped(sealed_with), Envelope)
+    found: list[Envelope] = []
+    for start, end in zip([0, *cuts], [*cuts, len(stream)], strict=True):
+        left.sendall(stream[start:end])
+        found += connection.receive_ready()
+    found += wait_for(connection, 3 - len(found))
+    assert [one.body for one in found] == [Refused(text) for text in words(3)]
+    left.close()
+    connection.close()
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_a_flipped_bit_anywhere_is_never_a_message(
+    sealed_with: Session, data: st.DataObject
+) -> None:
+    for session in (sealed_with, Session(A, B, b"", b"", is_authenticated=False)):
+        sent = frames(session, 3)
+        stream = bytearray(b"".join(sent))
+        bit = data.draw(st.integers(0, 8 * len(stream) - 1))
+        stream[bit // 8] ^= 1 << bit % 8
+        found, error = fed(session, bytes(stream))
+        whole = (bit // 8) // len(sent[0])
+        assert found in (words(whole), [])
+        # A longer length waits for bytes that never come: lost, and no message either.
+        is_length = (bit // 8) % len(sent[0]) < 4
+        assert isinstance(error, ProtocolError) or (is_length and isinstance(error, PeerLost))
+
+
+@settings(max_examples=150, deadline=None)
+@given(noise=st.binary(max_size=400), whole=st.integers(0, 2))
+def test_noise_is_never_a_message(sealed_with: Session, noise: bytes, whole: int) -> None:
+    found, error = fed(sealed_with, b"".join(frames(sealed_with, whole)) + noise)
+    assert found in (words(whole), [])
+    assert isinstance(error, ProtocolError | PeerLost)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_a_cut_stream_gives_its_whole_messages(sealed_with: Session, data: st.DataObject) -> None:
+    sent = frames(sealed_with, 3)
+    stream = b"".join(sent)
+    cut = data.draw(st.integers(0, len(stream)))
+    found, error = fed(sealed_with, stream[:cut])
+    assert found == words(cut // len(sent[0]))
+    assert isinstance(error, PeerLost)
+
+
+@pytest.mark.parametrize(
+    "order",
+    [[0, 0], [0, 1, 0], [1], [0, 2], [1, 0], [0, 1, 1, 2]],
+    ids=["twice", "replayed", "first lost", "lost", "reordered", "twice in between"],
+)
+def test_repeated_lost_and_reordered_frames_are_refused(
+    sealed_with: Session, order: list[int]
+) -> None:
+    sent = frames(sealed_with, 3)
+    found, error = fed(sealed_with, b"".join(sent[number] for number in order))
+    assert isinstance(error, ProtocolError)
+    assert found == []
+
+
+def test_frames_of_another_session_are_refused(sealed_with: Session) -> None:
+    left, other, right, _ = met(make_secret())
+    left.close()
+    right.close()
+    found, error = fed(sealed_with, frames(other, 1)[0])
+    assert (found, type(error)) == ([], ProtocolError)
+
+
+def test_our_own_frames_said_back_to_us_are_refused(sealed_with: Session) -> None:
+    # What A has sent, to A: the two directions have two keys.
+    found, error = fed(swapped(sealed_with), frames(sealed_with, 1)[0])
+    assert (found, type(error)) == ([], ProtocolError)
+
+
+@pytest.mark.parametrize("other", [{"run_id": "other"}, {"incarnation": 4}], ids=repr)
+def test_another_run_or_incarnation_in_the_envelope_is_refused(
+    sealed_with: Session, other: dict[str, object]
+) -> None:
+    found, error = fed(sealed_with, frames(sealed_with, 1, **other)[0])
+    assert (found, type(error)) == ([], ProtocolError)
+
+
+@pytest.mark.parametrize("text", [b"\xff\xfe", b"\xc1", b""])
+def test_what_is_sealed_and_no_message_is_refused(sealed_with: Session, text: bytes) -> None:
+    found, error = fed(sealed_with, seal_header(sealed_with.send_key, 0, text))
+    assert (found, type(error)) == ([], ProtocolError)
+
+
+def test_text_that_is_no_text_is_refused(sealed_with: Session) -> None:
+    body = encode_body(Envelope("run", 1, A.incarnation, Refused("abcd")))
+    body = body.replace(b"abcd", b"\xff\xfe\xfd\xfc")
+    found, error = fed(sealed_with, seal_header(sealed_with.send_key, 0, body))
+    assert (found, type(error)) == ([], ProtocolError)
+
+
+@pytest.mark.parametrize("length", [MAX_FRAME_BYTES + 1, 0xFFFFFFFF])
+def test_a_length_over_the_limit_is_refused_before_anything_is_collected(
+    sealed_with: Session, length: int
+) -> None:
+    prefix = struct.pack("<IQ", length, 0) + bytes(16)
+    assert len(prefix) == PREFIX_BYTES
+    found, error = fed(sealed_with, prefix)
+    assert (found, type(error)) == ([], ProtocolError)
+
+
+def test_a_stream_of_large_forged_frames_costs_bounded_memory(sealed_with: Session) -> None:
+    left, right = tcp_sockets()
+    connection = PeerConnection(right, swapped(sealed_with), Envelope)
+    forged = struct.pack("<IQ", MAX_FRAME_BYTES, 0) + bytes(16 + 3 * MAX_FRAME_BYTES)
+    sender = threading.Thread(target=send_all, args=(left, forged))
+    tracemalloc.start()
+    try:
+        sender.start()
+        with pytest.raises(ProtocolError):
+            wait_for(connection, 1)
+        assert tracemalloc.get_traced_memory()[1] < 5 * MAX_FRAME_BYTES
+    finally:
+        tracemalloc.stop()
+        connection.close()
+        sender.join(PATIENCE_S)
+        left.close()
+
+
+def send_all(sock: socket.socket, data: bytes) -> None:
+    try:
+        sock.sendall(data)
+    except OSError:
+        return
