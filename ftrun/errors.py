@@ -4,17 +4,23 @@
     |-- UsageError                  exit 2    the caller can put it right
     |   |-- ProfileInvalid
     |   |-- RunIdTaken                        another script, or a run that is still alive
+    |   |-- AddressTaken                      somebody else listens there
     |   `-- NotSupportedHere                  the launcher needs Linux
     |-- SnapshotError               exit 77   no state to resume from
     |   |-- MemoryTooSmall                    two slots do not fit
     |   |-- ValueNotStorable                  a key whose value is neither tensor nor plain data
     |   |-- ShapeChanged                      saved and present tensor differ
     |   |-- LayoutUnknown                     the bytes are not an arena of this format
-    |   `-- SnapshotCorrupt                   a digest does not match
+    |   |-- TensorIncomplete                  no rank of the old world holds a part of a tensor
+    |   |-- RanksDiffer                       they hold different things under one name
+    |   |-- SnapshotCorrupt                   a digest does not match
+    |   |-- FragmentRefused                   a block is not the one that was asked for
+    |   `-- StripeLost                        fewer good fragments than data blocks
     |-- CheckpointError             exit 77   a checkpoint on disk cannot be used
     |-- PeerError                   exit 75   another process is gone or broke the protocol
     |   |-- PeerLost
     |   |-- PeerTimeout
+    |   |-- HandshakeRefused                  one of the two sides does not want the other
     |   |-- ProtocolError
     |   `-- WorkerNotKillable                 SIGKILL does not end it: the node needs attention
     `-- InternalError               exit 70   a broken invariant: a bug in ftrun
@@ -25,7 +31,7 @@ What ftrun exists to survive (a worker died, an SMP was killed) is not here. Tho
 
 from collections.abc import Sequence
 from enum import IntEnum
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 
 class ExitCode(IntEnum):
@@ -67,6 +73,17 @@ class ProfileInvalid(UsageError):
 
 class RunIdTaken(UsageError):
     """The run id belongs to a run that is alive, or to another script."""
+
+
+class AddressTaken(UsageError):
+    """Somebody else listens at an address already."""
+
+    def __init__(self, *, host: str, port: int) -> None:
+        self.host = host
+        self.port = port
+        super().__init__(
+            f"another process listens at {host} port {port} already. End it, or choose another port"
+        )
 
 
 class NotSupportedHere(UsageError):
@@ -122,6 +139,50 @@ class LayoutUnknown(SnapshotError):
     """The bytes of an arena or a checkpoint file are not in a format this version knows."""
 
 
+class TensorIncomplete(SnapshotError):
+    """The shards of all ranks do not hold all of a tensor."""
+
+    def __init__(
+        self,
+        *,
+        key: str,
+        shape: Sequence[int],
+        hole: str,
+        chunks: Sequence[str],
+        unplaced: Sequence[int] = (),
+    ) -> None:
+        self.key = key
+        self.shape = tuple(shape)
+        self.hole = hole
+        self.unplaced = tuple(unplaced)
+        shown = ", ".join(chunks[:4]) + (f" and {len(chunks) - 4} more" if len(chunks) > 4 else "")
+        strided = (
+            f" Ranks {', '.join(map(str, unplaced))} hold parts that are no single block of it, "
+            "such as partial sums or strided shards."
+            if unplaced
+            else ""
+        )
+        super().__init__(
+            f"{key} of shape {list(shape)} cannot be put together for another number of ranks: no "
+            f"rank has saved {hole}; saved are {shown or 'none'}.{strided} Start as many ranks as "
+            "took the snapshot"
+        )
+
+
+class RanksDiffer(SnapshotError):
+    """Ranks have saved different things where only one can be meant."""
+
+    def __init__(self, *, key: str, ranks: tuple[int, int], values: tuple[str, str]) -> None:
+        self.key = key
+        self.ranks = ranks
+        self.values = values
+        super().__init__(
+            f"{key} is {values[0]} on rank {ranks[0]} and {values[1]} on rank {ranks[1]} of the "
+            "snapshot, so it cannot be given to another number of ranks. Start as many ranks as "
+            "took it, or shard it as a DTensor"
+        )
+
+
 class SnapshotCorrupt(SnapshotError):
     """A digest does not match: these bytes are not what was captured."""
 
@@ -130,6 +191,37 @@ class SnapshotCorrupt(SnapshotError):
         self.piece = piece
         super().__init__(
             f"{what}: the digest of piece {piece} of {pieces} does not match; it is set aside"
+        )
+
+
+class FragmentRefused(SnapshotError):
+    """A fragment is not what was asked for, or its bytes are not what was protected."""
+
+    def __init__(self, *, what: str, why: str) -> None:
+        self.what = what
+        self.why = why
+        super().__init__(f"{what} is set aside: {why}")
+
+
+class StripeLost(SnapshotError):
+    """The good fragments of a stripe are too few to rebuild what was lost of it."""
+
+    def __init__(
+        self, *, what: str, have: Sequence[str], needed: int, problems: Sequence[str]
+    ) -> None:
+        self.what = what
+        self.have = tuple(have)
+        self.needed = needed
+        self.problems = tuple(problems)
+        lines = "".join(f"\n  - {problem}" for problem in problems)
+        named = ", ".join(have) or "none"
+        if len(have) < needed:
+            why = f"{len(have)} of {needed} good fragments are there ({named})"
+        else:
+            why = f"no {needed} of its fragments ({named}) give what was protected"
+        super().__init__(
+            f"{what} cannot be rebuilt: {why}. Resume from an older version or a checkpoint. "
+            f"What is missing or was set aside:{lines}"
         )
 
 
@@ -145,12 +237,31 @@ class PeerError(FtrunError):
     exit_code: ClassVar[int] = ExitCode.TRY_AGAIN
 
 
-class PeerLost(PeerError):
-    """The other end of a connection is closed."""
+HowLost = Literal["refused", "reset", "closed", "silent", "unreachable", "unknown"]
+"""What the kernel says of a lost peer.
 
-    def __init__(self, *, peer: str) -> None:
+refused: its kernel answers and nobody listens. reset, closed: its kernel ended the connection.
+silent: nothing answers, or nothing is taken. unreachable: no way there, as far as is known.
+unknown: its name has no address.
+"""
+
+_LOST_IN_WORDS: dict[HowLost, str] = {
+    "refused": "refuses the connection: nothing listens there",
+    "reset": "has reset the connection; it was killed",
+    "closed": "has closed the connection; it was stopped or killed",
+    "silent": "does not answer: it is frozen, off, or cut off",
+    "unreachable": "cannot be reached: there is no way there in the network",
+    "unknown": "has a name for which there is no address",
+}
+
+
+class PeerLost(PeerError):
+    """The other end of a connection is gone, or there never was one."""
+
+    def __init__(self, *, peer: str, how: HowLost = "closed") -> None:
         self.peer = peer
-        super().__init__(f"{peer} has closed the connection; it was stopped or killed")
+        self.how: HowLost = how
+        super().__init__(f"{peer} {_LOST_IN_WORDS[how]}")
 
 
 class PeerTimeout(PeerError):
@@ -160,6 +271,16 @@ class PeerTimeout(PeerError):
         self.peer = peer
         self.waited_s = waited_s
         super().__init__(f"{peer} has not answered for {waited_s:.1f} s")
+
+
+class HandshakeRefused(PeerError):
+    """Two processes of two nodes do not belong together; one of them said so."""
+
+    def __init__(self, *, peer: str, why: str, is_ours: bool) -> None:
+        self.peer = peer
+        self.why = why
+        self.is_ours = is_ours
+        super().__init__(f"{peer} is refused: {why}" if is_ours else f"{peer} refuses us: {why}")
 
 
 class ProtocolError(PeerError):

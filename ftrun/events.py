@@ -19,6 +19,8 @@ class Kind(Enum):
     OUT_OF_MEMORY = "out of memory"
     STOPPED = "stopped"
     CORRUPT_SNAPSHOT = "corrupt snapshot"
+    NODE_LOST = "node lost"
+    RESTORE_FAILED = "restore failed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,20 +69,6 @@ class WorkersExited:
 
 
 @dataclass(frozen=True, slots=True)
-class SmpExited:
-    """The snapshot manager is gone."""
-
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class ZygoteExited:
-    """The warm process is gone."""
-
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
 class StopAsked:
     """Somebody wants the run to end."""
 
@@ -99,6 +87,22 @@ class Tick:
     """Time has passed."""
 
 
-Event = (
-    GenerationStarted | WorkersExited | SmpExited | ZygoteExited | StopAsked | AllAtBoundary | Tick
-)
+@dataclass(frozen=True, slots=True)
+class SmpExited:
+    """The snapshot manager is gone."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ZygoteExited:
+    """The warm process is gone."""
+
+    text: str
+
+
+Event = GenerationStarted | WorkersExited | StopAsked | AllAtBoundary | Tick
+"""Of a whole run."""
+
+PartEvent = SmpExited | ZygoteExited
+"""Of one node's own parts."""

@@ -7,16 +7,15 @@ Gives:    a run, from its first generation (or the next one) to its exit code.
 Zygote and SMP are started before torch is imported here, so that the imports overlap.
 """
 
-import json
 import logging
 import os
 import sys
 import traceback
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from ftrun import clock
+from ftrun.agent.kept_state import KeptState, decode_state
 from ftrun.agent.processes import process_state
 from ftrun.agent.smp_link import SmpLink
 from ftrun.agent.stub_link import StubLink, kept
@@ -52,10 +51,10 @@ def main() -> int:
             zygote = ZygoteLink(preload=spec.profile.start.preload)
             zygote.start()
         stub = StubLink()
-        first_generation = _take_over(smp, journal)
+        known = _take_over(smp, journal)
         from ftrun.agent.launcher import launch
 
-        code = launch(spec, journal, smp, zygote, stub, first=first_generation)
+        code = launch(spec, journal, smp, zygote, stub, kept=known)
         keep_memory = _keep_what_was_resumed(code, folder, spec, smp)
         return code
     except FtrunError as error:
@@ -109,9 +108,9 @@ def _set_thread_count(argv: list[str]) -> None:
         os.environ["OMP_NUM_THREADS"] = "1"
 
 
-def _take_over(smp: SmpLink, journal: Journal) -> int:
-    """Adopt what an earlier agent left, or start an SMP; the generation to begin with."""
-    fds, kept_state = kept()
+def _take_over(smp: SmpLink, journal: Journal) -> KeptState:
+    """Adopt what an earlier agent left, or start an SMP; what the earlier agent knew."""
+    fds, from_stub = kept()
     left = smp.find()
     if left is None:
         smp.adopt(fds)
@@ -119,12 +118,12 @@ def _take_over(smp: SmpLink, journal: Journal) -> int:
     else:
         for fd in fds:
             os.close(fd)
-    state: dict[str, Any] = json.loads(left) if left else kept_state
-    if not state:
-        return 0
-    _wait_for_end_of(state["pids"])
-    journal.write("adopted", arenas=len(smp.held), generation=state["generation"])
-    return int(state["generation"]) + 1
+    state = decode_state(left) if left else from_stub
+    _wait_for_end_of(state.pids)
+    if state.plan is not None:
+        generation = state.plan.generation
+        journal.write("adopted", arenas=len(smp.held), generation=generation)
+    return state
 
 
 def _wait_for_end_of(pids: list[int]) -> None:

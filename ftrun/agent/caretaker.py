@@ -29,7 +29,7 @@ REFILL_AFTER_S = 0.5
 class Caretaker:
     """Housekeeping of one run."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the parts of a run
         self,
         spec: RunSpec,
         *,
@@ -39,6 +39,7 @@ class Caretaker:
         stores: StorePool,
         workers: WorkerGroup,
         generations: Generations,
+        when_smp_is_up: Callable[[], object],
     ) -> None:
         self.smp_is_starting = False
         self.smp_given_up = ""
@@ -50,6 +51,7 @@ class Caretaker:
         self._stores = stores
         self._workers = workers
         self._generations = generations
+        self._when_smp_is_up = when_smp_is_up
         self._checkpoint_due_s = clock.now_s() + spec.profile.checkpoint.every_s
         self._checkpoints_seen = 0
         self._refill_due_s: float | None = None
@@ -63,7 +65,6 @@ class Caretaker:
         """Whether a new SMP is up and has to be told of the generation."""
         monitor = self._spec.profile.monitor
         self._workers.kill_long_stopped(now_s, monitor.stopped_kill_s)
-        self._workers.agree_interval()
         self._generations.measure()
         self._generations.keep_arenas()
         self._report_silence(now_s, monitor.silence_report_s)
@@ -89,13 +90,19 @@ class Caretaker:
             self._smp.refused = str(error)
         self._tell_checkpoint()
 
-    def _bring_up_smp(self) -> bool:
+    def await_smp(self) -> None:
+        """Where an SMP is being started, wait until it is up: what it holds is asked for."""
+        if self.smp_is_starting:
+            self._bring_up_smp(waits=True)
+
+    def _bring_up_smp(self, *, waits: bool = False) -> bool:
         if not self.smp_is_starting:
             return False
-        if not self._smp.folder.smp_socket.exists():
+        if not waits and not self._smp.folder.smp_socket.exists():
             return False
         try:
             self._smp.ready()
+            self._when_smp_is_up()
         except PeerError as error:
             self._journal.write("smp_not_up", why=str(error))
             return False

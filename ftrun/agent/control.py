@@ -7,12 +7,10 @@ Gives:    status documents; stop requests, queued for the loop.
 
 import logging
 import selectors
-import signal
 import socket
 import threading
 from contextlib import suppress
 
-from ftrun import events
 from ftrun.agent.run_loop import RunLoop
 from ftrun.agent.status_document import status_document
 from ftrun.errors import FtrunError
@@ -66,8 +64,7 @@ class ControlServer:
                     case msg.AskStatus():
                         channel.send(msg.Status(status_document(self._run)))
                     case msg.StopRun():
-                        attached = self._run.workers.progress().attached
-                        self._run.asks.put(events.StopAsked(signal.SIGTERM, "ftrun stop", attached))
+                        self._run.stops_asked.put("ftrun stop")
                         self._run.wake()
                         channel.send(msg.Done())
                     case msg.Hello():

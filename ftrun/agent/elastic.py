@@ -18,13 +18,20 @@ from typing import Any
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.agent.server import api as agent_api
 from torch.distributed.elastic.agent.server import local_elastic_agent
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
+from torch.distributed.elastic.agent.server.api import (
+    RunResult,
+    Worker,
+    WorkerGroup,
+    WorkerSpec,
+    WorkerState,
+)
 from torch.distributed.elastic.multiprocessing import api as multiprocessing_api
 from torch.distributed.launcher import api as launcher_api
 
-from ftrun.agent.rendezvous import BACKEND
+from ftrun.agent.rendezvous import BACKEND, Placement, PlanHandler
 from ftrun.agent.worker_starter import WorkerStarter
 from ftrun.config import RunSpec
+from ftrun.wire.cluster import Plan
 
 # Torch registers handlers that raise in the middle of anything. We queue signals instead, so
 # torch gets one to handle that is never sent to a process without a terminal.
@@ -40,6 +47,34 @@ class FtrunElasticAgent(local_elastic_agent.LocalElasticAgent):
         type(self).drive(self)
         ranks = [worker.global_rank for worker in self._worker_group.workers]
         return RunResult(state=WorkerState.SUCCEEDED, return_values=dict.fromkeys(ranks))
+
+    def place_in(self, plan: Plan, node_id: str) -> None:
+        """Take this node's ranks from a plan."""
+        group_rank = next(i for i, one in enumerate(plan.members) if one.node_id == node_id)
+        PlanHandler.placement = Placement(
+            group_rank=group_rank,
+            num_nodes=len(plan.members),
+            first_rank=plan.members[group_rank].first_rank,
+            world_size=plan.world_size,
+            store_host=plan.store_host,
+            store_port=plan.store_port,
+        )
+
+    def _assign_worker_ranks(
+        self, store: Any, group_rank: int, group_world_size: int, spec: WorkerSpec
+    ) -> list[Worker]:
+        """Ranks as the plan has them. Torch's own would wait for every other agent."""
+        at = PlanHandler.placement
+        return [
+            Worker(
+                local_rank=local_rank,
+                global_rank=at.first_rank + local_rank,
+                role_rank=at.first_rank + local_rank,
+                world_size=at.world_size,
+                role_world_size=at.world_size,
+            )
+            for local_rank in range(spec.local_world_size)
+        ]
 
     def start_generation(self, generation: int) -> None:
         """Rendezvous and start of all local workers."""

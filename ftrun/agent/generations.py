@@ -1,27 +1,29 @@
-"""How a generation is started, and how long each part of it took.
+"""How a generation is made ready and started on this node, and how long each part of it took.
 
 Runs in:  agent, main thread.
-Takes in: the order to start one, and why.
-Gives:    running workers, a journal line, a `Restart` with measured phases.
+Takes in: a plan: first to get ready for it, then, once it has taken effect, to start its ranks.
+Gives:    running workers, journal lines, a `Restart` with measured phases.
+Survives: this agent: what the next one must know is kept with the SMP and the stub before a plan
+          is accepted.
 """
 
-import json
 import logging
 from collections import deque
 from dataclasses import asdict, dataclass
 
 from ftrun import clock
 from ftrun.agent.elastic import FtrunElasticAgent
-from ftrun.agent.rendezvous import StorePool
+from ftrun.agent.kept_state import KeptState
+from ftrun.agent.smp_places import begin_generation
 from ftrun.agent.smp_link import SmpLink
 from ftrun.agent.stub_link import StubLink
 from ftrun.agent.worker_group import WorkerGroup
 from ftrun.config import RunSpec
 from ftrun.errors import PeerError, SnapshotError
-from ftrun.ids import Rank, Version, version
+from ftrun.ids import Version, version
 from ftrun.journal import Journal
-from ftrun.snapshot.restore_point import Offer, restore_point
 from ftrun.wire import messages as msg
+from ftrun.wire.cluster import Plan
 from ftrun.wire.crash_points import crash_point
 from ftrun.wire.pages import Beat
 
@@ -47,64 +49,95 @@ class Restart:
 
 
 class Generations:
-    """Starts one generation after the other."""
+    """One generation after the other, as they concern this node."""
 
     def __init__(
         self,
         spec: RunSpec,
+        node_id: str,
         *,
-        first: int,
         journal: Journal,
         smp: SmpLink,
         stub: StubLink,
-        stores: StorePool,
         workers: WorkerGroup,
     ) -> None:
-        self.number = first - 1
+        self.number = -1
         self.restarts: deque[Restart] = deque(maxlen=100)
-        self.world_size = 0
+        self.plan: Plan | None = None
+        """The one whose ranks run here, or are about to."""
         self._spec = spec
+        self._node_id = node_id
         self._journal = journal
         self._smp = smp
         self._stub = stub
-        self._stores = stores
         self._workers = workers
+        self._took_effect = False
+        self._kept = KeptState()
+        self._decided_s = 0.0
+        self._restored: Version | None = None
 
-    def start(
-        self, agent: FtrunElasticAgent, why: str, *, noticed_s: float, stopped_s: float
-    ) -> Version | None:
-        """Start all workers from the newest restore point; which one that was."""
-        decided_s = clock.now_s()
-        self.number += 1
+    @property
+    def is_member(self) -> bool:
+        return self.plan is not None and self.plan.member(self._node_id) is not None
+
+    @property
+    def is_alone(self) -> bool:
+        """The generation has this node only."""
+        return self.plan is not None and len(self.plan.members) == 1
+
+    def adopt(self, agent: FtrunElasticAgent, plan: Plan) -> Version | None:
+        """Get ready: void what is later, load a checkpoint if need be, tell the SMP.
+
+        Raises:
+            SnapshotError: there was a state to go on from, and it cannot be had.
+        """
+        self._decided_s = clock.now_s()
+        self.plan, self.number, self._took_effect = plan, plan.generation, False
         crash_point("agent.restart.decided")
-        restored = self._restore_point()
+        self._restored = self._restore_point(plan)
         crash_point("agent.restart.voided")
         agent.close_generation()
-        self._workers.prepare(self.number, self.world_size, restored)
+        node = plan.member(self._node_id)
+        ranks = node.ranks if node is not None else range(0)
+        self._workers.prepare(plan, ranks, self._restored)
         self.tell_smp()
         crash_point("agent.restart.smp_told")
-        agent.start_generation(self.number)
+        # Before it is accepted: the next agent of this node proves by it what this one knew.
+        self._keep_state()
+        return self._restored
+
+    def run(self, agent: FtrunElasticAgent, *, noticed_s: float, stopped_s: float) -> None:
+        """It has taken effect: start this node's ranks."""
+        plan = self.plan
+        assert plan is not None
+        agent.place_in(plan, self._node_id)
+        agent.start_generation(plan.generation)
         self._workers.launched(agent)
+        self._took_effect = True
         crash_point("agent.restart.launched")
-        text = str(restored) if restored is not None else None
-        if self.number > 0:
-            _log.info("%s; generation %d starts from %s", why, self.number, text or "the beginning")
-            times = (noticed_s, decided_s, stopped_s or decided_s, clock.now_s())
-            self.restarts.append(Restart(self.number, why, *times, text))
         pids = self._workers.pids()
+        text = str(self._restored) if self._restored is not None else None
+        if self.number > 0:
+            _log.info(
+                "%s; generation %d starts from %s", plan.why, self.number, text or "the beginning"
+            )
+            decided_s = self._decided_s
+            times = (noticed_s or decided_s, decided_s, stopped_s or decided_s, clock.now_s())
+            self.restarts.append(Restart(self.number, plan.why, *times, text))
         self._journal.write(
-            "StartGeneration", why=why, generation=self.number, restored=text, pids=pids
+            "StartGeneration", why=plan.why, generation=self.number, restored=text, pids=pids
         )
-        self._keep_run_state(pids)
+        self._keep_state()
         crash_point("agent.restart.state_kept")
-        return restored
 
     def tell_smp(self) -> None:
         """Say who takes part from now on; an SMP that is gone is told when the next one is up."""
+        if self.plan is None:
+            return
+        restored = self._restored
+        body = begin_generation(self.plan, self._node_id, self._spec, restored, self._smp)
         try:
-            self._smp.begin_generation(
-                self.number, list(range(self.world_size)), self._workers.command_fd
-            )
+            self._smp.begin_generation(body, self._workers.command_fd)
         except PeerError as error:
             self._journal.write("smp_not_told", why=str(error))
 
@@ -141,42 +174,29 @@ class Generations:
         self._journal.write("Recovered", **asdict(restart))
         _log.info("training again after %.2f s", restart.phases_s["total"])
 
-    def _restore_point(self) -> Version | None:
-        point = restore_point(self._offers(), self.world_size)
+    def _restore_point(self, plan: Plan) -> Version | None:
+        found = version(*plan.restore) if plan.restore is not None else None
+        why = plan.restore_why
         directory = self._spec.checkpoint_directory
-        why = point.why
-        found = point.version
         if found is None and directory:
-            found, why = self._load_checkpoint(directory)
-        if found is None:
-            self._refuse_to_forget(point.why)
-        elif found.generation >= 0:
+            found, why = self._load_checkpoint(directory, plan)
+        if found is None and self._smp.committed is not None:
+            # Never begin anew in silence where there was something to go on from.
+            raise SnapshotError(
+                f"the run cannot go on from {self._smp.committed}, which was its newest committed "
+                f"version: {why}. Start it again with a --checkpoint-dir to go on from disk"
+            )
+        if found is not None and found.generation >= 0:
             self._smp.committed = found
         voided = self._smp.void_after(found if found is not None else NOTHING)
         self._journal.write("restore_point", version=str(found), why=why, voided_slots=voided)
         return found
 
-    def _refuse_to_forget(self, why: str) -> None:
-        """Never begin anew in silence where there was something to go on from.
-
-        Raises:
-            SnapshotError: the state is of another world size, or none of it can be restored.
-        """
-        sizes = {held.world_size for held in self._smp.offers()} - {self.world_size}
-        if sizes:
-            raise SnapshotError(
-                f"this run's snapshots are of {max(sizes)} ranks, and {self.world_size} were asked "
-                f"for. Start with --nproc-per-node {max(sizes)}, or free them with `ftrun stop "
-                f"{self._spec.run_id}` and begin anew"
-            )
-        if self._smp.committed is not None:
-            raise SnapshotError(
-                f"the run cannot go on from {self._smp.committed}, which was its newest committed "
-                f"version: {why}. Start it again with a --checkpoint-dir to go on from disk"
-            )
-
-    def _load_checkpoint(self, directory: str) -> tuple[Version | None, str]:
-        answer = self._smp.load_checkpoint(directory, list(range(self.world_size)))
+    def _load_checkpoint(self, directory: str, plan: Plan) -> tuple[Version | None, str]:
+        node = plan.member(self._node_id)
+        if node is None:
+            return None, "a spare loads none"
+        answer = self._smp.load_checkpoint(directory, plan.world_size, list(node.ranks))
         if isinstance(answer, msg.CheckpointLoaded):
             why = "; ".join([f"checkpoint {answer.path}", *answer.notes])
             return version(answer.generation, answer.step), why
@@ -186,22 +206,15 @@ class Generations:
             f"{answer}. Give another --checkpoint-dir to start anew; nothing there was changed"
         )
 
-    def _offers(self) -> list[Offer]:
-        return [
-            Offer(Rank(held.rank), version(held.generation, held.step), held.world_size)
-            for held in self._smp.offers()
-        ]
-
     def keep_arenas(self) -> None:
         """Give the stub whatever memory has come or gone; cheap when nothing has."""
-        pids = self._workers.pids()
-        state: dict[str, object] = {"generation": self.number, "pids": pids}
-        self._stub.keep([fd for _, fd in self._smp.held], state)
+        self._stub.keep([fd for _, fd in self._smp.held], self._kept)
 
-    def _keep_run_state(self, pids: list[int]) -> None:
+    def _keep_state(self) -> None:
+        pids = self._workers.pids()
+        self._kept = KeptState(pids, self.plan, took_effect=self._took_effect)
         self.keep_arenas()
-        state = {"generation": self.number, "pids": pids}
         try:
-            self._smp.keep_run_state(json.dumps(state).encode())
+            self._smp.keep_run_state(self._kept.encode())
         except PeerError as error:
             self._journal.write("smp_not_told", why=str(error))

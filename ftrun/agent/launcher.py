@@ -19,6 +19,8 @@ from ftrun.agent.caretaker import Caretaker
 from ftrun.agent.control import ControlServer
 from ftrun.agent.ending import final_block
 from ftrun.agent.generations import Generations
+from ftrun.agent.kept_state import KeptState
+from ftrun.agent.node import Node
 from ftrun.agent.processes import one_oom_ends_all
 from ftrun.agent.rendezvous import LOOPBACK, StorePool, register
 from ftrun.agent.run_loop import RunEnded, RunLoop
@@ -31,7 +33,7 @@ from ftrun.config import RunSpec
 from ftrun.errors import PeerError
 from ftrun.journal import Journal
 from ftrun.recovery.commands import EndRun
-from ftrun.recovery.supervisor import Policy, Supervisor
+from ftrun.recovery.supervisor import Policy
 
 KNOWN_TORCH = ((2, 8), (2, 15))
 """Versions whose launcher was read; see docs/architecture.md."""
@@ -46,29 +48,34 @@ def launch(
     zygote: ZygoteLink | None,
     stub: StubLink,
     *,
-    first: int,
+    kept: KeptState,
 ) -> int:
     """Run to the end; the exit code of the started process."""
     args = elastic.parse(spec)
-    world_size = determine_local_world_size(args.nproc_per_node)
+    num_ranks = determine_local_world_size(args.nproc_per_node)
     zygote = _fit(zygote, journal)
     if zygote is not None:
-        zygote.want(world_size)
-    stores = StorePool(args.master_addr if _is_given(args) else LOOPBACK, args.master_port or 0)
+        zygote.want(num_ranks)
+    node = Node.of(spec, num_ranks, kept)
+    host = args.master_addr if spec.nodes is None and _is_given(args) else node.card.host
+    stores = StorePool(host, (args.master_port or 0) if spec.nodes is None else 0)
     register(stores)
-    run = _assemble(spec, journal, smp, zygote, stub, stores, first=first)
-    run.supervisor.world_size = world_size
+    run = _assemble(spec, journal, smp, zygote, stub, stores, node=node, kept=kept)
     if smp.child is not None:
         try:
             smp.ready()
+            node.introduce(smp)
         except PeerError as error:
             journal.write("smp_not_up", why=str(error))
             run.caretaker.smp_given_up = f"the snapshot manager does not start: {error}"
+    else:
+        node.introduce(smp)
     control = ControlServer(run)
     control.start()
     if one_oom_ends_all():
         _log.warning("memory.oom.group is 1: one rank out of memory ends everything on this node")
     journal.write("run", run_id=spec.run_id, script=spec.script, torch=torch.__version__)
+    node.start(run)
     try:
         elastic.run(args, run.workers.starter, run.drive)
     except RunEnded as ended:
@@ -76,11 +83,12 @@ def launch(
         return int(ended.command.exit_code)
     finally:
         control.stop()
+        run.brain.close()
     journal.write("end", exit_code=0)
     return 0
 
 
-def _assemble(
+def _assemble(  # noqa: PLR0913 - the parts of a run
     spec: RunSpec,
     journal: Journal,
     smp: SmpLink,
@@ -88,11 +96,12 @@ def _assemble(
     stub: StubLink,
     stores: StorePool,
     *,
-    first: int,
+    node: Node,
+    kept: KeptState,
 ) -> RunLoop:
     workers = WorkerGroup(spec, smp=smp, starter=WorkerStarter(zygote, journal))
     generations = Generations(
-        spec, first=first, journal=journal, smp=smp, stub=stub, stores=stores, workers=workers
+        spec, node.card.node_id, journal=journal, smp=smp, stub=stub, workers=workers
     )
     caretaker = Caretaker(
         spec,
@@ -102,15 +111,17 @@ def _assemble(
         stores=stores,
         workers=workers,
         generations=generations,
+        when_smp_is_up=lambda: node.introduce(smp),
     )
     return RunLoop(
         spec,
         journal=journal,
         smp=smp,
         zygote=zygote,
+        stores=stores,
         workers=workers,
         generations=generations,
-        supervisor=Supervisor(_policy(spec), world_size=0),
+        brain=node.brain(_policy(spec), kept),
         caretaker=caretaker,
     )
 

@@ -1,8 +1,8 @@
 """A store for each generation, and the handler torch asks for one.
 
 Runs in:  agent, main thread.
-Takes in: the address workers reach this node by.
-Gives:    TCPStores, each bound to that one address.
+Takes in: the address workers reach this node by; the place of this node in a generation.
+Gives:    TCPStores, each bound to that one address; where the workers of other nodes' find theirs.
 
 A new store for each generation: torchrun reuses one, whose keys of the last attempt a restarted
 rank then reads (pytorch#135712). Made ahead of need, since the next generation is started when
@@ -12,9 +12,10 @@ listens on every interface.
 
 import contextlib
 import socket
+from dataclasses import dataclass
 from typing import Any
 
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
     RendezvousInfo,
@@ -61,6 +62,15 @@ class StorePool:
         if self._next is None and not self._port:
             self._next = make_store(self.address)
 
+    @property
+    def next_port(self) -> int:
+        """Where the store of the next generation listens, if rank 0 is on this node."""
+        if self._port:
+            return self._port
+        self.prepare()
+        assert self._next is not None
+        return int(self._next.port)
+
     def take(self) -> TCPStore:
         """The store of a new generation."""
         if self._port:
@@ -73,8 +83,22 @@ class StorePool:
         return self._current
 
 
-class OneNodeHandler(RendezvousHandler):
-    """Rendezvous of a run on one node: nobody to wait for."""
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """This node in a generation, as torch wants to know it."""
+
+    group_rank: int
+    num_nodes: int
+    first_rank: int
+    world_size: int
+    store_host: str
+    store_port: int
+
+
+class PlanHandler(RendezvousHandler):
+    """Rendezvous that has happened already: the plan says who takes part."""
+
+    placement = Placement(0, 1, 0, 1, LOOPBACK, 0)
 
     def __init__(self, run_id: str, pool: StorePool) -> None:
         self._run_id = run_id
@@ -88,14 +112,20 @@ class OneNodeHandler(RendezvousHandler):
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        store = self._pool.take()
-        return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(self._pool.address, store.port))
+        at = self.placement
+        # Ranks are in the plan and not exchanged, so no agent waits for another one's store: it
+        # may be dead by now, which this agent is told otherwise. Only workers connect to it.
+        store = self._pool.take() if at.group_rank == 0 else HashStore()
+        port = store.port if isinstance(store, TCPStore) else at.store_port
+        address = self._pool.address if at.group_rank == 0 else at.store_host
+        info = RendezvousStoreInfo(address, port)
+        return RendezvousInfo(store, at.group_rank, at.num_nodes, info)
 
     def is_closed(self) -> bool:
         return False
 
     def set_closed(self) -> None:
-        """Nobody else could join."""
+        """Nobody else could join this way."""
 
     def num_nodes_waiting(self) -> int:
         return 0
@@ -111,6 +141,6 @@ def register(pool: StorePool) -> None:
     """Make `--rdzv-backend ftrun` known to torch."""
 
     def create(params: RendezvousParameters, *_: Any) -> RendezvousHandler:
-        return OneNodeHandler(params.run_id, pool)
+        return PlanHandler(params.run_id, pool)
 
     rendezvous_handler_registry.register(BACKEND, create)

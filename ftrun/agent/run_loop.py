@@ -1,11 +1,11 @@
-"""The loop of a run on this node: gather events, ask the supervisor, carry out its commands.
+"""The hands of an agent: gather what happens on this node, carry out what is to be done here.
 
 Runs in:  agent, main thread, inside torch's launcher.
-Takes in: pidfds, signals, what the SMP says, what the cli asks, and time.
-Gives:    ended and restarted workers; `RunEnded` when it is over.
+Takes in: pidfds, signals, what the SMP says, what the cli asks, time; the brain's orders.
+Gives:    ended and restarted workers; how things are here; `RunEnded` when it is over.
 Survives: the SMP, the zygote, and every worker.
 
-It decides nothing: what to do about an event is the supervisor's word.
+It decides nothing about the run: that is the lead's word, which comes by way of the brain.
 """
 
 import logging
@@ -17,20 +17,23 @@ from dataclasses import fields
 from queue import Empty, SimpleQueue
 
 from ftrun import clock, events
+from ftrun.agent.brain import Brain
 from ftrun.agent.caretaker import Caretaker
 from ftrun.agent.elastic import FtrunElasticAgent
 from ftrun.agent.generations import Generations
 from ftrun.agent.processes import Child, oom_kills
+from ftrun.agent.rendezvous import StorePool
 from ftrun.agent.smp_link import CHECKPOINT_WAIT_S, SmpLink
 from ftrun.agent.worker_group import WorkerGroup
 from ftrun.agent.zygote_link import ZygoteLink
 from ftrun.config import RunSpec
-from ftrun.errors import ExitCode, PeerError
-from ftrun.ids import Generation
+from ftrun.errors import ExitCode, PeerError, SnapshotError
 from ftrun.journal import Journal
 from ftrun.monitor.exits import end_in_words, signal_name
 from ftrun.recovery import commands
-from ftrun.recovery.supervisor import State, Supervisor
+from ftrun.recovery.happenings import Adopted, HereIs, Quiesced
+from ftrun.recovery.parts import Parts
+from ftrun.wire.cluster import Beat, Plan
 
 _log = logging.getLogger(__name__)
 
@@ -60,24 +63,32 @@ class RunLoop:
         journal: Journal,
         smp: SmpLink,
         zygote: ZygoteLink | None,
+        stores: StorePool,
         workers: WorkerGroup,
         generations: Generations,
-        supervisor: Supervisor,
+        brain: Brain,
         caretaker: Caretaker,
     ) -> None:
         self.spec = spec
         self.journal = journal
         self.smp = smp
         self.zygote = zygote
+        self.stores = stores
         self.workers = workers
         self.generations = generations
-        self.supervisor = supervisor
+        self.brain = brain
         self.caretaker = caretaker
         self.started_s = clock.now_s()
-        self.asks: SimpleQueue[events.Event] = SimpleQueue()
-        """Events from the control thread."""
+        self.stops_asked: SimpleQueue[str] = SimpleQueue()
+        """Who wants the run to stop; from the control thread."""
         self._agent: FtrunElasticAgent | None = None
         self._is_done = False
+        self._parts = Parts()
+        self._exits: list[events.WorkerExit] = []
+        self._stops = 0
+        self._stop_signal = 0
+        self._told = Beat(generation=-1)
+        self._awaits_boundary = False
         self._noticed_s = 0.0
         self._failed_s = 0.0
         self._stopped_s = 0.0
@@ -94,78 +105,121 @@ class RunLoop:
             RunEnded: it ends in another way.
         """
         self._agent = agent
-        world_size = agent.worker_group.spec.local_world_size
-        self.supervisor.world_size = self.generations.world_size = world_size
         self._catch_signals()
-        self._carry_out(commands.StartGeneration("the run begins"))
         while not self._is_done:
+            self.brain.passing()
+            self._obey()
+            if self._is_done:
+                return
             self._wait()
-            for event in self._gather():
-                self._handle(event)
+            self._gather()
             if self.caretaker.look_after(clock.now_s()):
                 self.generations.tell_smp()
 
     def wake(self) -> None:
-        """Have the loop look at `asks` now; for the control thread."""
+        """Have the loop look at what other threads have for it; for those threads."""
         with suppress(BlockingIOError):
             self._wake_write.send(b"\0")
 
-    def _handle(self, event: events.Event) -> None:
-        if not isinstance(event, events.Tick):
-            self.journal.write(type(event).__name__, **_fields(event))
-        for command in self.supervisor.handle(event, now_s=clock.now_s()):
-            self._carry_out(command)
+    # --- orders -------------------------------------------------------------------------------
 
-    def _carry_out(self, command: commands.Command) -> None:  # noqa: C901 - dispatch
-        if not isinstance(command, commands.StartGeneration):
-            self.journal.write(type(command).__name__, **_fields(command))
-        match command:
+    def _obey(self) -> None:
+        while (order := self.brain.next_order()) is not None:
+            self._carry_out(order)
+            if self._is_done:
+                return
+
+    def _carry_out(self, order: commands.NodeCommand) -> None:  # noqa: C901, PLR0912 - dispatch
+        match order:
+            case commands.Quiesce():
+                self._quiesce(order)
+            case commands.Adopt():
+                self._adopt(order.plan)
+            case commands.RunGeneration():
+                self._run_generation()
             case commands.KillWorkers():
-                self._failed_s = self._noticed_s
-                self.workers.kill()
-                self._stopped_s = clock.now_s()
-            case commands.StartGeneration():
-                self._start_generation(command.why)
-            case commands.RespawnSmp():
-                self.smp.start()
-                self.caretaker.smp_is_starting = True
-            case commands.RespawnZygote():
-                if self.zygote is not None:
-                    self.zygote.start()
-            case commands.GoOnWithout():
-                self._go_on_without(command)
+                self._note(order)
+                self._kill()
+            case commands.HoldRanks():
+                self._note(order)
+                self.workers.hold(True)
+            case commands.ReleaseRanks():
+                self._note(order)
+                self.workers.hold(False)
+            case commands.Commit():
+                with suppress(PeerError):
+                    self.smp.commit(order.version)
+            case commands.Abandon():
+                with suppress(PeerError):
+                    self.smp.abandon(self.generations.number, order.step)
+            case commands.SetInterval():
+                self.workers.set_interval(order.every, order.from_step)
             case commands.AskLastSnapshot():
-                self.workers.ask_last_snapshot()
+                self._note(order)
+                self._awaits_boundary = True
+                after = -1 if self.generations.is_alone else order.after_step
+                self.workers.ask_last_snapshot(after)
             case commands.SignalWorkers():
-                self.workers.signal(command.signal)
+                self._note(order)
+                self._awaits_boundary = False
+                self.workers.signal(order.signal)
+            case commands.Note():
+                self.journal.write(order.kind, text=order.text, **order.fields)
+                if order.say:
+                    _log.warning("%s", order.text)
             case commands.EndRun():
-                self.workers.kill()
-                self._signals.clear()
-                is_stop = command.exit_code > 128 and command.cause is None
-                self.caretaker.last_checkpoint(
-                    self.spec.profile.stop.grace_s if is_stop else CHECKPOINT_WAIT_S,
-                    is_cancelled=lambda: bool(self._signals),
-                )
-                if command.exit_code != ExitCode.DONE:
-                    raise RunEnded(command)
-                self._is_done = True
+                self._note(order)
+                self._end(order)
 
-    def _start_generation(self, why: str) -> None:
+    def _note(self, order: commands.NodeCommand) -> None:
+        self.journal.write(type(order).__name__, **_fields(order))
+
+    def _kill(self) -> None:
+        self._failed_s = self._noticed_s
+        self.workers.kill()
+        self._stopped_s = clock.now_s()
+
+    def _quiesce(self, order: commands.Quiesce) -> None:
+        if self.workers.alive():
+            self.journal.write("KillWorkers", why=order.why)
+        self._kill()
+        self.caretaker.await_smp()
+        holdings = self.smp.inventory()
+        store_port, smp_port = self.stores.next_port, self.smp.port
+        self.brain.tell(Quiesced(order.generation, holdings, store_port, smp_port))
+
+    def _adopt(self, plan: Plan) -> None:
         assert self._agent is not None
-        restored = self.generations.start(
-            self._agent, why, noticed_s=self._failed_s, stopped_s=self._stopped_s
-        )
+        self._exits.clear()
+        self._awaits_boundary = False
+        try:
+            restored = self.generations.adopt(self._agent, plan)
+        except SnapshotError as error:
+            self.brain.tell(Adopted(plan.generation, None, str(error)))
+            return
+        pair = (restored.generation, restored.step) if restored is not None else None
+        self.brain.tell(Adopted(plan.generation, pair))
+
+    def _run_generation(self) -> None:
+        assert self._agent is not None
+        self.generations.run(self._agent, noticed_s=self._failed_s, stopped_s=self._stopped_s)
         self._catch_signals()  # torch has put its own handlers in place
         self.caretaker.generation_started(clock.now_s())
-        self._handle(events.GenerationStarted(Generation(self.generations.number), restored))
+        if self.brain.member.is_held:
+            self.workers.hold(True)
+        self._tell(is_urgent=True)
 
-    def _go_on_without(self, command: commands.GoOnWithout) -> None:
-        if command.part == "zygote":
-            self.workers.starter.zygote = None
-            self.zygote = None
-        else:
-            self.caretaker.smp_given_up = command.why
-            _log.warning("no more snapshots: %s", command.why)
+    def _end(self, order: commands.EndRun) -> None:
+        self.workers.kill()
+        self._signals.clear()
+        is_stop = order.exit_code > 128 and order.cause is None
+        self.caretaker.last_checkpoint(
+            self.spec.profile.stop.grace_s if is_stop else CHECKPOINT_WAIT_S,
+            is_cancelled=lambda: bool(self._signals),
+        )
+        if order.exit_code != ExitCode.DONE:
+            raise RunEnded(order)
+        self._is_done = True
 
     # --- events -------------------------------------------------------------------------------
 
@@ -173,7 +227,7 @@ class RunLoop:
         poller = select.poll()
         for fd in self._descriptors():
             poller.register(fd, select.POLLIN)
-        eager = self.supervisor.state is State.LAST_SNAPSHOT or self.caretaker.smp_is_starting
+        eager = self._awaits_boundary or self.caretaker.smp_is_starting
         poller.poll((EAGER_TICK_S if eager else TICK_S) * 1000)
         self._noticed_s = clock.now_s()
 
@@ -186,32 +240,85 @@ class RunLoop:
             found.append(self.smp.channel.fileno())
         return found
 
-    def _gather(self) -> list[events.Event]:
-        """Everything that has happened since the last look; workers' ends first."""
+    def _gather(self) -> None:
+        """Take in everything that has happened since the last look, and tell the brain."""
         with suppress(BlockingIOError):
             self._wake_read.recv(4096)
-        found = self._ends() + self._own_deaths()
+        self._take_ends()
+        for death in self._own_deaths():
+            self.journal.write(type(death).__name__, **_fields(death))
+            self._do_without(self._parts.handle(death, now_s=clock.now_s()))
         while self._signals:
-            found += self._on_signal(self._signals.pop(0))
+            self._on_signal(self._signals.pop(0))
         with suppress(Empty):
             while True:
-                found.append(self.asks.get_nowait())
-        if self.supervisor.state is State.LAST_SNAPSHOT and self.workers.all_at_boundary():
-            found.append(events.AllAtBoundary())
-        return [*found, events.Tick()]
+                self._stop_asked(signal.SIGTERM, self.stops_asked.get_nowait())
+        for notice in self.smp.take_notices():
+            self.journal.write("smp_" + notice.kind, why=notice.why, nodes=notice.nodes)
+        self._tell(is_urgent=False)
 
-    def _ends(self) -> list[events.Event]:
+    def _tell(self, *, is_urgent: bool) -> None:
+        """Say how things are here; at once where it asks for an act."""
+        beat = self._here()
+        is_urgent |= _what_matters(beat) != _what_matters(self._told)
+        self._told = beat
+        self.brain.tell(HereIs(beat, is_urgent))
+
+    def _here(self) -> Beat:
+        progress = self.workers.progress()
+        runs = bool(self.workers.handles) and self.generations.is_member
+        ready = self.smp.ready_version
+        return Beat(
+            generation=self.generations.number if runs else -1,
+            state="held" if self.workers.is_held else "running" if runs else "idle",
+            step=progress.step,
+            steps_here=progress.steps_here,
+            attached=progress.attached,
+            exits=tuple(self._exits),
+            ready=(ready.generation, ready.step) if ready is not None else None,
+            abandoned_step=self.smp.abandoned_step,
+            at_boundary=self._awaits_boundary and self.workers.all_at_boundary(),
+            wished_every=self.workers.wished_every(),
+            stops=self._stops,
+            stop_signal=self._stop_signal,
+            problem=self.smp.restore_failed,
+            unprotected=self.caretaker.smp_given_up,
+            ranks=self.workers.reports(clock.now_s()),
+        )
+
+    def _take_ends(self) -> None:
         ended = self.workers.ended()
         if not ended:
-            return []
+            return
         kills = oom_kills()
         new = None if kills is None or self._oom_kills is None else kills - self._oom_kills
         self._oom_kills = kills
-        exits = tuple(self.workers.explain(handle, oom_kills=new) for handle in ended)
-        return [events.WorkersExited(exits, self.workers.progress())]
+        exits = [self.workers.explain(handle, oom_kills=new) for handle in ended]
+        self._exits += exits
+        seen = events.WorkersExited(tuple(exits), self.workers.progress())
+        self.journal.write("WorkersExited", **_fields(seen))
 
-    def _own_deaths(self) -> list[events.Event]:
-        found: list[events.Event] = []
+    def _do_without(self, command: commands.PartCommand) -> None:
+        self._note_part(command)
+        match command:
+            case commands.RespawnSmp():
+                self.smp.start()
+                self.caretaker.smp_is_starting = True
+            case commands.RespawnZygote():
+                if self.zygote is not None:
+                    self.zygote.start()
+            case commands.GoOnWithout(part="zygote"):
+                self.workers.starter.zygote = None
+                self.zygote = None
+            case commands.GoOnWithout():
+                self.caretaker.smp_given_up = command.why
+                _log.warning("no more snapshots: %s", command.why)
+
+    def _note_part(self, command: commands.PartCommand) -> None:
+        self.journal.write(type(command).__name__, **_fields(command))
+
+    def _own_deaths(self) -> list[events.PartEvent]:
+        found: list[events.PartEvent] = []
         zygote = self._zygote_child()
         if zygote is not None and zygote.status is None and zygote.reap():
             found.append(events.ZygoteExited(f"the zygote {end_in_words(zygote.ended_with)}"))
@@ -228,17 +335,22 @@ class RunLoop:
             found.append(events.SmpExited(f"the SMP {end_in_words(child.ended_with)}"))
         return found
 
-    def _on_signal(self, number: int) -> list[events.Event]:
+    def _on_signal(self, number: int) -> None:
         if number == signal.SIGCHLD:
-            return []  # it has woken us; a stopped worker is seen in /proc
+            return  # it has woken us; a stopped worker is seen in /proc
         name = signal_name(number)
         forward = self.spec.profile.stop.forward
         if name in forward or name.removeprefix("SIG") in forward or number == signal.SIGUSR2:
             self.journal.write("forwarded", signal=name)
             self.workers.signal(number)
-            return []
-        attached = self.workers.progress().attached
-        return [events.StopAsked(number, f"{name} to ftrun", attached)]
+            return
+        self._stop_asked(number, f"{name} to ftrun")
+
+    def _stop_asked(self, number: int, by: str) -> None:
+        self._stops += 1
+        self._stop_signal = number
+        asked = events.StopAsked(number, by, self.workers.progress().attached)
+        self.journal.write("StopAsked", **_fields(asked))
 
     def _catch_signals(self) -> None:
         """Handlers only append; the loop handles."""
@@ -248,6 +360,20 @@ class RunLoop:
 
     def _zygote_child(self) -> Child | None:
         return self.zygote.child if self.zygote is not None else None
+
+
+def _what_matters(beat: Beat) -> tuple[object, ...]:
+    """What the lead has to know at once; the rest can wait for the next heartbeat."""
+    return (
+        beat.generation,
+        beat.state,
+        len(beat.exits),
+        beat.ready,
+        beat.abandoned_step,
+        beat.at_boundary,
+        beat.stops,
+        beat.problem,
+    )
 
 
 def _fields(value: object) -> dict[str, object]:

@@ -7,6 +7,7 @@ Survives: the SMP: its memfds are held here too and are handed to the next one.
 """
 
 import os
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from ftrun.wire import messages as msg
 from ftrun.wire.arena import SlotState, read_shape, read_slot_headers, void_slots
 from ftrun.wire.channel import Channel, Received, connect
 from ftrun.wire.run_folder import RunFolder
+from ftrun.wire.secret import Secret
 
 START_WAIT_S = 20.0
 ANSWER_WAIT_S = 30.0
@@ -45,6 +47,20 @@ class SmpLink:
     """Why the last checkpoint could not be written."""
     arenas: dict[Rank, list[int]] = field(default_factory=dict)
     """Descriptors by rank, the newest layout last."""
+    vaults: dict[int, int] = field(default_factory=dict)
+    """Descriptors of what the SMP keeps for other nodes, by its slot."""
+    ready_version: Version | None = None
+    """The newest version that this node holds and its group protects, in this generation."""
+    survives: int = 0
+    """So many nodes of the group may go, for that version."""
+    survives_why: str = ""
+    abandoned_step: int = -1
+    restore_failed: str = ""
+    notices: deque[msg.SmpNotice] = field(default_factory=lambda: deque(maxlen=100))
+    port: int = 0
+    """Where the SMPs of other nodes reach this one; 0: nowhere."""
+    _generation: int = -1
+    _local_ranks: frozenset[int] = frozenset()
     _run_state: bytes = b""
     writing: bool = False
 
@@ -64,8 +80,11 @@ class SmpLink:
             return None
         if not isinstance(handed.body, msg.HandedOver):
             return None
-        for rank, fd in zip(handed.body.ranks, handed.fds, strict=True):
+        arenas = handed.fds[: len(handed.body.ranks)]
+        for rank, fd in zip(handed.body.ranks, arenas, strict=True):
             self._keep(Rank(rank), fd)
+        for slot, fd in enumerate(handed.fds[len(arenas) :]):
+            self._keep_vault(slot, fd)
         self._run_state = handed.body.run_state
         self.was_adopted = bool(self.arenas)
         return self._run_state
@@ -87,7 +106,7 @@ class SmpLink:
         """Start an SMP without waiting for it; `ready` waits."""
         words = ["--run-id", self.folder.run_id, "--socket", str(self.folder.smp_socket)]
         argv = python_command("ftrun.smp", *words, "--orphan-s", str(self.orphan_s))
-        if self.held:
+        if self.held or self.vaults:
             argv.append("--adopt")
         self.folder.smp_socket.unlink(missing_ok=True)
         self.child = spawn(argv, name="smp", variables=os.environ)
@@ -107,16 +126,50 @@ class SmpLink:
                 if clock.now_s() > give_up_s or (self.child is not None and self.child.reap()):
                     raise
                 clock.sleep(0.005)
-        if self.held:
-            body = msg.Adopt([rank for rank, _ in self.held])
-            self._ask(body, fds=tuple(fd for _, fd in self.held))
+        if self.held or self.vaults:
+            body = msg.Adopt([rank for rank, _ in self.held], len(self.vaults))
+            vaults = [fd for _, fd in sorted(self.vaults.items())]
+            self._ask(body, fds=(*(fd for _, fd in self.held), *vaults))
         if self._run_state:
             self._ask(msg.KeepRunState(self._run_state))
 
-    def begin_generation(self, generation: int, ranks: list[int], command_page: int) -> None:
+    def listen_for_peers(self, host: str, secret: Secret | None) -> int:
+        """Have it open a port for the SMPs of other nodes; which one."""
+        fds = () if secret is None else (secret.as_memfd(),)
+        try:
+            answer = self._ask(msg.ListenForPeers(host), fds=fds).body
+        finally:
+            for fd in fds:
+                os.close(fd)
+        self.port = answer.port if isinstance(answer, msg.ListeningForPeers) else 0
+        return self.port
+
+    def begin_generation(self, body: msg.BeginGeneration, command_page: int) -> None:
+        """Say who takes part from now on, and what is to be restored."""
+        self.ready_version, self.abandoned_step, self.restore_failed = None, -1, ""
+        self._generation, self._local_ranks = body.generation, frozenset(body.local_ranks)
         if self.channel is not None:
-            self.channel.generation = generation
-            self._ask(msg.BeginGeneration(generation, len(ranks), ranks), fds=(command_page,))
+            self.channel.generation = body.generation
+            self._ask(body, fds=(command_page,))
+
+    def commit(self, committed: Version) -> None:
+        """Every node of the run is ready with this version."""
+        if self.channel is not None:
+            self.channel.send(msg.CommitVersion(committed.generation, committed.step))
+
+    def abandon(self, generation: int, step: int) -> None:
+        """No uncommitted version up to this step will ever be committed."""
+        if self.channel is not None:
+            self.channel.send(msg.AbandonVersion(generation, step))
+
+    def inventory(self) -> msg.Inventory:
+        """What this node holds: its own slots, and its parts in protections."""
+        if self.channel is not None:
+            with suppress(PeerError):
+                answer = self._ask(msg.TakeInventory()).body
+                if isinstance(answer, msg.Inventory):
+                    return answer
+        return msg.Inventory(self.offers())
 
     def keep_run_state(self, state: bytes) -> None:
         self._run_state = state
@@ -152,8 +205,19 @@ class SmpLink:
                         return fd
         return fds[-1] if fds else None
 
+    def holds(self, rank: Rank, wanted: Version) -> bool:
+        """Whether an arena here has this version of a rank."""
+        return any(
+            header.state is SlotState.SEALED and header.version == wanted
+            for fd in self.arenas.get(rank, [])
+            for header in read_slot_headers(fd)
+        )
+
     def void_after(self, newest: Version) -> int:
         """Make sure that no later version ever comes back; the workers must be dead."""
+        if self.channel is not None:
+            with suppress(PeerError):
+                self._ask(msg.VoidAfter(newest.generation, newest.step))
         return sum(
             void_slots(fd, lambda found: found > newest)
             for fds in self.arenas.values()
@@ -183,11 +247,11 @@ class SmpLink:
             void_slots(fd, lambda found: found == wanted)
 
     def load_checkpoint(
-        self, directory: str, ranks: list[int]
+        self, directory: str, world_size: int, ranks: list[int]
     ) -> msg.CheckpointLoaded | str | None:
         """Fill the arenas from a checkpoint; or why that is not possible; None: there is none."""
         answer = self._ask(
-            msg.LoadCheckpoint(directory, len(ranks), ranks), deadline_s=CHECKPOINT_WAIT_S
+            msg.LoadCheckpoint(directory, world_size, ranks), deadline_s=CHECKPOINT_WAIT_S
         ).body
         if isinstance(answer, msg.CheckpointLoaded):
             return answer if answer.path else None
@@ -202,6 +266,12 @@ class SmpLink:
         if self.channel is not None:
             for received in self.channel.receive_ready():
                 self._take(received)
+
+    def take_notices(self) -> list[msg.SmpNotice]:
+        """What the SMP had to tell the journal since the last call."""
+        found = list(self.notices)
+        self.notices.clear()
+        return found
 
     def lost(self) -> None:
         """Forget the connection to an SMP that is gone; its memory is kept."""
@@ -219,10 +289,10 @@ class SmpLink:
         if self.child is not None and not self.child.wait(5.0):
             self.child.signal(9)
             self.child.wait(5.0)
-        for fds in self.arenas.values():
-            for fd in fds:
-                os.close(fd)
+        for fd in [fd for fds in self.arenas.values() for fd in fds] + [*self.vaults.values()]:
+            os.close(fd)
         self.arenas.clear()
+        self.vaults.clear()
 
     def _ask(
         self, body: msg.AnyMessage, *, fds: tuple[int, ...] = (), deadline_s: float = ANSWER_WAIT_S
@@ -253,13 +323,45 @@ class SmpLink:
             case msg.CheckpointRefused():
                 self.refused, self.writing = body.why, False
             case _:
+                return self._take_of_protection(received)
+        return True
+
+    def _take_of_protection(self, received: Received) -> bool:
+        """The same for what the SMP says of other nodes."""
+        body = received.body
+        match body:
+            case msg.VaultMade():
+                self._keep_vault(body.slot, *received.fds)
+            case msg.VersionReady():
+                self.ready_version = version(body.generation, body.step)
+                self.survives, self.survives_why = body.survives, body.why
+            case msg.AbandonVersion():
+                self.abandoned_step = max(self.abandoned_step, body.step)
+            case msg.RestoreReady():
+                pass
+            case msg.RestoreFailed():
+                self.restore_failed = body.why
+            case msg.SmpNotice():
+                self.notices.append(body)
+            case _:
                 return False
         return True
 
     def _keep(self, rank: Rank, fd: int) -> None:
         self.arenas.setdefault(rank, []).append(fd)
 
+    def _keep_vault(self, slot: int, fd: int) -> None:
+        old = self.vaults.pop(slot, None)
+        if old is not None:
+            os.close(old)
+        self.vaults[slot] = fd
+
     def _drop_old_layouts(self) -> None:
+        if self.committed is not None and self.committed.generation == self._generation:
+            # Of ranks that have moved to another node, or are no more.
+            for rank in [rank for rank in self.arenas if rank not in self._local_ranks]:
+                for fd in self.arenas.pop(rank):
+                    os.close(fd)
         # A commit is sealed by every rank, so what came before the arena that holds it is over.
         for fds in self.arenas.values():
             while len(fds) > 1 and any(

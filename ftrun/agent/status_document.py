@@ -40,9 +40,9 @@ def status_document(run: RunLoop) -> bytes:
             for restart in list(run.generations.restarts)
         ],
         "restart_budget": {
-            "used": run.supervisor.budget.used(now_s=now_s),
-            "limit": run.supervisor.budget.limit,
-            "window_s": run.supervisor.budget.window_s,
+            "used": run.brain.oversight.supervisor.budget.used(now_s=now_s),
+            "limit": run.brain.oversight.supervisor.budget.limit,
+            "window_s": run.brain.oversight.supervisor.budget.window_s,
         },
         "ranks": ranks,
         "snapshots": snapshots,
@@ -58,7 +58,7 @@ def status_document(run: RunLoop) -> bytes:
 
 
 def _state(run: RunLoop) -> str:
-    state = run.supervisor.state
+    state = run.brain.oversight.supervisor.state
     if state in STOPPING:
         return "stopping"
     if state is State.RUNNING:
@@ -92,7 +92,7 @@ def _ranks(run: RunLoop, now_s: float) -> list[dict[str, Any]]:
             {
                 "rank": handle.place.rank,
                 "pid": handle.pid,
-                "state": _worker_state(handle),
+                "state": handle.state,
                 "step": page.get(Beat.STEP) if beat_ns else None,
                 "beat_age_s": now_s - beat_ns / 1e9 if beat_ns else None,
                 "phase": page.phase,
@@ -101,14 +101,6 @@ def _ranks(run: RunLoop, now_s: float) -> list[dict[str, Any]]:
             }
         )
     return found
-
-
-def _worker_state(handle: Any) -> str:
-    if handle.child.status is not None:
-        return "finished" if handle.child.status == 0 else "ended"
-    if handle.stopped_since_s is not None:
-        return "stopped"
-    return "running" if handle.place.page.get(Beat.FIRST_STEP_NS) else "starting"
 
 
 def _snapshots(run: RunLoop, now_s: float) -> dict[str, Any]:

@@ -8,11 +8,12 @@ Survives: agent and SMP at once; the stub is the third holder of the memory.
 The message is opaque to the stub, which has no msgspec: some JSON, and descriptors beside it.
 """
 
-import json
 import os
 import socket
 from collections.abc import Sequence
 from contextlib import suppress
+
+from ftrun.agent.kept_state import KeptState, decode_state
 
 STUB_SOCKET = "FTRUN_STUB_SOCKET"
 """Number of the inherited socket on which the stub takes what it is to keep."""
@@ -24,6 +25,10 @@ KEPT_STATE = "FTRUN_KEPT_STATE"
 """The JSON that came with them."""
 
 
+MAX_STATE_BYTES = 48 << 10
+"""It goes to the next agent as one variable, of which the kernel takes 128 KiB."""
+
+
 class StubLink:
     """One end of the socket between stub and agent; does nothing where there is no stub."""
 
@@ -32,23 +37,26 @@ class StubLink:
         self._socket = socket.socket(fileno=int(number)) if number else None
         if self._socket is not None:
             self._socket.set_inheritable(False)
-        self._sent: tuple[tuple[int, ...], str] = ((), "")
+        self._sent: tuple[tuple[int, ...], KeptState | None] = ((), None)
 
-    def keep(self, fds: Sequence[int], state: dict[str, object]) -> None:
+    def keep(self, fds: Sequence[int], state: KeptState) -> None:
         """Have the stub hold duplicates of exactly these descriptors, and this state."""
-        now = (tuple(fds), json.dumps(state))
-        if self._socket is None or now == self._sent:
+        now = (tuple(fds), state)
+        if self._socket is None or (now[0] == self._sent[0] and state is self._sent[1]):
             return
         self._sent = now
+        data = state.encode()
+        if len(data) > MAX_STATE_BYTES:
+            data = KeptState(state.pids).encode()  # the SMP has all of it
         with suppress(OSError):  # a stub that is gone takes us along anyway
-            socket.send_fds(self._socket, [now[1].encode()], list(now[0]))
+            socket.send_fds(self._socket, [data], list(now[0]))
 
 
-def kept() -> tuple[list[int], dict[str, object]]:
+def kept() -> tuple[list[int], KeptState]:
     """What the stub has kept from the last agent: descriptors, now ours, and state."""
     numbers = os.environ.pop(KEPT_FDS, "")
     state = os.environ.pop(KEPT_STATE, "")
     fds = [int(number) for number in numbers.split(",") if number]
     for fd in fds:
         os.set_inheritable(fd, False)
-    return fds, json.loads(state) if state else {}
+    return fds, decode_state(state.encode())

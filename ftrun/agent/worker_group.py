@@ -10,7 +10,7 @@ import json
 import os
 from contextlib import suppress
 from pathlib import Path
-from signal import SIGCONT, SIGKILL
+from signal import SIGCONT, SIGKILL, SIGSTOP
 
 from ftrun import clock, events
 from ftrun.agent.elastic import FtrunElasticAgent
@@ -22,11 +22,10 @@ from ftrun.errors import WorkerNotKillable
 from ftrun.ids import Rank, Step, Version
 from ftrun.monitor.exits import ExitFacts, explain
 from ftrun.wire import environment as env
+from ftrun.wire.cluster import Plan, RankReport
 from ftrun.wire.pages import Beat, Command, Page, create_command_page, create_page
 
 KILL_WAIT_S = 60.0
-EVERY_LEAD_STEPS = 64
-"""A new snapshot interval takes effect so many steps ahead, further than ranks drift apart."""
 
 
 class WorkerGroup:
@@ -35,20 +34,23 @@ class WorkerGroup:
     def __init__(self, spec: RunSpec, *, smp: SmpLink, starter: WorkerStarter) -> None:
         self.starter = starter
         self.generation = -1
+        self.first_rank = 0
         self.restored: Version | None = None
         self.commands: Page | None = None
         self.command_fd = -1
         self._spec = spec
         self._smp = smp
         self._error_files: dict[int, str] = {}
-        self._launched_wall_s = 0.0
+        self.is_held = False
 
     # --- a generation's life ------------------------------------------------------------------
 
-    def prepare(self, generation: int, world_size: int, restored: Version | None) -> None:
+    def prepare(self, plan: Plan, ranks: range, restored: Version | None) -> None:
         """Make pages and variables for the workers to come."""
-        self.generation, self.restored = generation, restored
+        self.generation, self.restored = plan.generation, restored
+        self.first_rank = ranks.start
         self._close_places()
+        self.is_held = False
         self.command_fd = create_command_page()
         self.commands = Page(self.command_fd)
         if restored is not None:
@@ -56,7 +58,7 @@ class WorkerGroup:
             self.commands.set(Command.COMMITTED_STEP, restored.step)
         self.starter.command_fd = self.command_fd
         self.starter.places = {
-            rank: self._place(Rank(rank), restored) for rank in range(world_size)
+            local: self._place(Rank(rank), restored) for local, rank in enumerate(ranks)
         }
         self.starter.handles = {}
 
@@ -75,7 +77,7 @@ class WorkerGroup:
         for handle in self.handles:
             if not handle.child.wait(KILL_WAIT_S):
                 raise WorkerNotKillable(
-                    f"rank {handle.local_rank_id} (pid {handle.pid}) has not died within "
+                    f"rank {handle.place.rank} (pid {handle.pid}) has not died within "
                     f"{KILL_WAIT_S:.0f} s of SIGKILL (state {process_state(handle.pid)}): a device "
                     "or a file system hangs in the kernel. This node needs attention"
                 )
@@ -86,11 +88,26 @@ class WorkerGroup:
             # A stopped process cannot obey until it goes on.
             handle.child.signal_group(SIGCONT)
 
-    def ask_last_snapshot(self) -> None:
-        """Have every rank stop at the first boundary that none of them has passed yet."""
+    def ask_last_snapshot(self, after_step: int) -> None:
+        """Have every rank stop at this boundary; -1: the first that none of them has passed."""
         if self.commands is not None:
             furthest = max((place.page.get(Beat.STEP) for place in self.places), default=0)
-            self.commands.set(Command.STOP_AFTER_STEP, furthest + 1)
+            self.commands.set(
+                Command.STOP_AFTER_STEP, after_step if after_step >= 0 else furthest + 1
+            )
+
+    def set_interval(self, every: int, from_step: int) -> None:
+        """Announced ahead of time, because ranks are not at the same step when they read it."""
+        if self.commands is not None:
+            self.commands.set(Command.EVERY_FROM_STEP, from_step)
+            self.commands.set(Command.SNAPSHOT_EVERY, every)
+
+    def hold(self, on: bool) -> None:
+        """Stop every rank where it stands, or let it go on; from any thread."""
+        self.is_held = on
+        for handle in list(self.starter.handles.values()):
+            if handle.child.status is None:
+                handle.child.signal_group(SIGSTOP if on else SIGCONT)
 
     # --- what is seen -------------------------------------------------------------------------
 
@@ -139,7 +156,7 @@ class WorkerGroup:
 
     def error_file(self, rank: int) -> str:
         """Where a rank of this generation writes the exception it ends by."""
-        return self._error_files.get(rank, "")
+        return self._error_files.get(rank - self.first_rank, "")
 
     def progress(self) -> events.Progress:
         first = self.restored.step if self.restored is not None else 0
@@ -155,6 +172,22 @@ class WorkerGroup:
         attached = any(place.page.get(Beat.ATTACHED) for place in self.places)
         return events.Progress(Step(step), here, attached)
 
+    def reports(self, now_s: float) -> tuple[RankReport, ...]:
+        """Every rank of this node, for the status of the whole run."""
+        return tuple(
+            RankReport(
+                rank=handle.place.rank,
+                pid=handle.pid,
+                state=handle.state,
+                step=handle.place.page.get(Beat.STEP),
+                age_s=round(now_s - handle.place.page.get(Beat.BEAT_NS) / 1e9, 3)
+                if handle.place.page.get(Beat.BEAT_NS)
+                else -1.0,
+                phase=handle.place.page.phase,
+            )
+            for handle in self.handles
+        )
+
     def all_at_boundary(self) -> bool:
         alive = self.alive()
         return bool(alive) and all(h.place.page.get(Beat.STOPPED_AT_BOUNDARY) for h in alive)
@@ -162,7 +195,7 @@ class WorkerGroup:
     def kill_long_stopped(self, now_s: float, limit_s: float) -> None:
         """Act on workers that somebody has stopped: a stopped rank holds up all the others."""
         for handle in self.alive():
-            if not handle.child.is_stopped():
+            if self.is_held or not handle.child.is_stopped():
                 handle.stopped_since_s = None
             elif handle.stopped_since_s is None:
                 handle.stopped_since_s = now_s
@@ -170,20 +203,11 @@ class WorkerGroup:
                 handle.killed_for_s = now_s - handle.stopped_since_s
                 handle.child.signal_group(SIGKILL)
 
-    def agree_interval(self) -> None:
-        """Where the profile says auto: the longest interval that any rank wishes for.
-
-        Announced ahead of time, because ranks are not at the same step when they read it, and a
-        version that only some of them take is never committed.
-        """
-        if self.commands is None or self._spec.profile.snapshot.every != "auto":
-            return
-        wished = max((place.page.get(Beat.WISHED_EVERY) for place in self.places), default=0)
-        step = max((place.page.get(Beat.STEP) for place in self.places), default=0)
-        settled = step > self.commands.get(Command.EVERY_FROM_STEP)
-        if wished and settled and wished != self.commands.get(Command.SNAPSHOT_EVERY):
-            self.commands.set(Command.EVERY_FROM_STEP, step + EVERY_LEAD_STEPS)
-            self.commands.set(Command.SNAPSHOT_EVERY, wished)
+    def wished_every(self) -> int:
+        """The longest interval between snapshots that any rank here asks for; 0: none does."""
+        if self._spec.profile.snapshot.every != "auto":
+            return 0
+        return max((place.page.get(Beat.WISHED_EVERY) for place in self.places), default=0)
 
     # --- details ------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ from ftrun.agent.zygote_link import ZygoteLink, ZygoteUnfit
 from ftrun.journal import Journal
 from ftrun.wire import environment as env
 from ftrun.wire.launch_order import LaunchOrder
-from ftrun.wire.pages import Page
+from ftrun.wire.pages import Beat, Page
 
 
 @dataclass(slots=True)
@@ -53,6 +53,15 @@ class WorkerHandle:
     @property
     def pid(self) -> int:
         return self.child.pid
+
+    @property
+    def state(self) -> str:
+        """In a word, for status."""
+        if self.child.status is not None:
+            return "finished" if self.child.status == 0 else "ended"
+        if self.stopped_since_s is not None:
+            return "stopped"
+        return "running" if self.place.page.get(Beat.FIRST_STEP_NS) else "starting"
 
     def poll(self) -> int | None:
         self.child.reap()

@@ -32,6 +32,11 @@ class RestartBudget:
     def spend(self, *, now_s: float) -> None:
         self._spent_s.append(now_s)
 
+    def ages_s(self, *, now_s: float) -> list[float]:
+        """How long ago each counted restart was; `spend` at those times makes an equal budget."""
+        self.used(now_s=now_s)
+        return [now_s - spent_s for spent_s in self._spent_s]
+
     def __str__(self) -> str:
         if self.window_s is None:
             return f"{self.limit} restarts"

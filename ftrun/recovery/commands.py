@@ -1,11 +1,19 @@
 """What recovery wants done. Every command says why, in words an operator can act on.
 
 Runs in: agent. Pure.
+
+Those of the supervisor are about a whole run; the lead's part of recovery turns them into
+ballots and into what is said to every node. Those of a member are about one node: its hands
+carry them out.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ftrun.events import WorkerExit
+from ftrun.ids import Version
+from ftrun.wire.cluster import AnyClusterMessage, Plan
+
+# --- a whole run: the supervisor's ------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +28,36 @@ class StartGeneration:
     """Start all workers again, from the newest restore point."""
 
     why: str
+
+
+@dataclass(frozen=True, slots=True)
+class AskLastSnapshot:
+    """Have every rank take a snapshot at one and the same next boundary, and wait there."""
+
+    why: str
+    after_step: int = -1
+    """The boundary; -1: the next that no rank of this node has passed."""
+
+
+@dataclass(frozen=True, slots=True)
+class SignalWorkers:
+    """Pass a signal to every worker's process group."""
+
+    signal: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class EndRun:
+    """It is over."""
+
+    exit_code: int
+    why: str
+    cause: WorkerExit | None = None
+    advice: str = ""
+
+
+# --- one node's own parts ---------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,38 +82,121 @@ class GoOnWithout:
     why: str
 
 
+# --- one node: a member's ---------------------------------------------------------------------
+
+
 @dataclass(frozen=True, slots=True)
-class AskLastSnapshot:
-    """Have every rank take a snapshot at one and the same next boundary, and wait there."""
+class Quiesce:
+    """End this node's workers and say what it holds: `Quiesced` is the answer."""
+
+    generation: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Adopt:
+    """Get ready for this generation: void what is later, tell the SMP. Answer: `Adopted`."""
+
+    plan: Plan
+
+
+@dataclass(frozen=True, slots=True)
+class RunGeneration:
+    """It has taken effect: start this node's ranks, where it has any."""
+
+    plan: Plan
+    committed: Version | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class HoldRanks:
+    """Stop this node's ranks where they stand (SIGSTOP), until it is clear who leads."""
 
     why: str
 
 
 @dataclass(frozen=True, slots=True)
-class SignalWorkers:
-    """Pass a signal to every worker's process group."""
+class ReleaseRanks:
+    """Let them go on."""
 
-    signal: int
     why: str
 
 
 @dataclass(frozen=True, slots=True)
-class EndRun:
-    """It is over."""
+class Commit:
+    """Every node holds and protects this version."""
 
-    exit_code: int
-    why: str
-    cause: WorkerExit | None = None
-    advice: str = ""
+    version: Version
 
 
-Command = (
-    KillWorkers
-    | StartGeneration
-    | RespawnSmp
-    | RespawnZygote
-    | GoOnWithout
+@dataclass(frozen=True, slots=True)
+class Abandon:
+    """Some rank has no seal of this step and never will."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class SetInterval:
+    """Snapshots every so many steps, from this step on."""
+
+    every: int
+    from_step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """A line for the journal; `say` where the operator should see it at once."""
+
+    kind: str
+    text: str
+    fields: dict[str, object] = field(default_factory=dict)
+    say: bool = False
+
+
+# --- the network ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Dial:
+    """Connect; `Opened` or `DialFailed` is the answer. No node id: whoever is there."""
+
+    host: str
+    port: int
+    node_id: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Send to a node there is a connection to; without one it is dropped."""
+
+    node_id: str
+    message: AnyClusterMessage
+
+
+@dataclass(frozen=True, slots=True)
+class HangUp:
+    """Close the connection to a node, after what was sent to it."""
+
+    node_id: str
+
+
+SupervisorCommand = KillWorkers | StartGeneration | AskLastSnapshot | SignalWorkers | EndRun
+PartCommand = RespawnSmp | RespawnZygote | GoOnWithout
+NetworkCommand = Dial | Send | HangUp
+NodeCommand = (
+    Quiesce
+    | Adopt
+    | RunGeneration
+    | HoldRanks
+    | ReleaseRanks
+    | Commit
+    | Abandon
+    | SetInterval
+    | KillWorkers
     | AskLastSnapshot
     | SignalWorkers
     | EndRun
+    | Note
 )
+Command = NetworkCommand | NodeCommand

@@ -24,28 +24,23 @@ from ftrun.events import (
     GenerationStarted,
     Kind,
     Progress,
-    SmpExited,
     StopAsked,
     Tick,
     WorkerExit,
     WorkersExited,
-    ZygoteExited,
 )
 from ftrun.ids import Rank
 from ftrun.recovery.budget import RestartBudget
 from ftrun.recovery.commands import (
     AskLastSnapshot,
-    Command,
     EndRun,
-    GoOnWithout,
     KillWorkers,
-    RespawnSmp,
-    RespawnZygote,
     SignalWorkers,
     StartGeneration,
+    SupervisorCommand,
 )
+from ftrun.wire.cluster import History
 
-OWN_DEATHS, OWN_DEATHS_WINDOW_S = 5, 600.0
 _ENDS_ITSELF = (Kind.EXCEPTION, Kind.EXIT_CODE)
 
 
@@ -90,8 +85,6 @@ class Supervisor:
             self.budget = RestartBudget(policy.budget, policy.window_s)
         else:
             self.budget = RestartBudget(policy.max_restarts, None)
-        self._smp_budget = RestartBudget(OWN_DEATHS, OWN_DEATHS_WINDOW_S)
-        self._zygote_budget = RestartBudget(OWN_DEATHS, OWN_DEATHS_WINDOW_S)
         self._finished: set[Rank] = set()
         self._best_step = -1
         self._steps_seen = False
@@ -102,7 +95,30 @@ class Supervisor:
         self._grace_ends_s = 0.0
         self._resume_why = ""
 
-    def handle(self, event: Event, *, now_s: float) -> list[Command]:
+    def history(self, *, now_s: float) -> History:
+        """What a successor must know to be as strict."""
+        return History(
+            restarts=self.restarts,
+            spent_ages_s=self.budget.ages_s(now_s=now_s),
+            same_cause=self._same_cause[0],
+            same_cause_count=self._same_cause[1],
+            without_progress=self._without_progress,
+            best_step=self._best_step,
+            steps_seen=self._steps_seen,
+        )
+
+    def succeed(self, history: History, *, now_s: float) -> None:
+        """Take over from the supervisor of a lead that is gone, while its ranks ran."""
+        self.state = State.RUNNING
+        self.restarts = history.restarts
+        for age_s in history.spent_ages_s:
+            self.budget.spend(now_s=now_s - age_s)
+        self._same_cause = (history.same_cause, history.same_cause_count)
+        self._without_progress = history.without_progress
+        self._best_step = history.best_step
+        self._steps_seen = history.steps_seen
+
+    def handle(self, event: Event, *, now_s: float) -> list[SupervisorCommand]:
         match event:
             case GenerationStarted():
                 self._finished.clear()
@@ -111,10 +127,6 @@ class Supervisor:
                 return []
             case WorkersExited():
                 return self._workers_exited(event, now_s)
-            case SmpExited():
-                return self._part_exited("smp", self._smp_budget, event.text, now_s)
-            case ZygoteExited():
-                return self._part_exited("zygote", self._zygote_budget, event.text, now_s)
             case StopAsked():
                 return self._stop_asked(event, now_s)
             case AllAtBoundary():
@@ -126,7 +138,7 @@ class Supervisor:
             case _:
                 assert_never(event)
 
-    def _workers_exited(self, event: WorkersExited, now_s: float) -> list[Command]:
+    def _workers_exited(self, event: WorkersExited, now_s: float) -> list[SupervisorCommand]:
         if self.state in STOPPING:
             return self._stopping(event)
         failed = [found for found in event.exits if found.kind is not Kind.FINISHED]
@@ -139,7 +151,9 @@ class Supervisor:
             return []
         return self._end(EndRun(ExitCode.DONE, "every rank has finished"))
 
-    def _failed(self, cause: WorkerExit, progress: Progress, now_s: float) -> list[Command]:
+    def _failed(
+        self, cause: WorkerExit, progress: Progress, now_s: float
+    ) -> list[SupervisorCommand]:
         refusal = self._refusal(cause, progress, now_s)
         if refusal is not None:
             return [KillWorkers(cause.text), *self._end(refusal)]
@@ -203,17 +217,7 @@ class Supervisor:
         pause_s = self._policy.backoff_first_s * 2.0 ** (self._without_progress - 2)
         return min(pause_s, self._policy.backoff_limit_s)
 
-    def _part_exited(
-        self, part: str, budget: RestartBudget, text: str, now_s: float
-    ) -> list[Command]:
-        if self.state is State.ENDED:
-            return []
-        if budget.is_spent(now_s=now_s):
-            return [GoOnWithout(part, f"{text}; it has died too often ({budget})")]
-        budget.spend(now_s=now_s)
-        return [RespawnSmp(text)] if part == "smp" else [RespawnZygote(text)]
-
-    def _stop_asked(self, event: StopAsked, now_s: float) -> list[Command]:
+    def _stop_asked(self, event: StopAsked, now_s: float) -> list[SupervisorCommand]:
         if self.state is State.ENDED:
             return []
         if self.state in STOPPING:
@@ -230,7 +234,7 @@ class Supervisor:
             return [AskLastSnapshot(event.by)]
         return self._signal_workers(event.by)
 
-    def _stopping(self, event: WorkersExited) -> list[Command]:
+    def _stopping(self, event: WorkersExited) -> list[SupervisorCommand]:
         self._finished.update(found.rank for found in event.exits)
         if len(self._finished) < self.world_size:
             return []
@@ -240,12 +244,12 @@ class Supervisor:
         name = self._stop_signal.name
         return EndRun(128 + self._stop_signal, f"stopped by {name}")
 
-    def _signal_workers(self, why: str) -> list[Command]:
+    def _signal_workers(self, why: str) -> list[SupervisorCommand]:
         self.state = State.SIGNALLED
         self._deadline_s = self._grace_ends_s
         return [SignalWorkers(self._stop_signal, why)]
 
-    def _tick(self, now_s: float) -> list[Command]:
+    def _tick(self, now_s: float) -> list[SupervisorCommand]:
         if now_s < self._deadline_s:
             return []
         if self.state is State.BACKING_OFF:
@@ -259,7 +263,7 @@ class Supervisor:
             return [KillWorkers(f"the grace of {self._policy.grace_s:.0f} s is over")]
         return []
 
-    def _end(self, command: EndRun) -> list[Command]:
+    def _end(self, command: EndRun) -> list[SupervisorCommand]:
         self.state = State.ENDED
         return [command]
 
@@ -267,11 +271,18 @@ class Supervisor:
 def first_cause(failed: list[WorkerExit]) -> WorkerExit:
     """The failure that the others followed from.
 
-    A worker that was killed cannot have been pulled down by its peers, a worker that raised can:
-    so a signal comes before an exception, and among exceptions the earliest.
+    A lost node, or a worker that was killed, cannot have been pulled down by its peers; a worker
+    that raised can: so these come before an exception, and among exceptions the earliest.
     """
-    order = {Kind.OUT_OF_MEMORY: 0, Kind.SIGNAL: 1, Kind.STOPPED: 1, Kind.CORRUPT_SNAPSHOT: 1}
+    order = {
+        Kind.NODE_LOST: 0,
+        Kind.OUT_OF_MEMORY: 1,
+        Kind.SIGNAL: 2,
+        Kind.STOPPED: 2,
+        Kind.CORRUPT_SNAPSHOT: 2,
+        Kind.RESTORE_FAILED: 2,
+    }
     return min(
         failed,
-        key=lambda found: (order.get(found.kind, 2), found.failed_at_ns or 1 << 62, found.rank),
+        key=lambda found: (order.get(found.kind, 3), found.failed_at_ns or 1 << 62, found.rank),
     )

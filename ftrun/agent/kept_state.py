@@ -1,0 +1,33 @@
+"""What the next agent of this node must know.
+
+Runs in:  agent, which writes it, and the next one, which reads it.
+Takes in: the plan that was accepted, the workers' pids.
+Gives:    bytes for the SMP and for the stub, which keep them and do not look inside.
+"""
+
+import msgspec
+
+from ftrun.wire.cluster import Plan
+
+
+class KeptState(msgspec.Struct, frozen=True):
+    """The end of one agent's knowledge."""
+
+    pids: list[int] = []
+    """Workers that die with the agent; nobody may touch their memory before that."""
+    plan: Plan | None = None
+    took_effect: bool = False
+    """The plan is known to have; else it may have."""
+
+    def encode(self) -> bytes:
+        return msgspec.json.encode(self)
+
+
+def decode_state(data: bytes) -> KeptState:
+    """The state again; nothing known where there is none, or where another version wrote it."""
+    if not data:
+        return KeptState()
+    try:
+        return msgspec.json.decode(data, type=KeptState)
+    except msgspec.MsgspecError:
+        return KeptState()

@@ -1,0 +1,186 @@
+"""This node among others: its address, its name, its secret, its brain.
+
+Runs in:  agent, main thread, before the run begins.
+Takes in: the run's spec, what the last agent of this node kept.
+Gives:    a `NodeCard`; a `Brain`, with a thread of its own where there are other nodes.
+"""
+
+import logging
+import os
+import secrets
+import socket
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ftrun.agent.brain import Brain
+from ftrun.agent.cluster_thread import ClusterBrain, ClusterThread
+from ftrun.agent.kept_state import KeptState
+from ftrun.agent.rendezvous import LOOPBACK
+from ftrun.agent.smp_link import SmpLink
+from ftrun.config import NodesSpec, RunSpec
+from ftrun.errors import AddressTaken, UsageError
+from ftrun.recovery.places import Wishes
+from ftrun.recovery.settings import ClusterSettings
+from ftrun.recovery.supervisor import Policy
+from ftrun.wire.cluster import NodeCard
+from ftrun.wire.identity import PeerIdentity
+from ftrun.wire.secret import HOW_TO_MAKE, Secret, load_secret
+from ftrun.wire.tcp import bind_address, is_local_address, listen_tcp
+
+if TYPE_CHECKING:
+    from ftrun.agent.run_loop import RunLoop
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass
+class Node:
+    """One node of a run; of a run on one node, the only one."""
+
+    spec: RunSpec
+    card: NodeCard
+    secret: Secret | None = None
+    listeners: list[socket.socket] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, spec: RunSpec, num_ranks: int, kept: KeptState) -> "Node":
+        """Find this node's address and open its port.
+
+        Raises:
+            UsageError: the address is not this machine's, or there is no secret where one must be.
+        """
+        incarnation = secrets.randbits(62)
+        nodes = spec.nodes
+        if nodes is None:
+            name = socket.gethostname() or "node"
+            return cls(spec, NodeCard(name, incarnation, LOOPBACK, 0, num_ranks, endpoint=True))
+        host = nodes.bind or bind_address(nodes.endpoint_host, nodes.endpoint_port)
+        endpoint = _endpoint(nodes, host)
+        listener = endpoint or _own_port(host, nodes.node_id, kept)
+        card = NodeCard(
+            node_id=nodes.node_id,
+            incarnation=incarnation,
+            host=listener.getsockname()[0],
+            port=listener.getsockname()[1],
+            num_ranks=num_ranks,
+            node_rank=nodes.node_rank if nodes.node_rank is not None else -1,
+            domain=nodes.domain or "",
+            endpoint=endpoint is not None,
+        )
+        secret = load_secret(Path(nodes.secret_file)) if nodes.secret_file else None
+        return cls(spec, card, secret, [listener])
+
+    @property
+    def is_alone(self) -> bool:
+        return self.spec.nodes is None
+
+    def brain(self, policy: Policy, kept: KeptState) -> Brain:
+        kind = Brain if self.is_alone else ClusterBrain
+        return kind(
+            self.card,
+            _settings(self.spec),
+            policy,
+            kept=kept.plan,
+            took_effect=kept.took_effect,
+        )
+
+    def introduce(self, smp: SmpLink) -> None:
+        """Have the SMP listen for those of the other nodes."""
+        if not self.is_alone:
+            smp.listen_for_peers(self.card.host, self.secret)
+
+    def start(self, run: "RunLoop") -> None:
+        """Begin to speak with the other nodes."""
+        if not isinstance(run.brain, ClusterBrain):
+            return
+        identity = PeerIdentity(
+            run_id=self.spec.run_id,
+            purpose="agent",
+            node_id=self.card.node_id,
+            incarnation=self.card.incarnation,
+            torch=_torch_version(),
+        )
+        thread = ClusterThread(
+            run.brain,
+            identity,
+            self.secret,
+            self.listeners,
+            wake_hands=run.wake,
+            hold_now=run.workers.hold,
+        )
+        run.brain.thread = thread
+        self._say_where()
+        thread.start()
+
+    def _say_where(self) -> None:
+        nodes = self.spec.nodes
+        assert nodes is not None
+        role = "the endpoint" if self.card.endpoint else f"{nodes.endpoint_host}"
+        _log.warning(
+            "node %s listens at %s port %d; meets the others at %s",
+            self.card.node_id,
+            self.card.host,
+            self.card.port,
+            role,
+        )
+        if self.secret is None:
+            _log.warning(
+                "UNAUTHENTICATED: whoever reaches port %d can take part in this run. Make a secret "
+                "with %s, copy FILE to every node and give --secret-file FILE",
+                self.card.port,
+                HOW_TO_MAKE,
+            )
+
+
+def _endpoint(nodes: NodesSpec, host: str) -> socket.socket | None:
+    """The listening endpoint, where it is this node's address and nobody has it yet."""
+    if not is_local_address(nodes.endpoint_host):
+        return None
+    try:
+        return listen_tcp(host, nodes.endpoint_port)
+    except AddressTaken:
+        return None
+
+
+def _own_port(host: str, node_id: str, kept: KeptState) -> socket.socket:
+    """A port of this node; the one its last agent had, so that the others find it there."""
+    card = kept.plan.card(node_id) if kept.plan is not None else None
+    if card is not None and card.host == host:
+        try:
+            return listen_tcp(host, card.port)
+        except UsageError:
+            pass
+    return listen_tcp(host, 0)
+
+
+def _settings(spec: RunSpec) -> ClusterSettings:
+    nodes, profile = spec.nodes, spec.profile
+    has_checkpoints = spec.checkpoint_directory is not None
+    if nodes is None:
+        alone = Wishes(1, 1, 0)
+        return ClusterSettings(alone, blank_wait_s=0.0, has_checkpoints=has_checkpoints)
+    times = profile.nodes
+    return ClusterSettings(
+        wishes=Wishes(nodes.min_nodes, nodes.max_nodes, nodes.spares),
+        endpoint=(nodes.endpoint_host, nodes.endpoint_port),
+        heartbeat_s=times.heartbeat_s,
+        deadline_s=times.deadline_s,
+        cut_off_s=times.stop_cut_off_s,
+        pause_limit_s=times.pause_limit_s,
+        join_wait_s=times.join_wait_s,
+        settle_s=times.settle_s,
+        failures_per_hour=times.failures_per_hour,
+        erasure_data=nodes.erasure_data,
+        erasure_parity=nodes.erasure_parity or 0,
+        erasure=nodes.erasure_parity != 0,
+        has_checkpoints=has_checkpoints,
+    )
+
+
+def _torch_version() -> str:
+    try:
+        return version("torch")
+    except PackageNotFoundError:
+        return os.environ.get("PYTORCH_VERSION", "")

@@ -1,0 +1,70 @@
+"""From a plan to what this node's SMP is told of it.
+
+Runs in:  agent. Pure, but for what the SMP link holds.
+Takes in: a plan, this node's id.
+Gives:    a `BeginGeneration`: the protection group with the places of its SMPs, and where the
+          restored version comes from for ranks whose shard is not here.
+"""
+
+from ftrun.agent.smp_link import SmpLink
+from ftrun.config import RunSpec
+from ftrun.ids import Rank, Version
+from ftrun.wire.cluster import NodeCard, Plan
+from ftrun.wire.messages import BeginGeneration, NodePlace, OldGroup
+
+
+def begin_generation(
+    plan: Plan, node_id: str, spec: RunSpec, restored: Version | None, smp: SmpLink
+) -> BeginGeneration:
+    """What the SMP of this node is to know of a generation."""
+    node = plan.member(node_id)
+    ranks = list(node.ranks) if node is not None else []
+    group = next((ids for ids in plan.groups if node_id in ids), [])
+    version = (restored.generation, restored.step) if restored is not None else None
+    return BeginGeneration(
+        generation=plan.generation,
+        world_size=plan.world_size,
+        local_ranks=ranks,
+        group=[_place(plan, one) for one in group] if ranks else [],
+        node_id=node_id,
+        parity=plan.parity,
+        small_state_bytes=spec.profile.erasure.small_state_bytes,
+        restored=version,
+        protected_in=plan.protected_in,
+        restore_from=_sources(plan, ranks, restored, smp),
+    )
+
+
+def _sources(
+    plan: Plan, ranks: list[int], restored: Version | None, smp: SmpLink
+) -> list[OldGroup]:
+    """The groups that held those of our ranks whose restored version is not in our memory."""
+    if restored is None or restored.generation < 0:
+        return []
+    missing = {rank for rank in ranks if not smp.holds(Rank(rank), restored)}
+    return [
+        OldGroup(
+            nodes=[
+                _place(plan, one, held)
+                for one, held in zip(source.node_ids, source.ranks, strict=True)
+            ],
+            parity=source.parity,
+            generation=source.generation,
+        )
+        for source in plan.sources
+        if missing & {rank for held in source.ranks for rank in held}
+    ]
+
+
+def _place(plan: Plan, node_id: str, ranks: list[int] | None = None) -> NodePlace:
+    """Where a node's SMP is now; a port of 0 where the node is not here."""
+    card = plan.card(node_id)
+    if card is None:
+        return NodePlace(node_id, 0, "", 0, ranks or [])
+    held = ranks if ranks is not None else _ranks(plan, card)
+    return NodePlace(node_id, card.incarnation, card.host, plan.smp_ports.get(node_id, 0), held)
+
+
+def _ranks(plan: Plan, card: NodeCard) -> list[int]:
+    node = plan.member(card.node_id)
+    return list(node.ranks) if node is not None else []

@@ -1,0 +1,209 @@
+"""One agent's obedience: what it promises, what it accepts, whom it obeys.
+
+Runs in:  every agent, the lead's too. Pure.
+Takes in: the messages of a ballot, and the lead's heartbeats.
+Gives:    answers, and commands for this node's hands.
+
+Rule 1: a promise is given only when this node's workers are dead, so a generation that was
+        promised by a majority finds no majority of the last one running.
+Rule 2: whoever hears its lead promises nobody else: an agent that is cut off from the lead alone
+        must not end a healthy generation.
+Rule 3: what a lead orders counts for the generation it names, and for no other.
+"""
+
+from ftrun.ids import version
+from ftrun.recovery.ballots import Identity, Vote, identity
+from ftrun.recovery.commands import (
+    Abandon,
+    Adopt,
+    AskLastSnapshot,
+    Command,
+    Commit,
+    EndRun,
+    KillWorkers,
+    Quiesce,
+    RunGeneration,
+    Send,
+    SetInterval,
+    SignalWorkers,
+)
+from ftrun.recovery.happenings import Adopted, Quiesced
+from ftrun.wire.cluster import (
+    Accepted,
+    Announce,
+    LeadBeat,
+    NodeCard,
+    NotPromised,
+    Plan,
+    Prepare,
+    Promise,
+)
+
+
+class Follower:
+    """State of one agent as a voter and as a node of a generation."""
+
+    def __init__(self, me: NodeCard, kept: Plan | None, *, took_effect: bool) -> None:
+        self.me = me
+        self.vote = Vote()
+        self.plan: Plan | None = kept if took_effect else None
+        """The newest generation that is known to have taken effect."""
+        self._kept = kept
+        """The newest plan that an earlier agent of this node, or another node, has accepted."""
+        self.is_ended = False
+        self._quiesced: Quiesced | None = None
+        self._adopted: Adopted | None = None
+        self._prepare: tuple[str, Prepare] | None = None
+        self._done = LeadBeat(generation=-1)
+        """What has been obeyed of the lead's orders, in the generation it names."""
+        if kept is not None:
+            # Nobody may be promised a number that the last life of this node may have promised.
+            self.vote.promised = kept.generation
+
+    @property
+    def generation(self) -> int:
+        return self.plan.generation if self.plan is not None else -1
+
+    @property
+    def knows(self) -> int:
+        """The newest generation that was accepted here, whether it took effect or not."""
+        newest = self.newest_plan
+        return newest.generation if newest is not None else -1
+
+    @property
+    def newest_plan(self) -> Plan | None:
+        plans = [plan for plan in (self.plan, self.vote.accepted, self._kept) if plan is not None]
+        return max(plans, key=lambda plan: plan.generation, default=None)
+
+    @property
+    def is_member(self) -> bool:
+        node = self.plan.member(self.me.node_id) if self.plan is not None else None
+        return node is not None and node.card.incarnation == self.me.incarnation
+
+    def learn(self, plan: Plan) -> None:
+        """Another node has accepted this plan."""
+        if plan.generation > self.knows:
+            self._kept = plan
+
+    # --- a ballot ---------------------------------------------------------------------------
+
+    def prepare(
+        self, sender: str, body: Prepare, lead: NodeCard | None, *, hears_lead: bool
+    ) -> list[Command]:
+        """Promise, or say why not.
+
+        Args:
+            sender: the proposer's node id.
+            body: its wish.
+            lead: whom this agent follows.
+            hears_lead: the lead is there, and it is not the proposer.
+        """
+        proposer = identity(body.card)
+        may = body.generation > self.generation and self.vote.may_promise(body.generation, proposer)
+        if hears_lead or not may:
+            promised = max(self.vote.promised, self.generation)
+            heard = lead if hears_lead else None
+            answer = NotPromised(body.generation, promised, heard, self.generation)
+            return [Send(sender, answer)]
+        is_new = body.generation > self.vote.promised or self._prepare is None
+        self.vote.promise(body.generation, proposer)
+        self._prepare = (sender, body)
+        if is_new:
+            self._quiesced = self._adopted = None
+            return [Quiesce(body.generation, body.why)]
+        return self._promise()
+
+    def quiesced(self, event: Quiesced) -> list[Command]:
+        if event.generation != self.vote.promised:
+            return []
+        self._quiesced = event
+        return self._promise()
+
+    def _promise(self) -> list[Command]:
+        if self._quiesced is None or self._prepare is None:
+            return []
+        sender, body = self._prepare
+        newest, plan = self.newest_plan, self.plan
+        maybe = newest is not None and newest.generation > self.generation
+        answer = Promise(
+            generation=body.generation,
+            card=self.me,
+            effective=plan if plan is not None and plan.generation > body.knows else None,
+            accepted=newest if maybe else None,
+            knows=self.knows,
+            holdings=self._quiesced.holdings,
+            store_port=self._quiesced.store_port,
+            smp_port=self._quiesced.smp_port,
+        )
+        return [Send(sender, answer)]
+
+    def announce(self, sender: str, body: Announce, proposer: Identity) -> list[Command]:
+        plan = body.plan
+        if self._adopted is not None and self._adopted.generation == plan.generation:
+            return self._accepted(sender)
+        if self.vote.accepted is not None and self.vote.accepted.generation == plan.generation:
+            return []  # it is being adopted
+        if plan.generation <= self.generation or not self.vote.accept(plan, proposer):
+            return []
+        return [Adopt(plan)]
+
+    def adopted(self, event: Adopted) -> list[Command]:
+        if event.generation != self.vote.promised or self._prepare is None:
+            return []
+        self._adopted = event
+        return self._accepted(self._prepare[0])
+
+    def _accepted(self, sender: str) -> list[Command]:
+        assert self._adopted is not None
+        event = self._adopted
+        return [Send(sender, Accepted(event.generation, event.restored, event.problem))]
+
+    # --- a generation -----------------------------------------------------------------------
+
+    def obey(self, body: LeadBeat) -> list[Command]:
+        """Do what is new in a lead's heartbeat."""
+        accepted = self.vote.accepted
+        found: list[Command] = []
+        if accepted is not None and body.generation == accepted.generation > self.generation:
+            self.plan = accepted
+            self._done = LeadBeat(generation=body.generation)
+            if self.is_member:
+                found.append(RunGeneration(accepted))
+        if body.ended and not self.is_ended:
+            self.is_ended = True
+            found.append(EndRun(body.exit_code, body.why, body.cause, body.advice))
+            return found
+        if body.generation != self.generation or self.vote.promised > body.generation:
+            return found
+        if self.is_member:
+            found += self._new_orders(body)
+        self._done = body
+        return found
+
+    def _new_orders(self, body: LeadBeat) -> list[Command]:
+        done = self._done
+        found: list[Command] = []
+        if body.committed is not None and body.committed != done.committed:
+            found.append(Commit(version(*body.committed)))
+        if body.abandoned_step > done.abandoned_step:
+            found.append(Abandon(body.abandoned_step))
+        if body.every and (body.every, body.every_from_step) != (done.every, done.every_from_step):
+            found.append(SetInterval(body.every, body.every_from_step))
+        if body.stop_after_step >= 0 and body.stop_after_step != done.stop_after_step:
+            found.append(AskLastSnapshot(body.why, body.stop_after_step))
+        if body.signal_count > done.signal_count:
+            found.append(SignalWorkers(body.signal, body.why))
+        if body.killed and not done.killed:
+            found.append(KillWorkers(body.why))
+        return found
+
+    def take_current(self, plan: Plan) -> list[Command]:
+        """A lead has taken us in beside a generation that we have no part in."""
+        if plan.generation <= self.generation:
+            return []
+        found: list[Command] = []
+        if self.plan is not None:
+            found.append(KillWorkers(f"generation {plan.generation} has begun without this node"))
+        self.plan = plan
+        self._done = LeadBeat(generation=plan.generation)
+        return found

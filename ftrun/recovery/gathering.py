@@ -1,0 +1,63 @@
+"""The first generation's nodes come together at the endpoint.
+
+Runs in:  the agent that listens at the rendezvous endpoint, while it knows of no run. Pure.
+Takes in: nodes that join.
+Gives:    whether all are here; who is turned away, and why.
+
+Rule 1: it waits for a lead that may look for it (see `ClusterSettings.blank_wait_s`), since an
+        agent that was started again at the endpoint must find its run and not begin another.
+"""
+
+from ftrun.recovery.commands import Command, Send
+from ftrun.recovery.settings import ClusterSettings
+from ftrun.wire.cluster import Gathering, NodeCard, TurnedAway
+
+
+class Gatherer:
+    """Who is here so far, this node included."""
+
+    def __init__(self, me: NodeCard, settings: ClusterSettings, *, now_s: float) -> None:
+        self.cards: dict[str, NodeCard] = {me.node_id: me}
+        self._me = me
+        self._settings = settings
+        self._begun_s = self._last_came_s = now_s
+
+    def join(self, sender: str, card: NodeCard, *, now_s: float) -> list[Command]:
+        """Take a node in, or turn it away."""
+        if card.node_id == self._me.node_id:
+            return [Send(sender, TurnedAway(_taken(card, self._me)))]
+        here = self.cards.get(card.node_id)
+        if here != card:
+            self._last_came_s = now_s
+        self.cards[card.node_id] = card
+        wishes = self._settings.wishes
+        return [Send(sender, Gathering(sorted(self.cards), wishes.max_nodes + wishes.spares))]
+
+    def gone(self, node_id: str) -> None:
+        """It has closed its connection; where it comes back it joins again."""
+        self.cards.pop(node_id, None)
+
+    def is_complete(self, *, now_s: float) -> bool:
+        """Whether the first generation may begin.
+
+        With all that were wished for at once; with enough of them once nobody has come for
+        `settle_s`.
+        """
+        if now_s - self._begun_s < self._settings.blank_wait_s:
+            return False
+        wishes, here = self._settings.wishes, len(self.cards)
+        if here >= wishes.max_nodes + wishes.spares:
+            return True
+        return here >= wishes.min_nodes and now_s - self._last_came_s >= self._settings.settle_s
+
+    def missing(self) -> str:
+        """Who is here and how many are wanted, in words."""
+        wishes = self._settings.wishes
+        return f"{', '.join(sorted(self.cards))} are here; {wishes.min_nodes} are needed"
+
+
+def _taken(card: NodeCard, me: NodeCard) -> str:
+    return (
+        f"{me.host} and {card.host} are both named {card.node_id}. Name each node differently with "
+        "--node-id"
+    )

@@ -1,0 +1,82 @@
+"""What one agent's membership is told: by the network, by its own node, by the clock.
+
+Runs in:  every agent. Pure.
+"""
+
+from dataclasses import dataclass
+
+from ftrun.wire.cluster import AnyClusterMessage, Beat, VersionPair
+from ftrun.wire.messages import Inventory
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """There is a connection to this node now; it takes the place of an older one."""
+
+    node_id: str
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Closed:
+    """The connection to this node is gone. That alone proves nothing."""
+
+    node_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class DialFailed:
+    """A connection could not be made."""
+
+    host: str
+    port: int
+    node_id: str
+    refused: bool
+    """Its kernel answers and nobody listens: the agent is dead."""
+    why: str
+    final: bool = False
+    """The two do not belong together (secret, version, name): trying again is no use."""
+
+
+@dataclass(frozen=True, slots=True)
+class Heard:
+    """A message."""
+
+    node_id: str
+    message: AnyClusterMessage
+
+
+@dataclass(frozen=True, slots=True)
+class Quiesced:
+    """This node's workers are dead; this is what it holds."""
+
+    generation: int
+    holdings: Inventory
+    store_port: int
+    smp_port: int
+
+
+@dataclass(frozen=True, slots=True)
+class Adopted:
+    """This node is ready for the generation that was announced."""
+
+    generation: int
+    restored: VersionPair | None
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class HereIs:
+    """How things are on this node; goes to the lead with the next heartbeat."""
+
+    beat: Beat
+    is_urgent: bool = True
+    """It goes at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Passing:
+    """Time goes by."""
+
+
+Happening = Opened | Closed | DialFailed | Heard | Quiesced | Adopted | HereIs | Passing

@@ -1,0 +1,30 @@
+"""What becomes of a node's own parts when they die: the SMP and the zygote.
+
+Runs in:  every agent, for its own node. Pure.
+Takes in: their deaths.
+Gives:    another one, or the word that it goes on without.
+Source:   restart intensity, as in budget.py.
+"""
+
+from ftrun.events import PartEvent, SmpExited
+from ftrun.recovery.budget import RestartBudget
+from ftrun.recovery.commands import GoOnWithout, PartCommand, RespawnSmp, RespawnZygote
+
+OWN_DEATHS, OWN_DEATHS_WINDOW_S = 5, 600.0
+
+
+class Parts:
+    """How often each may die before the run does without it."""
+
+    def __init__(self) -> None:
+        self._smp = RestartBudget(OWN_DEATHS, OWN_DEATHS_WINDOW_S)
+        self._zygote = RestartBudget(OWN_DEATHS, OWN_DEATHS_WINDOW_S)
+
+    def handle(self, event: PartEvent, *, now_s: float) -> PartCommand:
+        is_smp = isinstance(event, SmpExited)
+        budget = self._smp if is_smp else self._zygote
+        if budget.is_spent(now_s=now_s):
+            part = "smp" if is_smp else "zygote"
+            return GoOnWithout(part, f"{event.text}; it has died too often ({budget})")
+        budget.spend(now_s=now_s)
+        return RespawnSmp(event.text) if is_smp else RespawnZygote(event.text)

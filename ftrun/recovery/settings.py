@@ -1,0 +1,34 @@
+"""The numbers that membership goes by; config.py has the words.
+
+Runs in:  every agent. Pure.
+"""
+
+from dataclasses import dataclass
+
+from ftrun.recovery.places import Wishes
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterSettings:
+    """Times in seconds. A run on one node has one voter and needs none of them."""
+
+    wishes: Wishes
+    endpoint: tuple[str, int] = ("", 0)
+    heartbeat_s: float = 0.5
+    deadline_s: float = 3.0
+    cut_off_s: float = 2.0
+    pause_limit_s: float = 900.0
+    join_wait_s: float = 900.0
+    settle_s: float = 5.0
+    blank_wait_s: float = 2.0
+    """A newcomer at the endpoint waits so long for a lead that looks for it."""
+    redial_s: float = 0.5
+    failures_per_hour: int = 3
+    erasure_data: int | None = None
+    erasure_parity: int = 0
+    """m; 0: chosen by the number of nodes."""
+    erasure: bool = True
+    has_checkpoints: bool = False
+    """There is a place for checkpoints, so a state that is lost may be there."""
+    same_boundary_s: float = 1.0
+    """How far ahead a common boundary is named: longer than a heartbeat and its way."""

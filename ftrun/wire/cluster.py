@@ -1,0 +1,334 @@
+"""Every message between agents, with its direction.
+
+Runs in:  every agent. Pure.
+Takes in: what a node knows of itself.
+Gives:    structs; `ClusterEnvelope` is what a frame between agents holds.
+
+Rule 1: `Beat` and `LeadBeat` say how things are, not what has changed. One that is lost, late or
+        repeated does no harm: the next one says it all again.
+Rule 2: the messages of a ballot are repeated until they are answered, and answering one twice
+        changes nothing.
+"""
+
+import msgspec
+
+from ftrun.events import WorkerExit
+from ftrun.wire.messages import Inventory, Message
+
+VersionPair = tuple[int, int]
+"""(generation, step)."""
+
+
+class NodeCard(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One agent: who it is, and where it is found."""
+
+    node_id: str
+    incarnation: int
+    """Drawn anew by each agent process."""
+    host: str
+    port: int
+    num_ranks: int
+    node_rank: int = -1
+    """As the user has given it; -1 where not."""
+    domain: str = ""
+    """Fault domain, such as a rack."""
+    endpoint: bool = False
+    """It listens at the rendezvous endpoint."""
+
+
+class PlanNode(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A member of a generation with the ranks it runs."""
+
+    card: NodeCard
+    first_rank: int
+
+    @property
+    def node_id(self) -> str:
+        return self.card.node_id
+
+    @property
+    def ranks(self) -> range:
+        return range(self.first_rank, self.first_rank + self.card.num_ranks)
+
+
+class Source(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The group in which the restored version was protected, for shards that must be fetched."""
+
+    node_ids: list[str]
+    ranks: list[list[int]]
+    """Those that each of them ran then."""
+    parity: int
+    generation: int
+
+
+class History(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What the next lead must know to be as strict as this one; ages in seconds."""
+
+    restarts: int = 0
+    spent_ages_s: list[float] = []
+    same_cause: str = ""
+    same_cause_count: int = 0
+    without_progress: int = 0
+    best_step: int = -1
+    steps_seen: bool = False
+    node_failures: dict[str, list[float]] = {}
+    """How long ago each node was lost, by node id."""
+
+
+class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One generation: who takes part, in which ranks, from which version."""
+
+    generation: int
+    lead: str
+    why: str
+    members: list[PlanNode]
+    spares: list[NodeCard]
+    restore: VersionPair | None
+    restore_why: str
+    store_host: str
+    store_port: int
+    groups: list[list[str]] = []
+    """Node ids, each list in the order of its protection group."""
+    parity: int = 0
+    sources: list[Source] = []
+    protected_in: int = -1
+    """The generation whose protection of the restored version is relied on; -1: none is."""
+    smp_ports: dict[str, int] = {}
+    """Where the SMPs listen for each other, of every node that is here."""
+    history: History = History()
+    decided_after: int = -1
+    """The generation whose voters decide about this one; -1: it is the first."""
+    decided_by: list[tuple[str, int]] = []
+    """Those voters: node id and incarnation."""
+
+    @property
+    def world_size(self) -> int:
+        return sum(node.card.num_ranks for node in self.members)
+
+    @property
+    def voters(self) -> list[NodeCard]:
+        """Who decides about the next generation, in the order of succession."""
+        return [node.card for node in self.members] + self.spares
+
+    def member(self, node_id: str) -> PlanNode | None:
+        return next((node for node in self.members if node.node_id == node_id), None)
+
+    def card(self, node_id: str) -> NodeCard | None:
+        return next((card for card in self.voters if card.node_id == node_id), None)
+
+
+# --- finding each other ---------------------------------------------------------------------
+
+
+class Join(Message, frozen=True):
+    """Anyone -> whoever it has reached: take me in, or tell me who leads."""
+
+    card: NodeCard
+    nnodes: str
+    """`MIN:MAX+SPARES`: all must say the same."""
+    knows: Plan | None = None
+    """The newest generation it knows of."""
+
+
+class Gathering(Message, frozen=True):
+    """Endpoint -> newcomer: wait, these are here."""
+
+    here: list[str]
+    needed: int
+
+
+class LeadIs(Message, frozen=True):
+    """Anyone -> newcomer: go there. Also lead -> whoever hosts the endpoint now."""
+
+    card: NodeCard
+    generation: int
+
+
+class Current(Message, frozen=True):
+    """Lead -> newcomer: you are with us; you take part from the next generation on."""
+
+    plan: Plan
+
+
+class TurnedAway(Message, frozen=True):
+    """Anyone -> newcomer: no, and why, in words for the user."""
+
+    why: str
+
+
+# --- a ballot -------------------------------------------------------------------------------
+
+
+class Prepare(Message, frozen=True):
+    """Proposer -> everyone: end your ranks, promise me this generation, say what you hold."""
+
+    generation: int
+    card: NodeCard
+    why: str
+    knows: int
+    """The newest generation that the proposer knows to have taken effect."""
+
+
+class Promise(Message, frozen=True):
+    """Voter -> proposer."""
+
+    generation: int
+    card: NodeCard
+    effective: Plan | None
+    """The newest generation it knows to have taken effect, where that is newer than `knows`."""
+    accepted: Plan | None
+    """A newer one that it (or its predecessor) has accepted, of which it does not know that."""
+    knows: int
+    """The newest generation that it knows or has accepted; -1: none."""
+    holdings: Inventory
+    store_port: int
+    smp_port: int
+
+
+class NotPromised(Message, frozen=True):
+    """Voter -> proposer: no."""
+
+    generation: int
+    promised: int
+    """The highest number it has promised anyone."""
+    lead: NodeCard | None
+    """Whom it still hears."""
+    lead_generation: int = -1
+
+
+class Announce(Message, frozen=True):
+    """Proposer -> everyone: this is the generation I was promised."""
+
+    plan: Plan
+
+
+class Accepted(Message, frozen=True):
+    """Voter -> proposer: it is kept, everything later is void, the SMP knows."""
+
+    generation: int
+    restored: VersionPair | None
+    """What this node will start from; differs from the plan's only after a checkpoint was read."""
+    problem: str = ""
+
+
+# --- what is repeated ----------------------------------------------------------------------
+
+
+class RankReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One rank, for status."""
+
+    rank: int
+    pid: int
+    state: str
+    step: int
+    age_s: float
+    phase: str = ""
+
+
+class Beat(Message, frozen=True):
+    """Member -> lead: how things are here. Every heartbeat, and at once when something changes."""
+
+    generation: int
+    """The one whose ranks run here; -1: none."""
+    promised: int = -1
+    """The highest number that this agent has promised anyone."""
+    state: str = "idle"
+    """`idle`, `running`, `held` or `ended`."""
+    step: int = 0
+    steps_here: int = 0
+    attached: bool = False
+    exits: tuple[WorkerExit, ...] = ()
+    ready: VersionPair | None = None
+    abandoned_step: int = -1
+    at_boundary: bool = False
+    wished_every: int = 0
+    stops: int = 0
+    """Signals that asked for the end of the run, on this node."""
+    stop_signal: int = 0
+    problem: str = ""
+    """Why this generation cannot go on here, such as a fetch that failed."""
+    unprotected: str = ""
+    ranks: tuple[RankReport, ...] = ()
+
+
+def with_promise(beat: Beat, promised: int) -> Beat:
+    """What a node's hands say of it, with what its membership has promised."""
+    return msgspec.structs.replace(beat, promised=promised)
+
+
+class LeadBeat(Message, frozen=True):
+    """Lead -> everyone: how things are, and what is to be done in this generation."""
+
+    generation: int
+    """The newest one that has taken effect."""
+    committed: VersionPair | None = None
+    abandoned_step: int = -1
+    every: int = 0
+    every_from_step: int = 0
+    stop_after_step: int = -1
+    signal: int = 0
+    signal_count: int = 0
+    killed: bool = False
+    """The ranks of this generation are to be dead."""
+    ended: bool = False
+    exit_code: int = 0
+    why: str = ""
+    advice: str = ""
+    cause: WorkerExit | None = None
+
+
+# --- beside it -----------------------------------------------------------------------------
+
+
+class JournalLines(Message, frozen=True):
+    """Member -> lead: lines of its journal, for the merged one."""
+
+    lines: list[str]
+
+
+class AskClusterStatus(Message, frozen=True):
+    """Member -> lead, for an operator on its node. Answer: ClusterStatus."""
+
+    number: int
+
+
+class ClusterStatus(Message, frozen=True):
+    """Lead -> member: a JSON document."""
+
+    number: int
+    document: bytes
+
+
+class AskStop(Message, frozen=True):
+    """Member -> lead, for an operator on its node: stop as on SIGTERM."""
+
+    by: str
+
+
+AnyClusterMessage = (
+    Join
+    | Gathering
+    | LeadIs
+    | Current
+    | TurnedAway
+    | Prepare
+    | Promise
+    | NotPromised
+    | Announce
+    | Accepted
+    | Beat
+    | LeadBeat
+    | JournalLines
+    | AskClusterStatus
+    | ClusterStatus
+    | AskStop
+)
+
+
+class ClusterEnvelope(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A message between agents, with its fencing tokens."""
+
+    run_id: str
+    generation: int
+    incarnation: int
+    body: AnyClusterMessage
