@@ -10,6 +10,7 @@ A full disk must not end a run: a line that cannot be written is counted and dro
 
 import json
 import os
+from collections import deque
 from pathlib import Path
 
 from ftrun import clock
@@ -20,8 +21,10 @@ FILE_NAME = "journal.jsonl"
 class Journal:
     """Appends to the journal of one run."""
 
-    def __init__(self, folder: Path, *, who: str) -> None:
+    def __init__(self, folder: Path, *, who: str, node: str = "") -> None:
         self._who = who
+        self._node = node
+        self._copies: deque[str] | None = None
         self.dropped = 0
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -36,14 +39,30 @@ class Journal:
             "at": round(clock.wall_s(), 6),
             "mono_s": round(clock.now_s(), 6),
             "who": self._who,
+            **({"node": self._node} if self._node else {}),
             "kind": kind,
             **fields,
         }
-        data = json.dumps(line, default=str).encode() + b"\n"
+        text = json.dumps(line, default=str)
+        if self._copies is not None:
+            self._copies.append(text)
+        self.append(text)
+
+    def append(self, line: str) -> None:
+        """A line that is whole already."""
         try:
-            os.write(self._fd, data)
+            os.write(self._fd, line.encode() + b"\n")
         except OSError:
             self.dropped += 1
+
+    def keep_copies(self) -> None:
+        """Keep each line for `take_copies` too, the newest thousand of them."""
+        self._copies = deque(maxlen=1000)
+
+    def take_copies(self) -> list[str]:
+        """Lines since the last call."""
+        copies = self._copies
+        return [copies.popleft() for _ in range(len(copies))] if copies is not None else []
 
 
 def read_journal(folder: Path) -> list[dict[str, object]]:

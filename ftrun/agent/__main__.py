@@ -40,7 +40,8 @@ def main() -> int:
     if not spec.quiet:
         logging.getLogger("ftrun").setLevel(min(level, logging.INFO))
     folder.keep_mark.unlink(missing_ok=True)
-    journal = Journal(Path(spec.log_folder), who="agent")
+    node_id = spec.nodes.node_id if spec.nodes is not None else ""
+    journal = Journal(Path(spec.log_folder), who="agent", node=node_id)
     smp = SmpLink(folder, spec.profile.smp.orphan_s)
     zygote: ZygoteLink | None = None
     keep_memory = False

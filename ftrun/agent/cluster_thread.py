@@ -28,7 +28,6 @@ from ftrun.recovery.happenings import Closed, DialFailed, Happening, Heard, Open
 from ftrun.wire.cluster import (
     AnyClusterMessage,
     AskClusterStatus,
-    AskStop,
     ClusterEnvelope,
     ClusterStatus,
     JournalLines,
@@ -50,7 +49,10 @@ Connection = PeerConnection[ClusterEnvelope]
 HoldNow = Callable[[bool], None]
 """Stop this node's ranks, or let them go on: at once, from any thread."""
 
-_ASIDES = (JournalLines, AskClusterStatus, ClusterStatus, AskStop)
+Aside = Callable[[str, AnyClusterMessage], None]
+"""Takes a message that asks for no decision, and its sender; in this thread, without waiting."""
+
+_ASIDES = (JournalLines, AskClusterStatus, ClusterStatus)
 """What asks for no decision about the run."""
 
 
@@ -83,14 +85,14 @@ class ClusterThread:
         *,
         wake_hands: Wake,
         hold_now: HoldNow,
+        aside: Aside,
     ) -> None:
         self.brain = brain
-        self.asides: SimpleQueue[tuple[str, AnyClusterMessage]] = SimpleQueue()
-        """Messages that ask for no decision, with their senders; for whoever answers them."""
         self._identity = identity
         self._secret = secret
         self._wake_hands = wake_hands
         self.hold_now = hold_now
+        self._aside = aside
         self._selector = selectors.DefaultSelector()
         self._inbox: SimpleQueue[Happening | _Made | _Out | None] = SimpleQueue()
         self._connections: dict[str, Connection] = {}
@@ -279,8 +281,7 @@ class ClusterThread:
 
     def _heard(self, node_id: str, message: AnyClusterMessage) -> None:
         if isinstance(message, _ASIDES):
-            self.asides.put((node_id, message))
-            self._wake_hands()
+            self._aside(node_id, message)
         else:
             self._think(Heard(node_id, message))
 

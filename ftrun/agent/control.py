@@ -57,6 +57,19 @@ class ControlServer:
         if channel is not None:
             self._selector.register(channel, selectors.EVENT_READ)
 
+    def _stop(self) -> msg.AnyMessage:
+        """Whoever reached the port of a run without a secret could ask through any node."""
+        run = self._run
+        nodes, lead = run.spec.nodes, run.brain.member.lead_card
+        if nodes is not None and nodes.secret_file is None and lead and not run.brain.leads:
+            return msg.Refused(
+                f"this run is UNAUTHENTICATED, so it is stopped where it is led: on node "
+                f"{lead.node_id} ({lead.host}). Or send SIGTERM to ftrun on any node"
+            )
+        run.stops_asked.put("ftrun stop")
+        run.wake()
+        return msg.Done()
+
     def _answer(self, channel: Channel) -> None:
         try:
             for received in channel.receive_ready():
@@ -64,9 +77,7 @@ class ControlServer:
                     case msg.AskStatus():
                         channel.send(msg.Status(status_document(self._run)))
                     case msg.StopRun():
-                        self._run.stops_asked.put("ftrun stop")
-                        self._run.wake()
-                        channel.send(msg.Done())
+                        channel.send(self._stop())
                     case msg.Hello():
                         pass
                     case other:

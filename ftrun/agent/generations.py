@@ -11,11 +11,13 @@ import logging
 from collections import deque
 from dataclasses import asdict, dataclass
 
+import msgspec
+
 from ftrun import clock
 from ftrun.agent.elastic import FtrunElasticAgent
 from ftrun.agent.kept_state import KeptState
-from ftrun.agent.smp_places import begin_generation
 from ftrun.agent.smp_link import SmpLink
+from ftrun.agent.smp_places import begin_generation
 from ftrun.agent.stub_link import StubLink
 from ftrun.agent.worker_group import WorkerGroup
 from ftrun.config import RunSpec
@@ -134,12 +136,21 @@ class Generations:
         """Say who takes part from now on; an SMP that is gone is told when the next one is up."""
         if self.plan is None:
             return
-        restored = self._restored
-        body = begin_generation(self.plan, self._node_id, self._spec, restored, self._smp)
+        # In the middle of a generation it is the newest commit that has to be protected again.
+        versions = [one for one in (self._restored, self._smp.committed) if one is not None]
+        newest = max(versions, default=None)
+        body = begin_generation(self.plan, self._node_id, self._spec, newest, self._smp)
         try:
             self._smp.begin_generation(body, self._workers.command_fd)
         except PeerError as error:
             self._journal.write("smp_not_told", why=str(error))
+
+    def move_peers(self, ports: dict[str, int]) -> None:
+        """SMPs of other nodes were started again: give ours their places anew."""
+        if self.plan is not None:
+            smp_ports = {**self.plan.smp_ports, **ports}
+            self.plan = msgspec.structs.replace(self.plan, smp_ports=smp_ports)
+            self.tell_smp()
 
     def measure(self) -> None:
         """Note the phases of the last restart once every rank has made a step."""

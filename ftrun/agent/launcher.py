@@ -9,6 +9,7 @@ import logging
 import os
 import sys
 from argparse import Namespace
+from pathlib import Path
 
 import torch
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
@@ -16,6 +17,7 @@ from torch.distributed.run import determine_local_world_size
 
 from ftrun.agent import elastic
 from ftrun.agent.caretaker import Caretaker
+from ftrun.agent.cluster_desk import ClusterDesk
 from ftrun.agent.control import ControlServer
 from ftrun.agent.ending import final_block
 from ftrun.agent.generations import Generations
@@ -83,6 +85,7 @@ def launch(
         return int(ended.command.exit_code)
     finally:
         control.stop()
+        node.forget_secret(is_over=run.brain.leads)
         run.brain.close()
     journal.write("end", exit_code=0)
     return 0
@@ -113,6 +116,9 @@ def _assemble(  # noqa: PLR0913 - the parts of a run
         generations=generations,
         when_smp_is_up=lambda: node.introduce(smp),
     )
+    brain = node.brain(_policy(spec), kept)
+    # Each node has a journal of its own; the merged one lies beside them, where the lead is.
+    merged = Path(spec.log_folder).parent
     return RunLoop(
         spec,
         journal=journal,
@@ -121,8 +127,9 @@ def _assemble(  # noqa: PLR0913 - the parts of a run
         stores=stores,
         workers=workers,
         generations=generations,
-        brain=node.brain(_policy(spec), kept),
+        brain=brain,
         caretaker=caretaker,
+        desk=None if node.is_alone else ClusterDesk(brain, journal, merged),
     )
 
 

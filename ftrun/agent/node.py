@@ -9,6 +9,7 @@ import logging
 import os
 import secrets
 import socket
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -93,7 +94,7 @@ class Node:
 
     def start(self, run: "RunLoop") -> None:
         """Begin to speak with the other nodes."""
-        if not isinstance(run.brain, ClusterBrain):
+        if not isinstance(run.brain, ClusterBrain) or run.desk is None:
             return
         identity = PeerIdentity(
             run_id=self.spec.run_id,
@@ -109,10 +110,18 @@ class Node:
             self.listeners,
             wake_hands=run.wake,
             hold_now=run.workers.hold,
+            aside=run.desk.take,
         )
-        run.brain.thread = thread
+        run.brain.thread = run.desk.thread = thread
         self._say_where()
         thread.start()
+
+    def forget_secret(self, *, is_over: bool) -> None:
+        """Remove the secret that ftrun has made for this run, once it is over for all nodes."""
+        nodes = self.spec.nodes
+        if is_over and nodes is not None and nodes.secret_is_ours and nodes.secret_file:
+            with suppress(OSError):
+                os.unlink(nodes.secret_file)
 
     def _say_where(self) -> None:
         nodes = self.spec.nodes

@@ -19,6 +19,7 @@ from queue import Empty, SimpleQueue
 from ftrun import clock, events
 from ftrun.agent.brain import Brain
 from ftrun.agent.caretaker import Caretaker
+from ftrun.agent.cluster_desk import ClusterDesk
 from ftrun.agent.elastic import FtrunElasticAgent
 from ftrun.agent.generations import Generations
 from ftrun.agent.processes import Child, oom_kills
@@ -32,7 +33,7 @@ from ftrun.journal import Journal
 from ftrun.monitor.exits import end_in_words, signal_name
 from ftrun.recovery import commands
 from ftrun.recovery.happenings import Adopted, HereIs, Quiesced
-from ftrun.recovery.parts import Parts
+from ftrun.recovery.own_parts import Parts
 from ftrun.wire.cluster import Beat, Plan
 
 _log = logging.getLogger(__name__)
@@ -68,6 +69,7 @@ class RunLoop:
         generations: Generations,
         brain: Brain,
         caretaker: Caretaker,
+        desk: ClusterDesk | None,
     ) -> None:
         self.spec = spec
         self.journal = journal
@@ -78,6 +80,7 @@ class RunLoop:
         self.generations = generations
         self.brain = brain
         self.caretaker = caretaker
+        self.desk = desk
         self.started_s = clock.now_s()
         self.stops_asked: SimpleQueue[str] = SimpleQueue()
         """Who wants the run to stop; from the control thread."""
@@ -115,6 +118,8 @@ class RunLoop:
             self._gather()
             if self.caretaker.look_after(clock.now_s()):
                 self.generations.tell_smp()
+            if self.desk is not None:
+                self.desk.pass_lines_on()
 
     def wake(self) -> None:
         """Have the loop look at what other threads have for it; for those threads."""
@@ -140,12 +145,8 @@ class RunLoop:
             case commands.KillWorkers():
                 self._note(order)
                 self._kill()
-            case commands.HoldRanks():
-                self._note(order)
-                self.workers.hold(True)
-            case commands.ReleaseRanks():
-                self._note(order)
-                self.workers.hold(False)
+            case commands.HoldRanks() | commands.ReleaseRanks():
+                self._note(order)  # it is done already, see ClusterBrain
             case commands.Commit():
                 with suppress(PeerError):
                     self.smp.commit(order.version)
@@ -154,6 +155,9 @@ class RunLoop:
                     self.smp.abandon(self.generations.number, order.step)
             case commands.SetInterval():
                 self.workers.set_interval(order.every, order.from_step)
+            case commands.MovePeers():
+                self._note(order)
+                self.generations.move_peers(order.ports)
             case commands.AskLastSnapshot():
                 self._note(order)
                 self._awaits_boundary = True
@@ -211,6 +215,8 @@ class RunLoop:
 
     def _end(self, order: commands.EndRun) -> None:
         self.workers.kill()
+        if self.desk is not None:
+            self.desk.pass_lines_on(at_once=True)
         self._signals.clear()
         is_stop = order.exit_code > 128 and order.cause is None
         self.caretaker.last_checkpoint(
@@ -281,8 +287,10 @@ class RunLoop:
             wished_every=self.workers.wished_every(),
             stops=self._stops,
             stop_signal=self._stop_signal,
+            smp_port=self.smp.port,
+            survives=self.smp.survives,
             problem=self.smp.restore_failed,
-            unprotected=self.caretaker.smp_given_up,
+            unprotected=self.caretaker.smp_given_up or self.smp.survives_why,
             ranks=self.workers.reports(clock.now_s()),
         )
 
@@ -373,6 +381,7 @@ def _what_matters(beat: Beat) -> tuple[object, ...]:
         beat.at_boundary,
         beat.stops,
         beat.problem,
+        beat.smp_port,
     )
 
 

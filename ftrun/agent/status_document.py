@@ -54,6 +54,12 @@ def status_document(run: RunLoop) -> bytes:
         },
         "journal": f"{run.spec.log_folder}/{FILE_NAME}",
     }
+    if run.desk is not None and run.spec.nodes is not None:
+        document["cluster"] = run.desk.whole()
+        document["authenticated"] = run.spec.nodes.secret_file is not None
+        verdict = document["cluster"]["verdict"]
+        warning = "" if document["authenticated"] else "; UNAUTHENTICATED"
+        document["verdict"] = f"{verdict}{warning}"
     return json.dumps(document).encode()
 
 

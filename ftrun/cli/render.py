@@ -32,6 +32,8 @@ def show_status(document: Mapping[str, Any]) -> None:
     console = _console()
     console.print(Text(_verdict(document), style=_style(document)), soft_wrap=True)
     console.print(_headline(document), soft_wrap=True)
+    if nodes := (document.get("cluster") or {}).get("nodes"):
+        console.print(_node_table(nodes))
     if ranks := document.get("ranks"):
         console.print(_rank_table(ranks))
     for line in (*_snapshot_lines(document), *_restart_lines(document), *_other_lines(document)):
@@ -133,6 +135,26 @@ def _rank_table(ranks: Sequence[Mapping[str, Any]]) -> Table:
             rank.get("phase"),
             None if loss is None else f"{loss:.4f}",
             rank.get("start"),
+        )
+        table.add_row(*(Text("-" if cell is None else str(cell)) for cell in cells))
+    return table
+
+
+def _node_table(nodes: Sequence[Mapping[str, Any]]) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
+    for name in ("node", "host", "place", "state", "ranks", "step", "last heard", "remark"):
+        table.add_column(name, justify="right" if name == "step" else "left")
+    for node in nodes:
+        ranks = [str(rank.get("rank")) for rank in node.get("ranks") or ()]
+        cells = (
+            node.get("node"),
+            node.get("host"),
+            node.get("place"),
+            node.get("state"),
+            ", ".join(ranks) or None,
+            node.get("step") if ranks else None,
+            f"{duration(float(node.get('heard_s_ago') or 0.0))} ago",
+            node.get("why") or node.get("unprotected") or "",
         )
         table.add_row(*(Text("-" if cell is None else str(cell)) for cell in cells))
     return table

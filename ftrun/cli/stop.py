@@ -11,8 +11,8 @@ from ftrun import clock
 from ftrun.cli import render
 from ftrun.cli.found_runs import FoundRun, Life, choose, look_at
 from ftrun.cli.stub import shut_down_smp
-from ftrun.errors import ExitCode, PeerTimeout, ProtocolError
-from ftrun.wire.messages import Done, StopRun
+from ftrun.errors import ExitCode, FtrunError, PeerTimeout, ProtocolError
+from ftrun.wire.messages import Done, Refused, StopRun
 
 _ANSWER_S = 10.0
 _SPARE_S = 20.0
@@ -53,6 +53,8 @@ def _ask_agent(run: FoundRun, give_up_s: float) -> None:
         body = channel.ask(StopRun(), deadline_s=_ANSWER_S).body
     finally:
         channel.close()
+    if isinstance(body, Refused):
+        raise FtrunError(f"run {run.name} is not stopped: {body.why}")
     if not isinstance(body, Done):
         raise ProtocolError(f"the agent answered with a {type(body).__name__}")
 

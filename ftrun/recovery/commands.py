@@ -145,6 +145,13 @@ class SetInterval:
 
 
 @dataclass(frozen=True, slots=True)
+class MovePeers:
+    """SMPs were started again and listen elsewhere: new ports by node id."""
+
+    ports: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
 class Note:
     """A line for the journal; `say` where the operator should see it at once."""
 
@@ -193,6 +200,7 @@ NodeCommand = (
     | Commit
     | Abandon
     | SetInterval
+    | MovePeers
     | KillWorkers
     | AskLastSnapshot
     | SignalWorkers

@@ -21,6 +21,7 @@ from ftrun.recovery.commands import (
     Commit,
     EndRun,
     KillWorkers,
+    MovePeers,
     Quiesce,
     RunGeneration,
     Send,
@@ -193,6 +194,8 @@ class Follower:
             found.append(AskLastSnapshot(body.why, body.stop_after_step))
         if body.signal_count > done.signal_count:
             found.append(SignalWorkers(body.signal, body.why))
+        if body.moved != done.moved:
+            found.append(MovePeers(body.moved))
         if body.killed and not done.killed:
             found.append(KillWorkers(body.why))
         return found

@@ -78,6 +78,7 @@ class Lead:
     _highest: int = -1
     _ended: set[str] = field(default_factory=set)
     _ending_since_s: float = 0.0
+    _said: LeadBeat = LeadBeat(generation=-1)
     _first_voters: list[NodeCard] = field(default_factory=list)
 
     # --- who is there -------------------------------------------------------------------------
@@ -328,6 +329,7 @@ class Lead:
         body = orders if orders.generation == known else LeadBeat(generation=known)
         if self.ending is not None:
             body = orders
+        self._said = orders
         return [Send(node_id, body) for node_id, peer in self.peers.items() if peer.linked]
 
     def passing(self, *, now_s: float) -> list[Command]:
@@ -374,14 +376,14 @@ class Lead:
 
     def _decide(self, commands: list[SupervisorCommand], now_s: float) -> list[Command]:
         """Carry out the supervisor's commands, as far as they are the lead's to carry out."""
-        before = self.oversight.orders
         found: list[Command] = []
         for command in self.oversight.stands_for(commands):
             if isinstance(command, StartGeneration) and self.ballot is None:
                 found += self.propose(command.why, now_s=now_s)
             elif isinstance(command, EndRun):
                 found += self._end(command, now_s)
-        return found + (self.heartbeat() if self.oversight.orders != before else [])
+        # What all are to do does not wait for the next heartbeat: a commit is one of it.
+        return found + (self.heartbeat() if self.oversight.orders != self._said else [])
 
     def _pause(self, why: str, now_s: float) -> list[Command]:
         if self.paused_since_s is None:

@@ -101,6 +101,11 @@ class Member:
             self.role = Role.GATHERING
             self._gatherer = Gatherer(me, settings, now_s=now_s)
 
+    @property
+    def reach(self) -> str:
+        """Whom it has reached so far, in words."""
+        return self._reach
+
     def handle(self, event: Happening, *, now_s: float) -> list[Command]:
         """Take in one happening; what follows from it, in order."""
         found = self._mind_the_gap(now_s)
@@ -263,6 +268,9 @@ class Member:
         orders = self.follower.obey(body)
         if any(isinstance(order, RunGeneration) for order in orders):
             self.is_held = False
+        if self.follower.is_ended:
+            # The lead waits for this word before it ends itself.
+            found.append(Send(sender, say.with_state(self._beat(), "ended")))
         return found + orders
 
     def _asked_to_join(self, sender: str, body: say.Join, now_s: float) -> list[Command]:

@@ -124,6 +124,7 @@ class Oversight:
         self._note_rate(now_s)
         self._commit(plan)
         self._agree_interval(plan)
+        self._note_port(plan, node_id, beat.smp_port)
         self._take_exits(beat.exits, now_s)
         if beat.problem and node_id not in self._problems:
             self._problems.add(node_id)
@@ -226,6 +227,11 @@ class Oversight:
         abandoned = max((beat.abandoned_step for beat in self._members()), default=-1)
         if abandoned > self.orders.abandoned_step:
             self._order(abandoned_step=abandoned)
+
+    def _note_port(self, plan: Plan, node_id: str, port: int) -> None:
+        known = {**plan.smp_ports, **self.orders.moved}
+        if port and port != known.get(node_id):
+            self._order(moved={**self.orders.moved, node_id: port})
 
     def _agree_interval(self, plan: Plan) -> None:
         """The longest interval that any rank wishes for, named ahead of time."""

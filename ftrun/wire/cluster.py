@@ -245,6 +245,10 @@ class Beat(Message, frozen=True):
     stops: int = 0
     """Signals that asked for the end of the run, on this node."""
     stop_signal: int = 0
+    smp_port: int = 0
+    """Where this node's SMP listens; another one than before where it was started again."""
+    survives: int = 0
+    """So many nodes of this node's group may go without loss of `ready`."""
     problem: str = ""
     """Why this generation cannot go on here, such as a fetch that failed."""
     unprotected: str = ""
@@ -254,6 +258,11 @@ class Beat(Message, frozen=True):
 def with_promise(beat: Beat, promised: int) -> Beat:
     """What a node's hands say of it, with what its membership has promised."""
     return msgspec.structs.replace(beat, promised=promised)
+
+
+def with_state(beat: Beat, state: str) -> Beat:
+    """The same with another state."""
+    return msgspec.structs.replace(beat, state=state)
 
 
 class LeadBeat(Message, frozen=True):
@@ -268,6 +277,8 @@ class LeadBeat(Message, frozen=True):
     stop_after_step: int = -1
     signal: int = 0
     signal_count: int = 0
+    moved: dict[str, int] = {}
+    """SMPs that listen elsewhere than the plan says, by node id."""
     killed: bool = False
     """The ranks of this generation are to be dead."""
     ended: bool = False
@@ -299,12 +310,6 @@ class ClusterStatus(Message, frozen=True):
     document: bytes
 
 
-class AskStop(Message, frozen=True):
-    """Member -> lead, for an operator on its node: stop as on SIGTERM."""
-
-    by: str
-
-
 AnyClusterMessage = (
     Join
     | Gathering
@@ -321,7 +326,6 @@ AnyClusterMessage = (
     | JournalLines
     | AskClusterStatus
     | ClusterStatus
-    | AskStop
 )
 
 

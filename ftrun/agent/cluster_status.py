@@ -1,0 +1,123 @@
+"""The status of all nodes, as the lead knows it.
+
+Runs in:  agent, whichever thread asks: only reads what is replaced whole.
+Takes in: the brain of an agent.
+Gives:    plain values for a JSON document; docs/operations.md describes it.
+"""
+
+from typing import Any
+
+from ftrun import clock
+from ftrun.agent.brain import Brain
+from ftrun.recovery.lead import Lead, Peer
+from ftrun.wire.cluster import Beat, Plan
+
+
+def cluster_status(brain: Brain) -> dict[str, Any]:
+    """What this agent knows of the run; the lead's is whole."""
+    plan, lead = brain.plan, brain.member.lead
+    known: dict[str, Any] = {
+        "lead": brain.member.lead_card.node_id if brain.member.lead_card else None,
+        "asked": brain.member.me.node_id,
+        "role": brain.member.role.value,
+        "generation": plan.generation if plan is not None else None,
+        "wanted": str(brain.settings.wishes),
+    }
+    if lead is None:
+        return {**known, "verdict": _without_lead(brain)}
+    beats = dict(brain.oversight.beats)
+    now_s = clock.now_s()
+    nodes = [_node(peer, plan, beats, now_s) for peer in list(lead.peers.values())]
+    protection = _protection(brain, plan, beats)
+    return {
+        **known,
+        "nodes": nodes,
+        **protection,
+        "paused": lead.paused_why if lead.paused_since_s is not None else "",
+        "set_aside": sorted(brain.oversight.set_aside(now_s=now_s)),
+        "verdict": _verdict(brain, lead, plan, beats, protection),
+    }
+
+
+def _node(peer: Peer, plan: Plan | None, beats: dict[str, Beat], now_s: float) -> dict[str, Any]:
+    node_id = peer.card.node_id
+    member = plan.member(node_id) if plan is not None else None
+    is_spare = plan is not None and any(card.node_id == node_id for card in plan.spares)
+    beat = beats.get(node_id)
+    place = "rank" if member is not None else "spare" if is_spare else "new"
+    return {
+        "node": node_id,
+        "host": peer.card.host,
+        "place": place if not peer.lost else "lost",
+        "why": peer.lost,
+        "heard_s_ago": round(max(0.0, now_s - peer.heard_s), 2),
+        "state": beat.state if beat is not None and not peer.lost else "unknown",
+        "step": beat.step if beat is not None else None,
+        "ready": list(beat.ready) if beat is not None and beat.ready else None,
+        "unprotected": beat.unprotected if beat is not None else "",
+        "domain": peer.card.domain,
+        "ranks": [
+            {
+                "rank": rank.rank,
+                "pid": rank.pid,
+                "state": rank.state,
+                "step": rank.step,
+                "age_s": rank.age_s,
+                "phase": rank.phase,
+            }
+            for rank in (beat.ranks if beat is not None else ())
+        ],
+    }
+
+
+def _protection(brain: Brain, plan: Plan | None, beats: dict[str, Beat]) -> dict[str, Any]:
+    committed = brain.oversight.orders.committed
+    members = [] if plan is None else [beats.get(node.node_id) for node in plan.members]
+    survives = min((beat.survives if beat is not None else 0 for beat in members), default=0)
+    whys = [beat.unprotected for beat in members if beat is not None and beat.unprotected]
+    return {
+        "committed": list(committed) if committed is not None else None,
+        "survives": survives if committed is not None else 0,
+        "unprotected": whys[0] if whys else "",
+        "groups": plan.groups if plan is not None else [],
+        "parity": plan.parity if plan is not None else 0,
+    }
+
+
+def _verdict(
+    brain: Brain, lead: Lead, plan: Plan | None, beats: dict[str, Beat], has: dict[str, Any]
+) -> str:
+    if lead.paused_since_s is not None:
+        return f"PAUSED: {lead.paused_why}"
+    if plan is None or lead.ballot is not None:
+        return f"starting generation {lead.ballot.generation if lead.ballot else 0}"
+    steps = [beats[node.node_id].step for node in plan.members if node.node_id in beats]
+    at = f"at step {max(steps, default=0):,}"
+    lost = [peer.card.node_id for peer in lead.peers.values() if peer.lost]
+    nodes = f"on {len(plan.members)} nodes"
+    spares = len(plan.spares) - sum(card.node_id in lost for card in plan.spares)
+    if spares > 0:
+        nodes += f" and {spares} spare" + ("s" if spares > 1 else "")
+    text = f"running {at} {nodes}, generation {plan.generation}; {_survives(has)}"
+    return text + (f"; lost: {', '.join(lost)}" if lost else "")
+
+
+def _survives(has: dict[str, Any]) -> str:
+    if has["unprotected"]:
+        return f"UNPROTECTED: {has['unprotected']}"
+    if has["committed"] is None:
+        return "no snapshot is protected yet"
+    back_to = f"back to step {has['committed'][1]:,}"
+    count = has["survives"]
+    if count < 1:
+        return f"a killed rank costs the steps since {has['committed'][1]:,}, a lost node all"
+    noun = "node" if count == 1 else "nodes"
+    of_each = " of each group" if len(has["groups"]) > 1 else ""
+    return f"survives any {count} {noun}{of_each}, {back_to}"
+
+
+def _without_lead(brain: Brain) -> str:
+    member = brain.member
+    if member.lead_card is not None:
+        return f"{member.role.value} {member.lead_card.node_id}"
+    return f"{member.role.value}: {member.reach}"
