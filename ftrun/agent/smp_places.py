@@ -42,6 +42,8 @@ def _sources(
     if restored is None or restored.generation < 0:
         return []
     missing = {rank for rank in ranks if not smp.holds(Rank(rank), restored)}
+    if plan.is_resized:
+        missing = set(range(plan.restore_world_size))  # any rank may need a part of any other
     return [
         OldGroup(
             nodes=[

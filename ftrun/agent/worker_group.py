@@ -35,6 +35,7 @@ class WorkerGroup:
         self.starter = starter
         self.generation = -1
         self.first_rank = 0
+        self._old_world_size = 0
         self.restored: Version | None = None
         self.commands: Page | None = None
         self.command_fd = -1
@@ -49,6 +50,7 @@ class WorkerGroup:
         """Make pages and variables for the workers to come."""
         self.generation, self.restored = plan.generation, restored
         self.first_rank = ranks.start
+        self._old_world_size = plan.restore_world_size if plan.is_resized else 0
         self._close_places()
         self.is_held = False
         self.command_fd = create_command_page()
@@ -140,7 +142,9 @@ class WorkerGroup:
         message, traceback, failed_at_ns = self._error(handle)
         corrupt = page.get(Beat.CORRUPT_SLOT)
         if corrupt:
-            self._smp.void_slot(Rank(handle.place.rank), self.restored)
+            other = page.get(Beat.CORRUPT_RANK)
+            rank = other - 1 if other else handle.place.rank
+            self._smp.void_slot(Rank(rank), self.restored)
         facts = ExitFacts(
             rank=Rank(handle.place.rank),
             pid=handle.pid,
@@ -225,7 +229,10 @@ class WorkerGroup:
         }
         if restored is not None:
             variables[env.RESTORE] = f"{restored.generation}:{restored.step}"
-        arena = self._smp.arena_for(rank, restored)
+        if self._old_world_size:
+            # Put together from the shards of other ranks, which it asks its SMP for.
+            variables[env.RESTORE_WORLD_SIZE] = str(self._old_world_size)
+        arena = None if self._old_world_size else self._smp.arena_for(rank, restored)
         return Place(rank, page_fd, Page(page_fd), arena, variables)
 
     def _close_places(self) -> None:

@@ -32,9 +32,8 @@ def make_plan(
     ]
     world_size = sum(card.num_ranks for card in places.members)
     holdings = {node_id: promise.holdings for node_id, promise in ballot.promises.items()}
-    wishes = settings.wishes
-    is_elastic = wishes.min_nodes != wishes.max_nodes
-    choice = choose(holdings, world_size, previous, elastic=is_elastic)
+    # A version of another number of ranks will do: it is put together anew, by name and offset.
+    choice = choose(holdings, world_size, previous, elastic=True)
     if choice.version is None and choice.is_lost and not settings.has_checkpoints:
         return _lost(choice)
     first = places.members[0]
@@ -51,6 +50,7 @@ def make_plan(
         store_port=ballot.promises[first.node_id].store_port,
         groups=[list(group.nodes) for group in groups],
         parity=max((group.parity for group in groups), default=0),
+        restore_world_size=choice.world_size,
         sources=list(choice.sources),
         protected_in=choice.protected_in,
         smp_ports={node_id: has.smp_port for node_id, has in ballot.promises.items()},

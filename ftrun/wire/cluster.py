@@ -90,6 +90,8 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     groups: list[list[str]] = []
     """Node ids, each list in the order of its protection group."""
     parity: int = 0
+    restore_world_size: int = 0
+    """Ranks that took the restored version."""
     sources: list[Source] = []
     protected_in: int = -1
     """The generation whose protection of the restored version is relied on; -1: none is."""
@@ -109,6 +111,11 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def voters(self) -> list[NodeCard]:
         """Who decides about the next generation, in the order of succession."""
         return [node.card for node in self.members] + self.spares
+
+    @property
+    def is_resized(self) -> bool:
+        """The restored version is of another number of ranks than this generation has."""
+        return self.restore is not None and self.restore_world_size not in (0, self.world_size)
 
     def member(self, node_id: str) -> PlanNode | None:
         return next((node for node in self.members if node.node_id == node_id), None)
