@@ -66,3 +66,13 @@ def _prctl(option: int, value: int | bytes) -> None:
     argument = ctypes.c_char_p(value) if isinstance(value, bytes) else ctypes.c_ulong(value)
     if libc.prctl(ctypes.c_int(option), argument, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), f"prctl {option}")
+
+
+def ignore_user_signals() -> None:
+    """Until the script puts a handler in place: Slurm sends them to every process of a step.
+
+    Agent and stub take them as a wish to stop; a rank that died of one could not reach the
+    boundary first.
+    """
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)

@@ -31,6 +31,7 @@ from ftrun.wire.cluster import (
     ClusterEnvelope,
     ClusterStatus,
     JournalLines,
+    TurnedAway,
 )
 from ftrun.wire.handshake import Session, accept_handshake, dial_handshake
 from ftrun.wire.identity import PeerIdentity
@@ -44,6 +45,9 @@ TICK_S = 0.05
 DIAL_S = 1.0
 MAX_HANDSHAKES = 64
 """More strangers at once than this are not listened to."""
+
+MAX_SAID = 100
+"""Different reasons for refusing strangers that are shown."""
 
 Connection = PeerConnection[ClusterEnvelope]
 HoldNow = Callable[[bool], None]
@@ -97,6 +101,7 @@ class ClusterThread:
         self._inbox: SimpleQueue[Happening | _Made | _Out | None] = SimpleQueue()
         self._connections: dict[str, Connection] = {}
         self._dialling: set[tuple[str, int]] = set()
+        self._said: set[str] = set()
         self._handshakes = threading.BoundedSemaphore(MAX_HANDSHAKES)
         self._wake_read, self._wake_write = socket.socketpair()
         self._wake_read.setblocking(False)
@@ -215,6 +220,9 @@ class ClusterThread:
         try:
             tune(sock, bulk=False)
             session = accept_handshake(sock, self._identity, self._secret)
+        except HandshakeRefused as error:
+            sock.close()
+            self._say_once(str(error))
         except (PeerError, OSError) as error:
             sock.close()
             _log.debug("a stranger: %s", error)
@@ -223,6 +231,12 @@ class ClusterThread:
             self._wake()
         finally:
             self._handshakes.release()
+
+    def _say_once(self, text: str) -> None:
+        """The operator watches this node, and the one that is refused may be another's."""
+        if text not in self._said and len(self._said) < MAX_SAID:
+            self._said.add(text)
+            _log.warning("%s", text)
 
     def _dial(self, command: Dial) -> None:
         at = (command.host, command.port)
@@ -256,8 +270,19 @@ class ClusterThread:
         if node_id == self._identity.node_id:
             connection.close()
             return
-        old = self._connections.pop(node_id, None)
+        old = self._connections.get(node_id)
+        if old is not None and _are_two(old, connection):
+            text = (
+                f"{connection.address} says it is node {node_id}, and so does {old.address}. Name "
+                "each node differently with --node-id"
+            )
+            self._say_once(text)
+            with suppress(PeerError):
+                connection.send(TurnedAway(text))
+            connection.close()
+            return
         if old is not None:
+            del self._connections[node_id]
             self._close(old)
         self._connections[node_id] = connection
         self._selector.register(connection, selectors.EVENT_READ)
@@ -320,6 +345,11 @@ class ClusterThread:
     def _wake(self) -> None:
         with suppress(BlockingIOError):
             self._wake_write.send(b"\0")
+
+
+def _are_two(old: Connection, new: Connection) -> bool:
+    """Two agents under one name, and not one that was started again."""
+    return old.peer.incarnation != new.peer.incarnation and old.address != new.address
 
 
 class ClusterBrain(Brain):

@@ -108,6 +108,7 @@ def parse(spec: RunSpec) -> Namespace:
     args.standalone = False
     args.rdzv_backend = BACKEND
     args.rdzv_endpoint = "127.0.0.1:0"  # unused, but torch warns when it is empty
+    args.node_rank = 0  # stands in the plan; torch would warn that it is ignored
     args.run_path = False  # a warm start is what --run-path was for
     if hasattr(args, "signals_to_handle"):
         args.signals_to_handle = _UNUSED_SIGNAL

@@ -15,13 +15,14 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ftrun import clock
 from ftrun.agent.brain import Brain
 from ftrun.agent.cluster_thread import ClusterBrain, ClusterThread
 from ftrun.agent.kept_state import KeptState
 from ftrun.agent.rendezvous import LOOPBACK
 from ftrun.agent.smp_link import SmpLink
 from ftrun.config import NodesSpec, RunSpec
-from ftrun.errors import AddressTaken, UsageError
+from ftrun.errors import AddressTaken, PeerError, PeerLost, UsageError
 from ftrun.recovery.places import Wishes
 from ftrun.recovery.settings import ClusterSettings
 from ftrun.recovery.supervisor import Policy
@@ -32,6 +33,9 @@ from ftrun.wire.tcp import bind_address, is_local_address, listen_tcp
 
 if TYPE_CHECKING:
     from ftrun.agent.run_loop import RunLoop
+
+NAME_CHECK_S = 0.5
+"""Between two looks for the endpoint's address."""
 
 _log = logging.getLogger(__name__)
 
@@ -51,13 +55,14 @@ class Node:
 
         Raises:
             UsageError: the address is not this machine's, or there is no secret where one must be.
+            PeerError: the endpoint has no address, for as long as a start may take.
         """
         incarnation = secrets.randbits(62)
         nodes = spec.nodes
         if nodes is None:
             name = socket.gethostname() or "node"
             return cls(spec, NodeCard(name, incarnation, LOOPBACK, 0, num_ranks, endpoint=True))
-        host = nodes.bind or bind_address(nodes.endpoint_host, nodes.endpoint_port)
+        host = _known_host(nodes, kept) or _find_host(nodes, spec.profile.nodes.join_wait_s)
         endpoint = _endpoint(nodes, host)
         listener = endpoint or _own_port(host, nodes.node_id, kept)
         card = NodeCard(
@@ -141,6 +146,41 @@ class Node:
                 self.card.port,
                 HOW_TO_MAKE,
             )
+
+
+def _known_host(nodes: NodesSpec, kept: KeptState) -> str | None:
+    """The address that the last agent of this node had; the endpoint may be gone by now."""
+    card = kept.plan.card(nodes.node_id) if kept.plan is not None else None
+    return card.host if card is not None and is_local_address(card.host) else None
+
+
+def _find_host(nodes: NodesSpec, wait_s: float) -> str:
+    """The address by which the others reach this node, once it can be told.
+
+    In Kubernetes a pod may start before its own name, or another pod's, has an address.
+    """
+    endpoint = f"{nodes.endpoint_host} port {nodes.endpoint_port}"
+    begun_s = clock.now_s()
+    is_told = False
+    while True:
+        try:
+            found = bind_address(nodes.endpoint_host, nodes.endpoint_port)
+        except PeerLost as error:
+            waited_s = clock.now_s() - begun_s
+            if waited_s >= wait_s:
+                raise PeerError(
+                    f"the endpoint is not found within {waited_s:.0f} s: {error}. Check the name "
+                    f"in --rdzv-endpoint or --master-addr on node {nodes.node_id}; in Kubernetes "
+                    "also the headless service of the pods"
+                ) from error
+            if not is_told:
+                is_told = True
+                _log.warning("%s; looking for it for %.0f s", error, wait_s)
+        else:
+            if is_told:
+                _log.warning("%s has an address now", endpoint)
+            return nodes.bind or found
+        clock.sleep(NAME_CHECK_S)
 
 
 def _endpoint(nodes: NodesSpec, host: str) -> socket.socket | None:

@@ -166,7 +166,10 @@ class RunLoop:
             case commands.SignalWorkers():
                 self._note(order)
                 self._awaits_boundary = False
-                self.workers.signal(order.signal)
+                # Ranks ignore USR1 and USR2, see kernel.ignore_user_signals; a stop by one of
+                # them ends them as SIGTERM does.
+                is_user = order.signal in (signal.SIGUSR1, signal.SIGUSR2)
+                self.workers.signal(signal.SIGTERM if is_user else order.signal)
             case commands.Note():
                 self.journal.write(order.kind, text=order.text, **order.fields)
                 if order.say:

@@ -27,6 +27,8 @@ class Gatherer:
         if card.node_id == self._me.node_id:
             return [Send(sender, TurnedAway(_taken(card, self._me)))]
         here = self.cards.get(card.node_id)
+        if here is not None and here.incarnation != card.incarnation and here.host != card.host:
+            return [Send(sender, TurnedAway(_taken(card, here)))]
         if here != card:
             self._last_came_s = now_s
         self.cards[card.node_id] = card
@@ -52,12 +54,13 @@ class Gatherer:
 
     def missing(self) -> str:
         """Who is here and how many are wanted, in words."""
-        wishes = self._settings.wishes
-        return f"{', '.join(sorted(self.cards))} are here; {wishes.min_nodes} are needed"
+        names, wishes = sorted(self.cards), self._settings.wishes
+        verb = "is" if len(names) == 1 else "are"
+        return f"{', '.join(names)} {verb} here, and {wishes.min_nodes} nodes are needed"
 
 
-def _taken(card: NodeCard, me: NodeCard) -> str:
+def _taken(card: NodeCard, here: NodeCard) -> str:
     return (
-        f"{me.host} and {card.host} are both named {card.node_id}. Name each node differently with "
-        "--node-id"
+        f"{here.host} and {card.host} are both named {card.node_id}. Name each node differently "
+        "with --node-id"
     )

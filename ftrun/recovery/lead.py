@@ -78,7 +78,7 @@ class Lead:
     _highest: int = -1
     _ended: set[str] = field(default_factory=set)
     _ending_since_s: float = 0.0
-    _said: LeadBeat = LeadBeat(generation=-1)
+    _said: LeadBeat = field(default_factory=lambda: LeadBeat(generation=-1))
     _first_voters: list[NodeCard] = field(default_factory=list)
 
     # --- who is there -------------------------------------------------------------------------

@@ -54,6 +54,9 @@ from ftrun.recovery.oversight import Oversight
 from ftrun.recovery.settings import ClusterSettings
 from ftrun.wire import cluster as say
 
+SAY_EVERY_S = 15.0
+"""Between two lines about what a start is waiting for."""
+
 
 class Role(Enum):
     """What an agent is doing about the others."""
@@ -93,6 +96,7 @@ class Member:
         self._gatherer: Gatherer | None = None
         self._heard_s = self._since_s = self._last_s = now_s
         self._beat_due_s = self._dial_due_s = now_s
+        self._say_due_s = now_s + SAY_EVERY_S
         self._lost: set[str] = set()
         self._reach = "nobody has answered yet"
         if kept is not None:
@@ -104,7 +108,7 @@ class Member:
     @property
     def reach(self) -> str:
         """Whom it has reached so far, in words."""
-        return self._reach
+        return self._gatherer.missing() if self._gatherer is not None else self._reach
 
     def handle(self, event: Happening, *, now_s: float) -> list[Command]:
         """Take in one happening; what follows from it, in order."""
@@ -153,9 +157,11 @@ class Member:
         node_id = event.node_id
         self._links.add(node_id)
         if self.lead is not None:
-            if node_id in self.lead.peers:
+            peer = self.lead.peers.get(node_id)
+            is_same = peer is not None and peer.card.incarnation == event.incarnation
+            if peer is not None and is_same and not peer.lost:
                 return self.lead.opened(node_id, now_s=now_s)
-            # Whoever listens at the endpoint now, and may not know that there is a run.
+            # Whoever listens at the endpoint now, or was lost, may not know that there is a run.
             return [Send(node_id, say.LeadIs(self.me, self.follower.generation))]
         if self._follows(node_id):
             return [Send(node_id, self._beat()), *self._join_if_new(node_id)]
@@ -403,6 +409,8 @@ class Member:
         if self._gatherer is not None and self._gatherer.is_complete(now_s=now_s):
             cards = self._gatherer.cards
             found += self._lead_from(cards, now_s, why="the run begins")
+        if self.role in (Role.JOINING, Role.GATHERING):
+            found += self._wait_to_begin(now_s)
         if self.lead is not None:
             found += self.lead.passing(now_s=now_s)
         elif self.role is Role.FOLLOWING:
@@ -443,8 +451,6 @@ class Member:
             missed = card is not None and card.node_id not in self._links
             return [Dial(card.host, card.port, card.node_id)] if card and missed else []
         waited_s = now_s - self._since_s
-        if waited_s >= self._settings.join_wait_s:
-            return [EndRun(ExitCode.TRY_AGAIN, self._nobody(waited_s))]
         card = self.lead_card
         if card is not None and waited_s < self._settings.deadline_s:
             return self._reach_out(card)
@@ -452,8 +458,25 @@ class Member:
         joined: list[Command] = [Send(one, self._join()) for one in sorted(self._links)]
         return [*joined, Dial(host, port)] if port else joined
 
+    def _wait_to_begin(self, now_s: float) -> list[Command]:
+        """Say now and then what is waited for; give up after a while."""
+        waited_s = now_s - self._since_s
+        if waited_s >= self._settings.join_wait_s:
+            code = ExitCode.TRY_AGAIN if self._gatherer is None else ExitCode.NOT_ENOUGH_NODES
+            return [EndRun(code, self._nobody(waited_s))]
+        if now_s < self._say_due_s:
+            return []
+        self._say_due_s = now_s + SAY_EVERY_S
+        return [Note("Waiting", f"waiting for {waited_s:.0f} s: {self.reach}", say=True)]
+
     def _nobody(self, waited_s: float) -> str:
         host, port = self._settings.endpoint
+        if self._gatherer is not None:
+            return (
+                f"the run has not begun within {waited_s:.0f} s: {self.reach}. Check that ftrun "
+                f"runs on the others, with the same --rdzv-endpoint and --rdzv-id, and that port "
+                f"{port} of this node is open to them"
+            )
         return (
             f"no run has taken this node in within {waited_s:.0f} s: {self._reach}. Check that "
             f"ftrun runs on {host}, that it was given the same --rdzv-endpoint, and that port "

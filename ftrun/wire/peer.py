@@ -79,6 +79,14 @@ class PeerConnection(Generic[E]):
         return self.session.peer
 
     @property
+    def address(self) -> str:
+        """The address that the peer speaks from; empty once the connection is gone."""
+        try:
+            return str(self._sock.getpeername()[0])
+        except OSError:
+            return ""
+
+    @property
     def wants_write(self) -> bool:
         """Something is queued: call `flush` when the socket takes more."""
         return bool(self._out)

@@ -18,7 +18,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from ftrun.kernel import die_with_parent, name_process, offer_to_oom_killer
+from ftrun.kernel import die_with_parent, ignore_user_signals, name_process, offer_to_oom_killer
 from ftrun.wire import environment as env
 from ftrun.wire.launch_order import LaunchOrder
 from ftrun.worker import heartbeat, standby
@@ -63,6 +63,7 @@ def main() -> None:
         os.execvp(argv[0], argv)
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_DFL)
+    ignore_user_signals()
     name_process(f"ftrun-rank{os.environ.get('RANK', '')}")
     sys.meta_path.insert(0, _AfterTorch())
     order = LaunchOrder(argv, kind == "module", {}, os.getcwd(), [])

@@ -25,14 +25,14 @@ from typing import TextIO
 
 from ftrun import clock
 from ftrun.errors import FtrunError
-from ftrun.kernel import name_process, offer_to_oom_killer
+from ftrun.kernel import ignore_user_signals, name_process, offer_to_oom_killer
 from ftrun.wire import environment as env
 from ftrun.wire.launch_order import LaunchOrder, decode_order
 from ftrun.worker import heartbeat, script_errors
 
 MAX_ORDER_BYTES = 1 << 20
 _SIGNALS = (
-    signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGCHLD, signal.SIGUSR1, signal.SIGUSR2,
+    signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGCHLD,
 )  # fmt: skip
 
 
@@ -86,6 +86,7 @@ def become_worker(order: LaunchOrder, fds: list[int]) -> None:
             order.variables[name] = str(fd)
     for number in _SIGNALS:
         signal.signal(number, signal.SIG_DFL)
+    ignore_user_signals()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     started_with = dict(os.environ)
     os.environ.clear()
