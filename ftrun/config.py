@@ -13,6 +13,9 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+MAX_DATA, MAX_PARITY = 32, 16
+"""The largest K+M; what the codec in `ftrun.erasure` can do."""
+
 
 class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
@@ -124,6 +127,70 @@ class SmpConfig(_Section):
     )
 
 
+class NodesConfig(_Section):
+    """A run over several nodes: how they watch one another, and how long they wait."""
+
+    heartbeat_s: float = Field(
+        default=0.5, gt=0, le=60, description="between two heartbeats of a node"
+    )
+    deadline_s: float = Field(
+        default=3.0, gt=0, description="a node that is silent for so long counts as lost"
+    )
+    stop_cut_off_s: float = Field(
+        default=2.0,
+        gt=0,
+        description="a node without its lead for so long stops its ranks; below deadline_s",
+    )
+    pause_limit_s: float = Field(
+        default=900.0, gt=0, description="too few nodes for so long end the run with 76"
+    )
+    join_wait_s: float = Field(
+        default=600.0, gt=0, description="how long a start waits for all nodes, as torchrun's"
+    )
+    settle_s: float = Field(
+        default=5.0, ge=0, description="with MIN:MAX, wait so long for more nodes than MIN"
+    )
+    failures_per_hour: int = Field(
+        default=3, ge=1, description="a node that fails so often within an hour is put aside"
+    )
+
+
+class ErasureConfig(_Section):
+    """How snapshots survive the loss of nodes."""
+
+    scheme: str = Field(
+        default="auto",
+        pattern=r"^(auto|none|[1-9][0-9]?\+[1-9][0-9]?)$",
+        description="K+M: any M of K+M nodes may go; auto: by their number; none",
+    )
+    small_state_bytes: int = Field(
+        default=1 << 20,
+        ge=0,
+        description="state of a rank up to this size is copied whole instead of encoded",
+    )
+
+    @property
+    def data_and_parity(self) -> tuple[int | None, int | None]:
+        """K and M; (None, None) leaves both to ftrun, (None, 0) is no parity at all."""
+        if self.scheme == "auto":
+            return None, None
+        if self.scheme == "none":
+            return None, 0
+        data, _, parity = self.scheme.partition("+")
+        return int(data), int(parity)
+
+
+class SecurityConfig(_Section):
+    """Who may take part in a run over several nodes."""
+
+    require_secret: bool = Field(
+        default=False, description="refuse to start over several nodes without a secret"
+    )
+    secret_file: str | None = Field(
+        default=None, description="file with the secret that all nodes of a run share"
+    )
+
+
 class Profile(_Section):
     """All that a profile may set."""
 
@@ -134,6 +201,45 @@ class Profile(_Section):
     monitor: MonitorConfig = MonitorConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     smp: SmpConfig = SmpConfig()
+    nodes: NodesConfig = NodesConfig()
+    erasure: ErasureConfig = ErasureConfig()
+    security: SecurityConfig = SecurityConfig()
+
+
+class NodesSpec(BaseModel):
+    """What one node knows of a run over several, from its own command line."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    min_nodes: int = Field(ge=1, description="members of the smallest generation; spares apart")
+    max_nodes: int = Field(ge=1, description="members of the largest one; equal: a fixed number")
+    spares: int = Field(default=0, ge=0, description="nodes beside them that stand by")
+    endpoint_host: str = Field(description="where they meet: a name or an address, as given")
+    endpoint_port: int = Field(ge=1, le=65535)
+    node_id: str = Field(description="name of this node, unique in the run")
+    is_named: bool = Field(
+        default=False, description="the name is not the machine's: two nodes may share a machine"
+    )
+    node_rank: int | None = Field(
+        default=None, description="as given; none: the nodes are put in order by name"
+    )
+    secret_file: str | None = Field(
+        default=None, description="absolute, and looked at already; none: UNAUTHENTICATED"
+    )
+    secret_is_ours: bool = Field(
+        default=False, description="made by ftrun for this run: remove the file when it has ended"
+    )
+    no_secret: str = Field(default="", description="why there is none, for the operator")
+    bind: str | None = Field(
+        default=None, description="address of this node to listen at; none: by the route"
+    )
+    domain: str | None = Field(
+        default=None, description="what fails together with this node, such as a rack"
+    )
+    erasure_data: int | None = Field(default=None, description="K; none: ftrun chooses")
+    erasure_parity: int | None = Field(
+        default=None, description="M; none: ftrun chooses; 0: no parity"
+    )
 
 
 class RunSpec(BaseModel):
@@ -147,11 +253,22 @@ class RunSpec(BaseModel):
         description="for torch.distributed.run's parser: its flags, script, script's arguments"
     )
     max_restarts: int | None = Field(default=None, description="as given; none: the budget")
-    log_folder: str = Field(description="ftrun-logs/RUN_ID, absolute: journal and worker logs")
+    log_folder: str = Field(
+        description="ftrun-logs/RUN_ID, absolute: journal and worker logs; /NODE_ID below it where "
+        "there are several nodes, which may share the folder"
+    )
     quiet: bool = False
     debug: bool = False
     cwd: str
     profile: Profile = Profile()
+    nodes: NodesSpec | None = Field(default=None, description="none: a run on one node")
+
+    @property
+    def folder_name(self) -> str:
+        """Of the run folder on this machine, which two nodes of a run may share."""
+        if self.nodes is None or not self.nodes.is_named:
+            return self.run_id
+        return f"{self.run_id}@{self.nodes.node_id}"
 
     @property
     def checkpoint_directory(self) -> str | None:

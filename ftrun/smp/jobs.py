@@ -53,6 +53,11 @@ class Jobs:
             ).start()
         self._lanes[lane].put(_Job(work, failed))
 
+    def post(self, finish: Finish) -> None:
+        """Run this in the server's thread; from whichever thread."""
+        self._done.put(finish)
+        os.eventfd_write(self._wake_fd, 1)
+
     def finish(self) -> None:
         """Run what has been computed since the last call."""
         try:
@@ -60,7 +65,12 @@ class Jobs:
         except BlockingIOError:
             return
         while not self._done.empty():
-            self._done.get()()
+            done = self._done.get()
+            try:
+                done()
+            except Exception:  # noqa: BLE001
+                # In the server's thread a bug must not cost the memory either.
+                _log.exception("what a job has found ended in a bug of ftrun")
 
     def _run(self, lane: queue.SimpleQueue[_Job]) -> None:
         while True:
@@ -71,5 +81,4 @@ class Jobs:
                 # One of the process loops: a bug in a job must not cost the memory.
                 _log.exception("a job of the SMP ended in a bug of ftrun")
                 finish = job.failed
-            self._done.put(finish)
-            os.eventfd_write(self._wake_fd, 1)
+            self.post(finish)

@@ -6,41 +6,30 @@ Gives:    answers, and VersionCommitted and ArenaGranted to the agent, unasked.
 
 Rule 1: the agent gets a duplicate of each arena before the worker does, so an SMP killed right
         after granting loses nothing.
-Rule 2: on the command page the step is written before the generation, and the counter last. A
-        reader may meet the new step beside the old generation, which names a version older than
-        the one it waits for; it never meets one that is newer than what is committed, because
-        BeginGeneration puts the restore point there before any worker runs, and steps only grow
-        from it within a generation. So readers may read the two words in either order and need
-        only ask whether (generation, step) has reached the version they wait for.
-Rule 3: what a message brings from an older generation is refused or dropped.
+Rule 2: what a message brings from an older generation is refused or dropped.
 """
 
 import json
 import logging
 import os
-import threading
 from functools import partial
-from pathlib import Path
 
-from ftrun.errors import (
-    CheckpointError,
-    LayoutUnknown,
-    MemoryTooSmall,
-    ProtocolError,
-)
-from ftrun.ids import Generation, Rank, RunId, Version, version
-from ftrun.smp.checkpoint import ArenaFds, CheckpointWriter
-from ftrun.smp.checkpoint_load import Loaded, load_checkpoint
+from ftrun.errors import LayoutUnknown, MemoryTooSmall, ProtocolError
+from ftrun.ids import Generation, Rank, RunId, version
+from ftrun.smp.checkpoint_load import Loaded
+from ftrun.smp.checkpoints import Checkpoints
 from ftrun.smp.client import Client
+from ftrun.smp.commits import Commits
+from ftrun.smp.group_work import GroupWork
+from ftrun.smp.images import open_images
 from ftrun.smp.jobs import Finish, Jobs
-from ftrun.smp.limits import available_memory
 from ftrun.smp.memory import ArenaMemory, create
-from ftrun.snapshot.versions import CommitTracker
+from ftrun.smp.protecting import protecting_of
 from ftrun.wire import messages as m
 from ftrun.wire.arena import ArenaShape
 from ftrun.wire.channel import Received
 from ftrun.wire.crash_points import crash_point
-from ftrun.wire.pages import Command, Page
+from ftrun.wire.pages import Page
 
 MAX_RUN_STATE_BYTES = (1 << 20) - (1 << 14)
 """What fits a HandedOver beside the ranks."""
@@ -54,30 +43,35 @@ class Keeper:
 
     def __init__(self, run_id: RunId, jobs: Jobs) -> None:
         self.memory = ArenaMemory()
-        self.tracker = CommitTracker()
+        self.commits = Commits(self.memory, self._tell_agent)
+        self.checkpoints = Checkpoints(run_id, jobs, self.memory, self._loaded)
+        self.group_work = GroupWork(
+            run_id,
+            memory=self.memory,
+            commits=self.commits,
+            jobs=jobs,
+            tell_agent=self._tell_agent,
+        )
         self.agent: Client | None = None
         self._run_id = run_id
         self._jobs = jobs
-        self._page: Page | None = None
         self._run_state = b""
-        self._stop = threading.Event()
-        self._writer = CheckpointWriter(
-            run_id, free_bytes=lambda: available_memory().num_bytes, stop=self._stop
-        )
 
     @property
     def has_begun(self) -> bool:
-        return self.tracker.generation >= 0
+        return self.commits.has_begun
 
     def is_over(self, envelope: m.Envelope) -> bool:
         """It comes from a generation that has ended: its sender is being killed."""
-        return envelope.generation < self.tracker.generation
+        return envelope.generation < self.commits.tracker.generation
 
     # --- worker ----------------------------------------------------------------------------
 
     def reserve(self, client: Client, body: m.ReserveMemory) -> None:
         try:
-            self.memory.reserve(Rank(body.rank), body.image_bytes)
+            self.memory.reserve(
+                Rank(body.rank), body.image_bytes, world_size=self.commits.tracker.world_size
+            )
         except MemoryTooSmall as error:
             client.tell(_refusal(error))
         else:
@@ -88,7 +82,7 @@ class Keeper:
             body.rank, body.world_size, body.image_bytes, body.num_pieces, body.layout_id
         )
         rank = Rank(body.rank)
-        arena = self.memory.grant_again(shape, self.tracker.generation)
+        arena = self.memory.grant_again(shape, self.commits.tracker.generation)
         if arena is not None:
             # The agent has it: from its making, from HandOver, or it brought it itself.
             client.tell(_granted(shape), fds=(arena.fd,))
@@ -112,7 +106,7 @@ class Keeper:
         return partial(self._made, client, fd, shape)
 
     def _made(self, client: Client, fd: int, shape: ArenaShape) -> None:
-        self.memory.add(fd, self.tracker.generation)
+        self.memory.add(fd, self.commits.tracker.generation)
         self._grant(client, fd, shape)
 
     def _not_made(self, client: Client, rank: Rank, answer: m.AnyMessage) -> None:
@@ -125,110 +119,84 @@ class Keeper:
         client.tell(_granted(shape), fds=(fd,))
         crash_point("smp.arena.granted")
 
-    def shard_sealed(self, rank: Rank, sealed: Version) -> None:
-        crash_point("smp.commit.seal_heard")
-        committed = self.tracker.sealed(rank, sealed)
-        if committed is None:
-            return
-        self._show(committed)
-        self.memory.free_replaced(
-            committed, ranks=self.tracker.ranks, generation=self.tracker.generation
-        )
-        crash_point("smp.commit.replaced_freed")
-        self._tell_agent(m.VersionCommitted(committed.generation, committed.step))
-
-    def withdraw(self, rank: Rank, sealed: Version) -> m.AnyMessage:
-        """Void a seal while its worker waits, so that no later SMP finds and commits it.
-
-        The others are told: whoever waits for this version to be committed need not any more.
-        """
-        if not self.tracker.withdraw(rank, sealed):
-            return m.Refused(f"{sealed} is committed already")
-        self.memory.void(rank, sealed)
-        if self._page is not None and sealed.generation == self.tracker.generation:
-            newest = max(self._page.get(Command.ABANDONED_STEP), sealed.step)
-            self._page.set(Command.ABANDONED_STEP, newest)
-        crash_point("smp.commit.withdrawn")
-        return m.Done()
-
-    def hear_again(self, rank: Rank) -> None:
-        """A worker (re)connects: take the seals that the last SMP may have died with."""
-        held = self.memory.held(self.tracker.world_size).get(rank, set())
-        for sealed in sorted(held):
-            self.shard_sealed(rank, sealed)
-
-    def _show(self, committed: Version | None) -> None:
-        if self._page is None:
-            return
-        generation, step = (committed.generation, committed.step) if committed else (-1, -1)
-        crash_point("smp.commit.decided")
-        self._page.set(Command.COMMITTED_STEP, step)
-        crash_point("smp.commit.step_shown")
-        self._page.set(Command.COMMITTED_GENERATION, generation)
-        if committed is not None:
-            self._page.add(Command.COMMIT_COUNT, 1)
-        crash_point("smp.commit.shown")
+    def open_images(self, client: Client, body: m.OpenImages) -> None:
+        open_images(self.memory, client, body)
 
     # --- agent -----------------------------------------------------------------------------
 
     def begin_generation(self, body: m.BeginGeneration, received: Received) -> m.AnyMessage:
         if len(received.fds) != 1:
             raise ProtocolError("BeginGeneration comes with one descriptor, the command page")
-        if body.generation < self.tracker.generation:
-            return m.Refused(
-                f"generation {body.generation} is over, this is {self.tracker.generation}"
-            )
+        before = self.commits.tracker.generation
+        if body.generation < before:
+            return m.Refused(f"generation {body.generation} is over, this is {before}")
         try:
             page = Page(received.fds[0])
         except (OSError, ValueError) as error:
             raise ProtocolError(f"the command page cannot be mapped: {error}") from error
-        if body.generation > self.tracker.generation:
+        group = protecting_of(body)
+        restored = version(*body.restored) if body.restored is not None else None
+        if body.generation > before:
             self.memory.forget_promises()
-        self._page = page
-        self._begin(
-            Generation(body.generation), [Rank(r) for r in body.local_ranks], body.world_size
+        self.group_work.begin(body, group, page, restored)
+        self.commits.begin(
+            page,
+            Generation(body.generation),
+            [Rank(rank) for rank in body.local_ranks],
+            body.world_size,
+            group=group,
+            restored=restored,
         )
+        own = group.nodes[group.place] if group is not None else None
+        self.group_work.restores.begin(body, restored, own)
         return m.Done()
-
-    def _begin(self, generation: Generation, ranks: list[Rank], world_size: int) -> None:
-        committed = self.tracker.begin_generation(
-            generation, ranks, world_size, self.memory.held(world_size)
-        )
-        self._show(committed)
 
     def inventory(self) -> m.AnyMessage:
-        return m.Inventory(self.memory.offers())
+        work = self.group_work
+        return m.Inventory(self.memory.offers(), work.vaults.parts(), list(work.set_aside))
 
     def void_after(self, body: m.VoidAfter) -> m.AnyMessage:
-        count = self.memory.void_after(version(body.generation, body.step))
-        _log.info("%d slots later than %s are void", count, version(body.generation, body.step))
-        if self.has_begun:
-            tracker = self.tracker
-            self._begin(tracker.generation, list(tracker.ranks), tracker.world_size)
+        newest = version(body.generation, body.step)
+        count = self.group_work.void_after(newest) + self.memory.void_after(newest)
+        if count:
+            _log.info("%d slots and vaults later than %s are void", count, newest)
+        self._count_again()
         return m.Done()
+
+    def _count_again(self) -> None:
+        if self.has_begun:
+            tracker = self.commits.tracker
+            self.commits.begin_again(tracker.generation, tracker.ranks, tracker.world_size)
+            self.group_work.restores.look_again()
 
     def hand_over(self, client: Client) -> None:
         arenas = self.memory.all()
+        vaults = self.group_work.vaults.fds
         client.tell(
-            m.HandedOver([arena.shape.rank for arena in arenas], self._run_state),
-            fds=tuple(arena.fd for arena in arenas),
+            m.HandedOver([one.shape.rank for one in arenas], self._run_state, len(vaults)),
+            fds=(*(one.fd for one in arenas), *vaults),
         )
 
     def adopt(self, body: m.Adopt, received: Received) -> m.AnyMessage:
-        if len(received.fds) != len(body.ranks):
+        if len(received.fds) != len(body.ranks) + body.num_vaults:
             raise ProtocolError(
-                f"Adopt names {len(body.ranks)} ranks and brings {len(received.fds)} descriptors"
+                f"Adopt names {len(body.ranks)} ranks and {body.num_vaults} vaults and brings "
+                f"{len(received.fds)} descriptors"
             )
         problems = []
-        for rank, fd in zip(body.ranks, received.fds, strict=True):
+        for at, fd in enumerate(received.fds):
             ours = os.dup(fd)
             try:
-                self.memory.adopt(ours, rank=rank, generation=self.tracker.generation)
+                if at < len(body.ranks):
+                    generation = self.commits.tracker.generation
+                    self.memory.adopt(ours, rank=body.ranks[at], generation=generation)
+                else:
+                    self.group_work.vaults.adopt(ours)
             except LayoutUnknown as error:
                 os.close(ours)
-                problems.append(f"rank {rank}: {error}")
-        if self.has_begun:
-            self._begin(self.tracker.generation, list(self.tracker.ranks), self.tracker.world_size)
+                rank = f"rank {body.ranks[at]}" if at < len(body.ranks) else "a vault"
+                problems.append(f"{rank}: {error}")
+        self._count_again()
         crash_point("smp.adopted")
         return m.Refused("; ".join(problems)) if problems else m.Done()
 
@@ -241,88 +209,33 @@ class Keeper:
         return m.Done()
 
     def write_checkpoint(self, client: Client, body: m.WriteCheckpoint) -> None:
-        if not self.tracker.sees_all:
+        tracker = self.commits.tracker
+        if not tracker.sees_all:
             client.tell(m.CheckpointRefused("not all ranks of the run are on this node"))
-            return
-        fds = {
-            rank: [os.dup(arena.fd) for arena in self.memory.of(rank)] for rank in self.memory.ranks
-        }
-        self._jobs.submit(
-            "disk",
-            partial(self._write, client, body, fds, self.tracker.world_size),
-            failed=partial(client.tell, m.CheckpointRefused(_BUG.why)),
-        )
+        else:
+            self.checkpoints.write(client, body, tracker.world_size)
 
-    def _write(
-        self, client: Client, body: m.WriteCheckpoint, fds: ArenaFds, world_size: int
-    ) -> Finish:
-        try:
-            done = self._writer.write(
-                fds, world_size=world_size, directory=Path(body.directory), keep=body.keep
-            )
-        except CheckpointError as error:
-            return partial(client.tell, m.CheckpointRefused(str(error)))
-        finally:
-            for some in fds.values():
-                for fd in some:
-                    os.close(fd)
-        answer = m.CheckpointWritten(
-            generation=done.version.generation,
-            step=done.version.step,
-            path=str(done.path),
-            total_bytes=done.total_bytes,
-            seconds=done.seconds,
-        )
-        return partial(client.tell, answer)
-
-    def load_checkpoint(self, client: Client, body: m.LoadCheckpoint) -> None:
-        self._jobs.submit(
-            "disk", partial(self._load, client, body), failed=partial(client.tell, _BUG)
-        )
-
-    def _load(self, client: Client, body: m.LoadCheckpoint) -> Finish:
-        directory = Path(body.directory)
-        try:
-            loaded = load_checkpoint(
-                directory,
-                world_size=body.world_size,
-                ranks=[Rank(rank) for rank in body.local_ranks],
-                check=_check_available,
-            )
-        except (CheckpointError, MemoryTooSmall) as error:
-            return partial(client.tell, m.Refused(str(error)))
-        if loaded is None:
-            return partial(client.tell, m.CheckpointLoaded(generation=-1, step=-1, path=""))
-        return partial(self._loaded, client, directory, loaded)
-
-    def _loaded(self, client: Client, directory: Path, loaded: Loaded) -> None:
-        self._writer.remember(directory, loaded.version, loaded.path)
-        self.memory.put_instead(loaded.fds, self.tracker.generation)
+    def _loaded(self, loaded: Loaded) -> None:
+        """A checkpoint is in fresh arenas."""
+        self.memory.put_instead(loaded.fds, self.commits.tracker.generation)
         for arena in self.memory.all():
             self._tell_agent(_granted(arena.shape), fds=(arena.fd,))
         crash_point("smp.checkpoint.loaded")
-        client.tell(
-            m.CheckpointLoaded(
-                generation=loaded.version.generation,
-                step=loaded.version.step,
-                path=str(loaded.path),
-                notes=loaded.notes,
-            )
-        )
 
     # --- anyone ----------------------------------------------------------------------------
 
     def status(self, extra: dict[str, object]) -> m.AnyMessage:
-        committed = self.tracker.committed
+        committed = self.commits.tracker.committed
         document = {
             "role": "smp",
             "run_id": self._run_id,
             "pid": os.getpid(),
             **extra,
-            "generation": self.tracker.generation,
-            "world_size": self.tracker.world_size,
+            "generation": self.commits.tracker.generation,
+            "world_size": self.commits.tracker.world_size,
             "committed": [committed.generation, committed.step] if committed else None,
             "bytes": self.memory.allocated_bytes,
+            "group_work": self.group_work.status(),
             "arenas": [
                 {
                     "rank": arena.shape.rank,
@@ -343,10 +256,11 @@ class Keeper:
         return m.Status(json.dumps(document).encode())
 
     def free(self) -> None:
-        """Give up what is being written, and all memory."""
-        self._stop.set()
+        """Give up what is under way, and all memory."""
+        self.checkpoints.stop()
+        self.group_work.free()
         self.memory.free()
-        self._page = None
+        self.commits.forget_page()
 
     def _tell_agent(self, body: m.AnyMessage, *, fds: tuple[int, ...] = ()) -> None:
         if self.agent is not None:
@@ -361,13 +275,3 @@ def _refusal(error: MemoryTooSmall) -> m.MemoryRefused:
     return m.MemoryRefused(
         needed_bytes=error.needed_bytes, available_bytes=error.available_bytes, limit=error.limit
     )
-
-
-def _check_available(needed_bytes: int) -> None:
-    available = available_memory()
-    if needed_bytes > available.num_bytes:
-        raise MemoryTooSmall(
-            needed_bytes=needed_bytes,
-            available_bytes=available.num_bytes,
-            limit=available.limit,
-        )

@@ -94,14 +94,17 @@ class ArenaMemory:
                 needed_bytes=needed, available_bytes=available.num_bytes, limit=available.limit
             )
 
-    def reserve(self, rank: Rank, image_bytes: int) -> None:
+    def reserve(self, rank: Rank, image_bytes: int, *, world_size: int) -> None:
         """Promise two slots of this size, less what the rank's arena has already.
+
+        Arenas of another world size do not count: they are read from until the first commit.
 
         Raises:
             MemoryTooSmall: they do not fit.
         """
         total = arena_bytes(image_bytes, image_bytes // PIECE_BYTES + _SPARE_PIECES)
-        has = max((arena.shape.total_bytes for arena in self.of(rank)), default=0)
+        shapes = [arena.shape for arena in self.of(rank) if arena.shape.world_size == world_size]
+        has = max((shape.total_bytes for shape in shapes), default=0)
         self.promise(rank, max(0, total - has))
 
     def forget_promise(self, rank: Rank) -> None:

@@ -29,9 +29,20 @@ from ftrun.wire.channel import Channel, Received, accept, listen
 
 _ALLOWED: dict[Role, tuple[type[m.Message], ...]] = {
     Role.UNKNOWN: (m.Hello,),
-    Role.WORKER: (m.ReserveMemory, m.RequestArena, m.ShardSealed, m.WithdrawShard),
+    Role.WORKER: (
+        m.ReserveMemory,
+        m.RequestArena,
+        m.ShardSealed,
+        m.WithdrawShard,
+        m.ShardSkipped,
+        m.AwaitRestored,
+        m.OpenImages,
+    ),
     Role.AGENT: (
+        m.ListenForPeers,
         m.BeginGeneration,
+        m.CommitVersion,
+        m.AbandonVersion,
         m.TakeInventory,
         m.VoidAfter,
         m.HandOver,
@@ -44,6 +55,15 @@ _ALLOWED: dict[Role, tuple[type[m.Message], ...]] = {
     ),
     Role.CLI: (m.AskStatus, m.Shutdown),
 }
+_OfWorker = (
+    m.ReserveMemory
+    | m.RequestArena
+    | m.ShardSealed
+    | m.WithdrawShard
+    | m.ShardSkipped
+    | m.AwaitRestored
+    | m.OpenImages
+)
 _log = logging.getLogger(__name__)
 
 
@@ -200,31 +220,47 @@ class Server:
             self._keeper.agent = client
             self._orphaned_since_s = None
         elif client.role is Role.WORKER and not self._has_to_wait(client):
-            self._keeper.hear_again(Rank(client.rank))
+            self._keeper.commits.hear_again(Rank(client.rank))
 
     def _serve_worker(self, client: Client, received: Received) -> None:
-        body = received.body
-        assert isinstance(body, m.ReserveMemory | m.RequestArena | m.ShardSealed | m.WithdrawShard)
+        keeper, body = self._keeper, received.body
+        assert isinstance(body, _OfWorker)
         if body.rank != client.rank:
             raise ProtocolError(f"it speaks for rank {body.rank}")
-        if not isinstance(body, m.ShardSealed) and self._keeper.is_over(received.envelope):
+        is_over = keeper.is_over(received.envelope)
+        if is_over and not isinstance(body, m.ShardSealed | m.ShardSkipped):
             client.tell(m.Refused(f"generation {received.envelope.generation} is over"))
             return
+        rank = Rank(body.rank)
         match body:
             case m.ReserveMemory():
-                self._keeper.reserve(client, body)
+                keeper.reserve(client, body)
             case m.RequestArena():
-                self._keeper.request_arena(client, body)
+                keeper.request_arena(client, body)
             case m.ShardSealed():
-                sealed = version(body.generation, body.step)
-                self._keeper.shard_sealed(Rank(body.rank), sealed)
+                keeper.commits.sealed(rank, version(body.generation, body.step))
+            case m.ShardSkipped():
+                keeper.commits.skipped(version(body.generation, body.step))
             case m.WithdrawShard():
-                sealed = version(body.generation, body.step)
-                client.tell(self._keeper.withdraw(Rank(body.rank), sealed))
+                client.tell(keeper.commits.withdraw(rank, version(body.generation, body.step)))
+            case m.AwaitRestored():
+                wanted = version(body.generation, body.step)
+                keeper.group_work.restores.grant(client, rank, wanted)
+            case m.OpenImages():
+                keeper.open_images(client, body)
 
-    def _serve_agent(self, client: Client, received: Received) -> m.AnyMessage | None:  # noqa: C901 - the one dispatch
+    def _serve_agent(self, client: Client, received: Received) -> m.AnyMessage | None:  # noqa: C901, PLR0912
         keeper = self._keeper
         match received.body:
+            case m.ListenForPeers() as body:
+                return keeper.group_work.listen(body.host, received.fds)
+            case m.CommitVersion() as body:
+                if not keeper.is_over(received.envelope):
+                    keeper.commits.commit(version(body.generation, body.step))
+                return None
+            case m.AbandonVersion() as body:
+                keeper.commits.abandon(body.generation, body.step)
+                return None
             case m.BeginGeneration() as body:
                 answer = keeper.begin_generation(body, received)
                 client.tell(answer)
@@ -248,7 +284,7 @@ class Server:
                 keeper.write_checkpoint(client, body)
                 return None
             case m.LoadCheckpoint() as body:
-                keeper.load_checkpoint(client, body)
+                keeper.checkpoints.load(client, body)
                 return None
             case m.AskStatus():
                 return keeper.status(self._orphanhood())

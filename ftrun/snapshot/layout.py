@@ -16,11 +16,12 @@ large entries are cut into pieces that stay in the processor's cache between cop
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
 
 from ftrun.errors import LayoutUnknown
+from ftrun.snapshot.boxes import Box, Part, Shape, parse_part, whole
 
 PLAIN_NAME = "ftrun.plain"
 """The entry that holds everything that is not a tensor: u64 length, then msgpack."""
@@ -50,13 +51,17 @@ class When(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One tensor of a shard. `offset` counts from the start of the data, behind the header."""
+    """One tensor of a shard. `offset` counts from the start of the data, behind the header.
+
+    `part` says of which tensor it is a part; without one it is a whole tensor.
+    """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     when: When
     offset: int = 0
+    part: Part | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -65,6 +70,18 @@ class Entry:
     @property
     def is_small(self) -> bool:
         return self.num_bytes < SMALL_BYTES
+
+    @property
+    def whole_shape(self) -> Shape:
+        """Shape of the whole tensor."""
+        return self.shape if self.part is None else self.part.shape
+
+    @property
+    def box(self) -> Box | None:
+        """Where it lies in the whole tensor; None where it is no single box of it."""
+        if self.part is None:
+            return whole(self.shape)
+        return None if self.part.offsets is None else Box(self.part.offsets, self.shape)
 
     def __str__(self) -> str:
         return f"{self.dtype}{list(self.shape)}"
@@ -80,11 +97,17 @@ class Piece:
 
 @dataclass(frozen=True)
 class Layout:
-    """Entries in their final order, with offsets; see the module docstring."""
+    """Entries in their final order, with offsets; see the module docstring.
+
+    Args:
+        knows_parts: it says of each entry which part of which tensor it is; snapshots of older
+            versions of ftrun do not.
+    """
 
     entries: tuple[Entry, ...]
     plain_capacity: int
     metadata: dict[str, str] = field(default_factory=dict)
+    knows_parts: bool = True
 
     @cached_property
     def data_bytes(self) -> int:
@@ -94,7 +117,10 @@ class Layout:
     @cached_property
     def header(self) -> bytes:
         """Safetensors' header with its length in front, padded so that data start aligned."""
-        described: dict[str, object] = {"__metadata__": {**self.metadata, "ftrun.when": self._when}}
+        ours = {"ftrun.when": self._when}
+        if self.knows_parts:
+            ours["ftrun.parts"] = self._parts
+        described: dict[str, object] = {"__metadata__": {**self.metadata, **ours}}
         for entry in self.entries:
             described[entry.name] = {
                 "dtype": entry.dtype,
@@ -133,6 +159,12 @@ class Layout:
     def _when(self) -> str:
         return "".join(entry.when.value[0] for entry in self.entries)
 
+    @property
+    def _parts(self) -> str:
+        # Some ten bytes for an entry that is a part, one for any other, none behind the last part.
+        texts = ("" if entry.part is None else str(entry.part) for entry in self.entries)
+        return ";".join(texts).rstrip(";")
+
 
 def cut(offset: int, num_bytes: int) -> list[Piece]:
     """Pieces of at most `PIECE_BYTES`."""
@@ -167,14 +199,18 @@ def make_layout(
             pad = -offset % ALIGN_BYTES
             placed.append(Entry(f"ftrun.pad.{offset}", "U8", (pad,), placed[-1].when, offset))
             offset += pad
-        placed.append(Entry(entry.name, entry.dtype, entry.shape, entry.when, offset))
+        placed.append(replace(entry, offset=offset))
         offset += entry.num_bytes
     placed.append(Entry(PLAIN_NAME, "U8", (capacity,), When.BOUNDARY, offset))
     return Layout(tuple(placed), capacity, metadata or {})
 
 
-def parse_header(image: memoryview) -> tuple[Layout, int]:
+def parse_header(image: memoryview, *, image_bytes: int | None = None) -> tuple[Layout, int]:
     """The layout of a shard, and where its data start.
+
+    Args:
+        image: the shard, or no more than its header.
+        image_bytes: of the whole shard, where this is its header.
 
     Raises:
         LayoutUnknown: these are not the bytes of a shard.
@@ -188,6 +224,8 @@ def parse_header(image: memoryview) -> tuple[Layout, int]:
         described = json.loads(bytes(image[8 : 8 + length]))
         metadata = described.pop("__metadata__")
         when = metadata.pop("ftrun.when")
+        told = metadata.pop("ftrun.parts", None)
+        parts = _parse_parts(told or "", len(when))
         entries = tuple(
             Entry(
                 name,
@@ -195,13 +233,31 @@ def parse_header(image: memoryview) -> tuple[Layout, int]:
                 tuple(entry["shape"]),
                 When.LAZY if mark == "l" else When.BOUNDARY,
                 entry["data_offsets"][0],
+                part,
             )
-            for (name, entry), mark in zip(described.items(), when, strict=True)
+            for (name, entry), mark, part in zip(described.items(), when, parts, strict=True)
         )
-        layout = Layout(entries, entries[-1].num_bytes, metadata)
-        fits = 8 + length + layout.data_bytes <= len(image)
+        layout = Layout(entries, entries[-1].num_bytes, metadata, told is not None)
+        _check_parts(entries)
+        fits = 8 + length + layout.data_bytes <= (image_bytes or len(image))
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise LayoutUnknown(f"the header of a shard is not readable: {error!r}") from error
     if not fits or entries[-1].name != PLAIN_NAME:
         raise LayoutUnknown("the header of a shard does not describe the bytes behind it")
     return layout, 8 + length
+
+
+def _parse_parts(text: str, count: int) -> list[Part | None]:
+    found = [parse_part(one) if one else None for one in text.split(";")]
+    return found + [None] * (count - len(found))
+
+
+def _check_parts(entries: Sequence[Entry]) -> None:
+    for entry in entries:
+        if entry.part is None:
+            continue
+        offsets = entry.part.offsets or (0,) * len(entry.shape)
+        reach = (at + size for at, size in zip(offsets, entry.shape, strict=True))
+        inside = (end <= size for end, size in zip(reach, entry.part.shape, strict=True))
+        if not all(inside) or min(offsets, default=0) < 0:
+            raise ValueError(f"{entry.name} of {list(entry.shape)} is no part {entry.part}")

@@ -9,8 +9,8 @@ A worker overwrites only the slot that does not hold the newest committed versio
 holds at most one version beyond the committed one: a newer seal of a rank replaces its older
 one here as it did in memory.
 
-Decides alone only where all ranks of the world are on this node. With several nodes the lead
-decides, and `sealed` never commits.
+Decides alone only where all ranks of the world are on this node and no group protects it. Else
+the lead decides: `complete` says what all ranks here have sealed, `commit` takes the decision.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -26,6 +26,7 @@ class CommitTracker:
         self.committed: Version | None = None
         self._pending: dict[Rank, Version | None] = dict.fromkeys(ranks)
         self._world_size = world_size
+        self._decides_alone = True
 
     @property
     def ranks(self) -> tuple[Rank, ...]:
@@ -40,6 +41,12 @@ class CommitTracker:
         """Every rank of the world reports here."""
         return len(self._pending) == self._world_size > 0
 
+    @property
+    def complete(self) -> Version | None:
+        """What every rank here has sealed beyond the committed version."""
+        found = set(self._pending.values())
+        return found.pop() if len(found) == 1 else None
+
     def pending(self, rank: Rank) -> Version | None:
         """The version beyond the committed one that this rank has sealed."""
         return self._pending.get(rank)
@@ -50,6 +57,8 @@ class CommitTracker:
         ranks: Iterable[Rank],
         world_size: int,
         held: Mapping[Rank, Collection[Version]],
+        *,
+        decides_alone: bool = True,
     ) -> Version | None:
         """Count for these ranks from now on; the version that is committed at the start.
 
@@ -59,11 +68,13 @@ class CommitTracker:
             world_size: how many there are in all.
             held: what the slots hold. In a new generation that is the restore point and what is
                 older; for a new SMP in the middle of one it may be seals that nobody heard.
+            decides_alone: what all ranks have sealed is committed by that.
         """
         self.generation = generation
+        self._decides_alone = decides_alone
         self._pending = dict.fromkeys(ranks)
         self._world_size = world_size
-        self.committed = newest_common(held, self._pending) if self.sees_all else None
+        self.committed = newest_common(held, self._pending) if self._may_commit else None
         for rank in self._pending:
             newest = max(held.get(rank, ()), default=None)
             if newest is not None and self._counts(newest):
@@ -77,11 +88,21 @@ class CommitTracker:
         before = self._pending[rank]
         if before is None or version > before:
             self._pending[rank] = version
-        if not self.sees_all or any(has != version for has in self._pending.values()):
+        if not self._may_commit or self.complete != version:
             return None
-        self.committed = version
-        self._pending = dict.fromkeys(self._pending)
+        self.commit(version)
         return version
+
+    def commit(self, version: Version) -> None:
+        """It is committed, whoever has decided so."""
+        self.committed = version
+        self.abandon(version)
+
+    def abandon(self, newest: Version) -> None:
+        """Seals up to this version do not count any more."""
+        for rank, has in self._pending.items():
+            if has is not None and has <= newest:
+                self._pending[rank] = None
 
     def withdraw(self, rank: Rank, version: Version) -> bool:
         """Forget a rank's seal; False where it is too late, because it is committed."""
@@ -90,6 +111,10 @@ class CommitTracker:
         if self._pending.get(rank) == version:
             self._pending[rank] = None
         return True
+
+    @property
+    def _may_commit(self) -> bool:
+        return self.sees_all and self._decides_alone
 
     def _counts(self, version: Version) -> bool:
         is_new = self.committed is None or version > self.committed

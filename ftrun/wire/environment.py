@@ -21,6 +21,9 @@ SMP_SOCKET = "FTRUN_SMP_SOCKET"
 RESTORE = "FTRUN_RESTORE"
 """`GENERATION:STEP` of the version to restore; absent when there is none."""
 
+RESTORE_WORLD_SIZE = "FTRUN_RESTORE_WORLD_SIZE"
+"""How many ranks took that version; absent where it is as many as there are now."""
+
 SNAPSHOT = "FTRUN_SNAPSHOT"
 """The snapshot section of the profile, as JSON."""
 

@@ -52,6 +52,7 @@ class Beat(IntEnum):
     STOPPED_AT_BOUNDARY = 25  # waits at a boundary for the end, last snapshot sealed
     WISHED_EVERY = 26  # steps between snapshots that this rank's own measurements ask for
     CORRUPT_SLOT = 27  # 1 + the slot whose digest did not match at the restore
+    CORRUPT_RANK = 28  # 1 + the rank of the old world whose slot that is; 0: this rank
 
 
 class Command(IntEnum):
@@ -65,6 +66,8 @@ class Command(IntEnum):
     SNAPSHOT_EVERY = 5  # steps between snapshots where the profile says auto; 0: every step
     EVERY_FROM_STEP = 6  # SNAPSHOT_EVERY counts from this step on, so that all ranks agree
     ABANDONED_STEP = 7  # some rank has no seal of this step and never will: it is not committed
+    COMMITTED_IN = 8  # generation of the last commit: after a restore nothing is taken before it
+    PROTECTING_STEP = 9  # sealed by all ranks of the node, on its way to other nodes
 
 
 class Page:
@@ -137,4 +140,6 @@ def create_command_page() -> int:
     page.set(Command.COMMITTED_STEP, -1)
     page.set(Command.STOP_AFTER_STEP, NEVER_STEP)
     page.set(Command.ABANDONED_STEP, -1)
+    page.set(Command.COMMITTED_IN, -1)
+    page.set(Command.PROTECTING_STEP, -1)
     return fd

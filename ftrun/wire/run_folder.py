@@ -30,8 +30,13 @@ class RunFolder:
     path: Path
 
     @property
+    def name(self) -> str:
+        """`RUN_ID`, or `RUN_ID@NODE_ID` where a node has a name of its own on this machine."""
+        return self.path.name
+
+    @property
     def run_id(self) -> RunId:
-        return RunId(self.path.name)
+        return RunId(self.name.partition("@")[0])
 
     @property
     def smp_socket(self) -> Path:
@@ -103,8 +108,9 @@ def runs_folder() -> Path:
     return path
 
 
-def run_folder(run_id: RunId) -> RunFolder:
-    return RunFolder(runs_folder() / run_id)
+def run_folder(run_id: RunId, node_id: str | None = None) -> RunFolder:
+    """The folder of a run, or of one node of it where several may be on this machine."""
+    return RunFolder(runs_folder() / (run_id if node_id is None else f"{run_id}@{node_id}"))
 
 
 def all_run_folders() -> list[RunFolder]:

@@ -115,7 +115,11 @@ class Feed:
 
     def _again(self, resume: dict[str, Any]) -> Iterator[Any]:
         if self._is_stateful or resume["started_with"] is None:
-            return self._iterator_over(self.loader)
+            iterator = self._iterator_over(self.loader)
+            # Its own position was that of one rank among another number of them.
+            for _ in range(resume["handed_out"] if resume.get("resized") else 0):
+                next(iterator, None)
+            return iterator
         self._put_back(resume["started_with"])
         to_skip = resume["handed_out"]
         if isinstance(self.loader, DataLoader) and not isinstance(

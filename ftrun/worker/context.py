@@ -45,6 +45,14 @@ class WorkerContext:
     restore: Version | None
     smp_socket: Path
     settings: SnapshotSettings
+    restore_world_size: int | None = None
+    """Ranks that took the version to restore; None: as many as there are now."""
+
+    @property
+    def is_resized(self) -> bool:
+        """The version to restore is of another number of ranks than this generation."""
+        size = self.restore_world_size
+        return self.restore is not None and size is not None and size != self.world_size
 
 
 @cache
@@ -67,5 +75,6 @@ def worker_context() -> WorkerContext | None:
         arena_fd=int(arena_fd) if arena_fd else None,
         restore=version(*(int(part) for part in restore.split(":"))) if restore else None,
         smp_socket=Path(os.environ[env.SMP_SOCKET]),
+        restore_world_size=int(get(env.RESTORE_WORLD_SIZE) or 0) or None,
         settings=msgspec.json.decode(get(env.SNAPSHOT, "{}"), type=SnapshotSettings),
     )

@@ -11,14 +11,19 @@ import contextlib
 import os
 import threading
 
-from ftrun.errors import MemoryTooSmall, PeerError, ProtocolError
+from ftrun.errors import LayoutUnknown, MemoryTooSmall, PeerError, ProtocolError
+from ftrun.ids import Rank, Version
 from ftrun.wire.channel import Channel, Received, connect
 from ftrun.wire.messages import (
     AnyMessage,
     ArenaGranted,
+    AwaitRestored,
     Done,
     Hello,
+    ImagesOpened,
     MemoryRefused,
+    OpenImages,
+    Refused,
     RequestArena,
     ReserveMemory,
     ShardSealed,
@@ -28,6 +33,8 @@ from ftrun.worker.context import WorkerContext
 
 _CONNECT_S = 1.0
 _ANSWER_S = 60.0  # the SMP allocates and populates: 0.25 s per GiB measured, more when it is busy
+
+_FETCH_S = 24 * 3600.0
 
 
 class MemoryLink:
@@ -92,18 +99,55 @@ class MemoryLink:
             return False
         return isinstance(received.body, Done)
 
+    def await_restored(self, wanted: Version) -> int:
+        """A descriptor of the arena with the version to restore, once it has come from elsewhere.
+
+        However long that takes: the SMP answers where it cannot come, and where the SMP is gone
+        the connection is.
+
+        Raises:
+            LayoutUnknown: it cannot be had.
+            PeerError: the SMP cannot be asked.
+        """
+        body = AwaitRestored(self._context.rank, wanted.generation, wanted.step)
+        received = self._ask(body, deadline_s=_FETCH_S)
+        if isinstance(received.body, Refused):
+            raise LayoutUnknown(f"{wanted} is not to be had: {received.body.why}")
+        if not isinstance(received.body, ArenaGranted) or len(received.fds) != 1:
+            raise ProtocolError(f"the SMP answered {received.body!r} to a wait for {wanted}")
+        return received.fds[0]
+
+    def open_images(self, wanted: Version, world_size: int) -> dict[Rank, int]:
+        """Descriptors of the shards of a version on this node, by rank, the caller's to close.
+
+        Args:
+            wanted: the version.
+            world_size: of the ranks that took it.
+
+        Raises:
+            LayoutUnknown: the SMP refuses.
+            PeerError: it cannot be asked.
+        """
+        body = OpenImages(self._context.rank, wanted.generation, wanted.step, world_size)
+        received = self._ask(body)
+        if isinstance(received.body, Refused):
+            raise LayoutUnknown(f"the shards of {wanted} cannot be opened: {received.body.why}")
+        if not isinstance(received.body, ImagesOpened):
+            raise ProtocolError(f"the SMP answered {received.body!r} to a question about shards")
+        return dict(zip(map(Rank, received.body.ranks), received.fds, strict=True))
+
     def close(self) -> None:
         with self._lock:
             self._drop()
 
-    def _ask(self, body: AnyMessage) -> Received:
+    def _ask(self, body: AnyMessage, *, deadline_s: float = _ANSWER_S) -> Received:
         with self._lock:
             try:
-                return self._connected().ask(body, deadline_s=_ANSWER_S)
+                return self._connected().ask(body, deadline_s=deadline_s)
             except PeerError:
                 self._drop()
             try:
-                return self._connected().ask(body, deadline_s=_ANSWER_S)
+                return self._connected().ask(body, deadline_s=deadline_s)
             except PeerError:
                 self._drop()
                 raise

@@ -15,6 +15,7 @@ import torch
 
 from ftrun import clock
 from ftrun.errors import MemoryTooSmall, PeerError
+from ftrun.ids import Version
 from ftrun.wire.arena import Arena
 from ftrun.wire.pages import Beat, Command
 from ftrun.worker.accumulation import Accumulation
@@ -23,7 +24,7 @@ from ftrun.worker.buckets import WrapperWatch, is_needed, ready_order, warm_buck
 from ftrun.worker.capture import Capture
 from ftrun.worker.context import WorkerContext
 from ftrun.worker.memory_link import MemoryLink
-from ftrun.worker.reload import SavedState, put_back_random_states, reload
+from ftrun.worker.reload import Restorable, SavedState
 from ftrun.worker.slots import needed_bytes
 from ftrun.worker.state_tree import StateTree
 
@@ -47,7 +48,8 @@ class Protection:
         self._accumulation = Accumulation(attached.optimizers.values())
         self._watch = WrapperWatch()
         self._capture: Capture | None = None
-        self._saved: SavedState | None = None
+        self._saved: Restorable | None = None
+        self._inherited: Arena | None = None
         self._wrapped_at_load: set[int] = set()
         self._orders: dict[str, list[int]] = {}
         self._final_orders: set[str] = set()
@@ -66,15 +68,29 @@ class Protection:
         context.page.set(Beat.ATTACH_NS, clock.now_ns())
         if torch.distributed.is_initialized() and not self._wrappers():
             self._watch.find_older()
-        if context.arena_fd is None or context.restore is None:
+        if context.is_resized:
+            from ftrun.worker.resized import open_resized  # imports distributed checkpoints
+
+            self._saved = open_resized(context, self._link)
+        elif context.restore is None:
             return None
-        self._arena = Arena(context.arena_fd, writable=True)
-        self._saved = SavedState(self._arena, context.restore, context)
+        else:
+            self._inherited = self._arena_with(context.restore)
+            self._saved = SavedState(self._inherited, context.restore, context)
         self._orders = self._saved.part("orders")
         self._is_restored = True
         own = {name: self._saved.part(name) for name in ("session", "loaders")}
         self._load()
         return own
+
+    def _arena_with(self, wanted: Version) -> Arena:
+        """The arena we were started with; or, on a node that is new to this rank, its SMP's."""
+        if self._context.arena_fd is not None:
+            arena = Arena(self._context.arena_fd, writable=True)
+            if arena.find(wanted) is not None:
+                return arena
+            arena.close()
+        return Arena(self._link.await_restored(wanted), writable=True)
 
     def begin(self, extra: Callable[[], dict[str, Any]]) -> None:
         """Reserve the memory and get ready to take snapshots.
@@ -87,22 +103,28 @@ class Protection:
         if not context.settings.enabled:
             return
         self._tree.collect(extra())  # what cannot be stored is said now, not at the first step
-        if context.arena_fd is None and not self._reserve():
+        if self._inherited is None and context.arena_fd is None and not self._reserve():
             return
         self._capture = Capture(context, self._tree, self._link)
         atexit.register(self._capture.finish)
-        if self._saved is not None:
-            self._capture.warm(self._arena)
+        if self._inherited is not None:
+            self._capture.warm(self._inherited)
 
     def put_back_random_states(self) -> None:
         if self._saved is not None:
-            put_back_random_states(self._saved, self._attached)
+            self._saved.put_back_random_states(self._attached)
 
     def _load(self) -> None:
         assert self._saved is not None
         self._warm_buckets()
         self._wrapped_at_load = {id(ddp) for ddp in self._wrappers().values()}
-        reload(self._saved, self._tree, self._context)
+        self._saved.load(self._tree, self._context)
+
+    def _let_go(self) -> None:
+        """What was restored is in the script's hands; its source is needed no more."""
+        if self._saved is not None:
+            self._saved.close()
+        self._saved = None
 
     def _reserve(self) -> bool:
         context = self._context
@@ -129,7 +151,7 @@ class Protection:
                 self._finish_capture()
                 self._load()
             self.put_back_random_states()
-            self._saved = None
+            self._let_go()
 
     def first_turn_is_over(self) -> None:
         """A loop of the script's own has made its first step; what has run cannot be run again."""
@@ -138,7 +160,7 @@ class Protection:
                 "not bitwise: the model was wrapped in DDP after attach, which has sent rank 0's "
                 "buffers to all; attach after wrapping, or use session.steps()"
             )
-        self._saved = None
+        self._let_go()
 
     def _wrapped_since_load(self) -> bool:
         return bool({id(ddp) for ddp in self._wrappers().values()} - self._wrapped_at_load)

@@ -9,8 +9,8 @@ kept views of the arena would train in the snapshot. Random states come last and
 whatever runs between restore and first step may draw.
 """
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
 
 import torch
 
@@ -30,6 +30,28 @@ from ftrun.worker.copying import entry_view
 from ftrun.worker.state_tree import Lasting, StateTree
 
 _NOTHING = "nothing"
+
+
+class Restorable(Protocol):
+    """A version that can be put into what is attached, more than once."""
+
+    def part(self, name: str) -> Any:
+        """A part of the plain values."""
+        ...
+
+    def load(self, tree: StateTree, context: WorkerContext) -> None:
+        """Load everything but the random states.
+
+        Raises:
+            SnapshotError: what is attached is not what was saved.
+        """
+        ...
+
+    def put_back_random_states(self, attached: Attached) -> None: ...
+
+    def close(self) -> None:
+        """Let go of the memory it lies in."""
+        ...
 
 
 class SavedState:
@@ -64,8 +86,17 @@ class SavedState:
         """A part of the plain values, with its tensors; each tensor is a copy of its own."""
         return plain.decode(self._parts[name], deref=self._deref)
 
-    def part_or_none(self, name: str) -> Any:
-        return self.part(name) if name in self._parts else None
+    def load(self, tree: StateTree, context: WorkerContext) -> None:
+        reload(self, tree, context)
+
+    def put_back_random_states(self, attached: Attached) -> None:
+        for name, state in self.part("generators").items():
+            if name in attached.generators:
+                rng.set_generator(attached.generators[name], state)
+        rng.put_back(self.part("rng"))
+
+    def close(self) -> None:
+        """Nothing: the arena is this rank's own, and goes on being used."""
 
     def tensor(self, name: str) -> torch.Tensor:
         """A tensor that shares the arena's memory: to copy from at once."""
@@ -120,12 +151,12 @@ def reload(saved: SavedState, tree: StateTree, context: WorkerContext) -> None:
     page = context.page
     page.set(Beat.RESTORE_BEGIN_NS, clock.now_ns())
     crash_point("worker.restore.begun")
-    _add_groups(saved, tree)
+    add_groups(saved.part("groups"), tree)
     lasting = tree.lasting()
     _load_tensors(saved, lasting, tree.attached)
     crash_point("worker.restore.tensors_loaded")
     _load_optimizers(saved, tree, lasting)
-    _load_objects(saved, tree.attached)
+    load_objects(saved.part, tree.attached)
     saved.check_all_used()
     crash_point("worker.restore.loaded")
     page.set(Beat.RESTORED_GENERATION, saved.version.generation)
@@ -133,17 +164,10 @@ def reload(saved: SavedState, tree: StateTree, context: WorkerContext) -> None:
     page.set(Beat.RESTORE_END_NS, clock.now_ns())
 
 
-def put_back_random_states(saved: SavedState, attached: Attached) -> None:
-    for name, state in saved.part("generators").items():
-        if name in attached.generators:
-            rng.set_generator(attached.generators[name], state)
-    rng.put_back(saved.part("rng"))
-
-
-def _add_groups(saved: SavedState, tree: StateTree) -> None:
+def add_groups(saved: dict[str, list[dict[str, Any]]], tree: StateTree) -> None:
     """Groups that the script had added later on, where the model still has their parameters."""
     present = {h.name: h.tensor for h in tree.lasting().held}
-    for name, groups in saved.part("groups").items():
+    for name, groups in saved.items():
         optimizer = tree.attached.optimizers.get(name)
         if optimizer is None:
             raise ShapeChanged(key=name, saved=f"{len(groups)} groups", present=_NOTHING)
@@ -173,7 +197,12 @@ def _load_tensors(saved: SavedState, lasting: Lasting, attached: Attached) -> No
     if targets:
         with torch.no_grad():
             torch._foreach_copy_(targets, sources)
-    frozen = set(saved.part("frozen"))
+    freeze(saved.part("frozen"), lasting)
+
+
+def freeze(frozen: Iterable[str], lasting: Lasting) -> None:
+    """Let just these parameters be the ones that are not learned."""
+    frozen = set(frozen)
     for name, parameter in lasting.learned:
         if parameter.requires_grad == (name in frozen):
             parameter.requires_grad_(name not in frozen)
@@ -183,18 +212,42 @@ def _load_optimizers(saved: SavedState, tree: StateTree, lasting: Lasting) -> No
     all_groups = saved.part("groups")
     all_states = saved.part("optimizer_state")
     for name, optimizer in tree.attached.optimizers.items():
-        if name not in all_groups:
-            raise ShapeChanged(key=name, saved=_NOTHING, present=type(optimizer).__name__)
-        _load_optimizer(name, optimizer, all_groups[name], all_states[name]["state"], lasting.names)
+        groups = groups_for(name, optimizer, all_groups)
+        load_optimizer(name, optimizer, groups, all_states[name]["state"], lasting.names)
 
 
-def _load_optimizer(
+def groups_for(
+    name: str, optimizer: torch.optim.Optimizer, saved: dict[str, list[dict[str, Any]]]
+) -> list[dict[str, Any]]:
+    """The saved parameter groups of an optimizer.
+
+    Raises:
+        ShapeChanged: it was not there.
+    """
+    if name not in saved:
+        raise ShapeChanged(key=name, saved=_NOTHING, present=type(optimizer).__name__)
+    return saved[name]
+
+
+def load_optimizer(
     name: str,
     optimizer: torch.optim.Optimizer,
     groups: list[dict[str, Any]],
     state: dict[Any, Any],
     names: dict[int, str],
 ) -> None:
+    """Hand over groups and state.
+
+    Args:
+        name: under which it is attached.
+        optimizer: gets them.
+        groups: with names in place of parameters.
+        state: by name of the parameter, or by whatever other key.
+        names: of parameters, by id.
+
+    Raises:
+        ShapeChanged: its groups hold other parameters.
+    """
     parameters = {names[id(p)]: p for group in optimizer.param_groups for p in group["params"]}
     index = {one: at for at, one in enumerate(parameters)}
     for at, (saved_group, group) in enumerate(zip(groups, optimizer.param_groups, strict=False)):
@@ -246,9 +299,15 @@ def _restore_dtypes(
                 loaded[field] = value.to(loaded[field].device)
 
 
-def _load_objects(saved: SavedState, attached: Attached) -> None:
-    stateful = saved.part("stateful")
-    dicts = saved.part("dicts")
+def load_objects(part: Callable[[str], Any], attached: Attached) -> None:
+    """Give back their state to all that is neither module nor optimizer.
+
+    Args:
+        part: gives a part of the plain values by its name.
+        attached: what gets them.
+    """
+    stateful = part("stateful")
+    dicts = part("dicts")
     _check_names(stateful, attached.stateful)
     _check_names(dicts, attached.dicts)
     for name, thing in attached.stateful.items():
@@ -256,7 +315,7 @@ def _load_objects(saved: SavedState, attached: Attached) -> None:
     for name, holder in attached.dicts.items():
         holder.clear()
         holder.update(dicts[name])
-    extra = saved.part("extra_state")
+    extra = part("extra_state")
     for name, module in attached.modules.items():
         for path, part in named_parts(module, name):
             if path in extra:

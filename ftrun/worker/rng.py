@@ -13,6 +13,9 @@ import sys
 from typing import Any
 
 import torch
+import xxhash
+
+from ftrun.snapshot.plain import encode
 
 
 def take_all() -> dict[str, Any]:
@@ -22,8 +25,7 @@ def take_all() -> dict[str, Any]:
         "torch": generator_bytes(torch.default_generator),
     }
     if (numpy := sys.modules.get("numpy")) is not None:
-        name, words, *rest = numpy.random.get_state()
-        taken["numpy"] = (name, words.tobytes(), *rest)
+        taken["numpy"] = _numpy_state(numpy.random.get_state())
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         taken["cuda"] = [_to_bytes(state) for state in torch.cuda.get_rng_state_all()]
     return taken
@@ -51,9 +53,50 @@ def set_generator(generator: torch.Generator, state: bytes) -> None:
     generator.set_state(_from_bytes(state))
 
 
+def _numpy_state(state: Any) -> tuple[Any, ...]:
+    name, words, *rest = state
+    return (name, words.tobytes(), *rest)
+
+
 def _to_bytes(state: torch.Tensor) -> bytes:
     return state.numpy().tobytes()
 
 
 def _from_bytes(state: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(state), dtype=torch.uint8)
+
+
+def derive(taken: dict[str, Any], number: int) -> dict[str, Any]:
+    """Random states that `taken` and a number determine, and that look like neither.
+
+    Args:
+        taken: as `take_all` gives them; the result has the same streams.
+        number: another one gives another result.
+    """
+    made: dict[str, Any] = {}
+    for stream, state in taken.items():
+        seed = derived_seed(state, number)
+        if stream == "python":
+            made[stream] = random.Random(seed).getstate()
+        elif stream == "numpy":
+            import numpy
+
+            made[stream] = _numpy_state(numpy.random.RandomState(seed % (1 << 32)).get_state())
+        elif stream == "torch":
+            made[stream] = seeded(seed)
+        elif torch.cuda.is_available():
+            made[stream] = [
+                generator_bytes(torch.Generator(f"cuda:{at}").manual_seed(seed))
+                for at in range(len(state))
+            ]
+    return made
+
+
+def derived_seed(state: object, number: int) -> int:
+    """A seed of 63 bits that a plain value and a number determine."""
+    return xxhash.xxh3_64_intdigest(encode([state, number])) >> 1
+
+
+def seeded(seed: int) -> bytes:
+    """The state of a generator of the processor after this seed."""
+    return generator_bytes(torch.Generator().manual_seed(seed))

@@ -21,25 +21,38 @@ import torch
 from torch import nn
 
 from ftrun.errors import ValueNotStorable
+from ftrun.snapshot.boxes import Part
 from ftrun.snapshot.layout import Entry, When
 from ftrun.snapshot.plain import TensorRef, encode
 from ftrun.worker import rng
 from ftrun.worker.attached import Attached, Held, held_by, named_parts
+from ftrun.worker.parts import part_of
 from ftrun.worker.tensors import described, is_sharded, local_tensor
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A tensor to copy: detached, and local to this rank."""
+    """A tensor to copy: detached, and local to this rank; `part` says of which one it is a part."""
 
     name: str
     tensor: torch.Tensor
     when: When
+    part: Part | None = None
 
     @property
     def entry(self) -> Entry:
         dtype, shape = described(self.tensor)
-        return Entry(self.name, dtype, shape, self.when)
+        return Entry(self.name, dtype, shape, self.when, part=self.part)
+
+
+def source_of(name: str, tensor: torch.Tensor, when: When) -> Source:
+    """The source of a tensor, plain or sharded.
+
+    Raises:
+        ValueNotStorable: it has no bytes that could be copied.
+    """
+    local = local_tensor(tensor, name)
+    return Source(name, local, when, part_of(tensor, tuple(local.shape)))
 
 
 @dataclass(frozen=True)
@@ -138,7 +151,7 @@ class StateTree:
             found[name] = parameter
         owned = {id(parameter) for parameter in self._parameters()}
         sources = [
-            Source(name, local_tensor(t, name), When.LAZY if id(t) in owned else When.BOUNDARY)
+            source_of(name, t, When.LAZY if id(t) in owned else When.BOUNDARY)
             for name, t in found.items()
         ]
         originals = list(found.values())
@@ -227,7 +240,7 @@ class _References:
         return None
 
     def _add(self, path: str, tensor: torch.Tensor) -> None:
-        self.sources.append(Source(path, local_tensor(tensor, path), self._when))
+        self.sources.append(source_of(path, tensor, self._when))
         self.originals.append(tensor)
 
 

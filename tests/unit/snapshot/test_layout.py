@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ftrun.errors import LayoutUnknown
+from ftrun.snapshot.boxes import Box, Part
 from ftrun.snapshot.layout import (
     ALIGN_BYTES,
     ITEM_BYTES,
@@ -133,5 +134,35 @@ def test_other_bytes_are_refused(image: bytes) -> None:
 
 def test_the_shortest_good_header_is_read() -> None:
     layout, start = parse_header(memoryview(header_of(whole()) + bytes(16)))
-    assert layout == Layout((Entry(PLAIN_NAME, "U8", (16,), When.BOUNDARY, 0),), 16, {})
+    entries = (Entry(PLAIN_NAME, "U8", (16,), When.BOUNDARY, 0),)
+    assert layout == Layout(entries, 16, {}, knows_parts=False)
     assert start == len(header_of(whole()))
+
+
+def test_parts_come_back_from_the_header_and_whole_tensors_cost_next_to_nothing() -> None:
+    parted = [
+        Entry("a", "F32", (2, 4), When.LAZY, part=Part((8, 4), (4, 0))),
+        Entry("b", "F32", (0, 4), When.LAZY, part=Part((8, 4), (8, 0))),
+        Entry("c", "F32", (), When.LAZY),
+        Entry("d", "F32", (3,), When.BOUNDARY, part=Part((12,), None)),
+    ]
+    layout = make_layout(parted, plain_bytes=1)
+    found, _ = parse_header(memoryview(layout.header + bytes(layout.data_bytes)))
+    assert found == layout
+    assert {e.name for e in found.entries if e.part} == {"a", "b", "d"}
+    boxes = {entry.name: entry.box for entry in found.entries}
+    assert (boxes["a"], boxes["c"], boxes["d"]) == (Box((4, 0), (2, 4)), Box((), ()), None)
+    many = make_layout(
+        [Entry(f"t{at}", "F32", (9,), When.LAZY) for at in range(100)], plain_bytes=1
+    )
+    assert b'"ftrun.parts":""' in many.header
+
+
+@pytest.mark.parametrize("text", ["8", "8@x", "8@5", "8,8@0,0", "8@-1", "3@?"])
+def test_a_part_that_is_none_makes_the_header_unreadable(text: str) -> None:
+    header = whole() | {"t": {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]}}
+    header[PLAIN_NAME] = {"dtype": "U8", "shape": [16], "data_offsets": [4, 20]}
+    header = {name: header[name] for name in ("__metadata__", "t", PLAIN_NAME)}
+    header["__metadata__"] = {"ftrun.when": "lb", "ftrun.parts": text}
+    with pytest.raises(LayoutUnknown):
+        parse_header(memoryview(header_of(header) + bytes(20)))

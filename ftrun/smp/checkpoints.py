@@ -1,0 +1,131 @@
+"""Checkpoints as the agent asks for them: written and loaded beside everything else.
+
+Runs in:  the SMP: asked and answered in the server's thread, done in the disk lane's.
+Takes in: WriteCheckpoint and LoadCheckpoint.
+Gives:    their answers; the arenas of what was loaded.
+"""
+
+import os
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from pathlib import Path
+
+from ftrun.errors import CheckpointError, MemoryTooSmall
+from ftrun.ids import Rank, RunId
+from ftrun.smp.checkpoint import ArenaFds, CheckpointWriter
+from ftrun.smp.checkpoint_load import Loaded, load_checkpoint
+from ftrun.smp.client import Client
+from ftrun.smp.jobs import Finish, Jobs
+from ftrun.smp.limits import available_memory
+from ftrun.smp.memory import ArenaMemory
+from ftrun.wire import messages as m
+
+_BUG = "a bug in ftrun; the SMP's log has it"
+
+
+class Checkpoints:
+    """Writes and loads on behalf of the agent.
+
+    Args:
+        run_id: goes into the index of a checkpoint.
+        jobs: has the lane "disk".
+        memory: whose shards are written, and which keeps what is loaded.
+        loaded: called with what was loaded, before the agent is answered.
+    """
+
+    def __init__(
+        self, run_id: RunId, jobs: Jobs, memory: ArenaMemory, loaded: Callable[[Loaded], None]
+    ) -> None:
+        self._jobs = jobs
+        self._memory = memory
+        self._loaded = loaded
+        self._stop = threading.Event()
+        self._writer = CheckpointWriter(
+            run_id, free_bytes=lambda: available_memory().num_bytes, stop=self._stop
+        )
+
+    def write(self, client: Client, body: m.WriteCheckpoint, world_size: int) -> None:
+        """Write the newest version that all ranks of the world hold, all of them here."""
+        fds = {
+            rank: [os.dup(arena.fd) for arena in self._memory.of(rank)]
+            for rank in self._memory.ranks
+        }
+        self._jobs.submit(
+            "disk",
+            partial(self._write, client, body, fds, world_size),
+            failed=partial(client.tell, m.CheckpointRefused(_BUG)),
+        )
+
+    def load(self, client: Client, body: m.LoadCheckpoint) -> None:
+        self._jobs.submit(
+            "disk", partial(self._load, client, body), failed=partial(client.tell, m.Refused(_BUG))
+        )
+
+    def stop(self) -> None:
+        """Give up what is being written."""
+        self._stop.set()
+
+    def _write(
+        self, client: Client, body: m.WriteCheckpoint, fds: ArenaFds, world_size: int
+    ) -> Finish:
+        try:
+            done = self._writer.write(
+                fds, world_size=world_size, directory=Path(body.directory), keep=body.keep
+            )
+        except CheckpointError as error:
+            return partial(client.tell, m.CheckpointRefused(str(error)))
+        finally:
+            _close(fds.values())
+        answer = m.CheckpointWritten(
+            generation=done.version.generation,
+            step=done.version.step,
+            path=str(done.path),
+            total_bytes=done.total_bytes,
+            seconds=done.seconds,
+        )
+        return partial(client.tell, answer)
+
+    def _load(self, client: Client, body: m.LoadCheckpoint) -> Finish:
+        directory = Path(body.directory)
+        try:
+            loaded = load_checkpoint(
+                directory,
+                world_size=body.world_size,
+                ranks=[Rank(rank) for rank in body.local_ranks],
+                check=check_available,
+            )
+        except (CheckpointError, MemoryTooSmall) as error:
+            return partial(client.tell, m.Refused(str(error)))
+        if loaded is None:
+            return partial(client.tell, m.CheckpointLoaded(generation=-1, step=-1, path=""))
+        return partial(self._put, client, directory, loaded)
+
+    def _put(self, client: Client, directory: Path, loaded: Loaded) -> None:
+        self._writer.remember(directory, loaded.version, loaded.path)
+        self._loaded(loaded)
+        client.tell(
+            m.CheckpointLoaded(
+                generation=loaded.version.generation,
+                step=loaded.version.step,
+                path=str(loaded.path),
+                notes=loaded.notes,
+            )
+        )
+
+
+def check_available(needed_bytes: int) -> None:
+    """Raises: MemoryTooSmall: so many bytes do not fit."""
+    available = available_memory()
+    if needed_bytes > available.num_bytes:
+        raise MemoryTooSmall(
+            needed_bytes=needed_bytes,
+            available_bytes=available.num_bytes,
+            limit=available.limit,
+        )
+
+
+def _close(some: Iterable[Sequence[int]]) -> None:
+    for fds in some:
+        for fd in fds:
+            os.close(fd)

@@ -1,0 +1,173 @@
+"""Questions of other nodes about the restored version, and the answers to our own.
+
+Runs in:  the SMP, in the threads of the links to fetch; begun and ended in the server's.
+Takes in: asks and answers.
+Gives:    answers from this node's slots and vaults; work for `Rebuilder`; bytes to whoever asked.
+
+An answer leaves over the link that goes the other way, from where its bytes lie. Who asks decides
+how many questions are open, so what waits here is bounded by that.
+"""
+
+import logging
+import threading
+from collections.abc import Callable
+
+from ftrun.errors import LayoutUnknown, ProtocolError, SnapshotCorrupt
+from ftrun.smp.links import Frame
+from ftrun.smp.peers import FETCH, Incoming, Peers
+from ftrun.smp.requests import Requests
+from ftrun.smp.served import Served
+from ftrun.wire import transfer as t
+from ftrun.wire.crash_points import crash_point
+from ftrun.wire.protected import NodePlace
+from ftrun.wire.transfer_socket import digest_of
+
+_log = logging.getLogger(__name__)
+
+Rebuild = Callable[[str, t.AskRebuilt], None]
+SetAside = Callable[[str], None]
+
+
+class FetchDesk:
+    """One generation's traffic to fetch.
+
+    Args:
+        peers: the links.
+        set_aside: told, in a link's thread, of what was found damaged here.
+    """
+
+    def __init__(self, peers: Peers, *, set_aside: SetAside) -> None:
+        self.requests = Requests()
+        self.served: Served | None = None
+        self.rebuild: Rebuild | None = None
+        self._peers = peers
+        self._set_aside = set_aside
+        self._places: dict[str, NodePlace] = {}
+        self._greeted: set[str] = set()
+        self._own: NodePlace | None = None
+        self._on_lost: Callable[[str, str], None] | None = None
+        self._lock = threading.Lock()
+
+    def begin(
+        self, served: Served | None, rebuild: Rebuild | None, own: NodePlace | None = None
+    ) -> None:
+        """Serve this version from now on; before any link of its generation is let in.
+
+        Args:
+            served: the version, as it is here; None: nothing is served.
+            rebuild: takes what is to be rebuilt.
+            own: this SMP's place, for whoever is asked to answer to.
+        """
+        before, self.served, self.rebuild = self.served, served, rebuild
+        self._on_lost = None
+        with self._lock:
+            self._places.clear()
+            self._greeted.clear()
+            self._own = own
+        if before is not None:
+            before.close()
+
+    def on_lost(self, told: Callable[[str, str], None] | None) -> None:
+        """Whom to tell of lost links: whoever is fetching."""
+        self._on_lost = told
+
+    def meet(self, places: list[NodePlace]) -> None:
+        """These can be asked."""
+        with self._lock:
+            self._places.update({place.node_id: place for place in places})
+
+    def tell(self, node_id: str, frame: Frame) -> bool:
+        """Send something to a node; False where it is not known."""
+        with self._lock:
+            place, own = self._places.get(node_id), self._own
+            if place is None or own is None:
+                return False
+            link = self._peers.link(place, FETCH)
+            if node_id not in self._greeted:
+                # Whoever is asked must know where to answer to.
+                self._greeted.add(node_id)
+                link.tell(Frame(t.Meet([own])))
+        link.tell(frame)
+        return True
+
+    # --- threads of links ------------------------------------------------------------------
+
+    def received(self, source: Incoming, envelope: t.TransferEnvelope) -> None:
+        """Take one frame.
+
+        Raises:
+            PeerError: the link is of no more use.
+        """
+        body = envelope.body
+        if isinstance(body, t.Found | t.NotHeld):
+            self.requests.take(source, envelope)
+            return
+        if envelope.raw_bytes:
+            raise ProtocolError(f"a {type(body).__name__} of {source.node_id} comes with bytes")
+        crash_point("smp.fetch.asked")
+        match body:
+            case t.Meet():
+                self.meet(body.places)
+            case t.AskMirror():
+                self._give_mirror(source.node_id, body)
+            case t.AskPieces():
+                self._give_pieces(source.node_id, body)
+            case t.AskUnit():
+                self._give_unit(source.node_id, body)
+            case t.AskRebuilt():
+                self._have_rebuilt(source.node_id, body)
+            case _:
+                raise ProtocolError(f"{type(body).__name__} is not for a link to {FETCH}")
+
+    def lost(self, node_id: str, why: str) -> None:
+        told = self._on_lost
+        if told is not None:
+            told(node_id, why)
+
+    def _give_mirror(self, asker: str, ask: t.AskMirror) -> None:
+        try:
+            raw = self._serving(ask).mirror(ask)
+        except LayoutUnknown as error:
+            self._refuse(asker, ask, 0, error)
+        else:
+            self.tell(asker, Frame(t.Found(ask.request, 0), [raw], digest_of([raw])))
+
+    def _give_pieces(self, asker: str, ask: t.AskPieces) -> None:
+        digests = memoryview(ask.digests).cast("Q")
+        for index, digest in enumerate(digests):
+            try:
+                found = self._serving(ask).shards.find(digest)
+            except (LayoutUnknown, SnapshotCorrupt) as error:
+                self._refuse(asker, ask, index, error)
+            else:
+                self.tell(asker, Frame(t.Found(ask.request, index), [found], digest))
+
+    def _give_unit(self, asker: str, ask: t.AskUnit) -> None:
+        try:
+            header, views = self._serving(ask).unit(ask)
+        except (LayoutUnknown, SnapshotCorrupt) as error:
+            self._refuse(asker, ask, 0, error)
+        else:
+            self.tell(asker, Frame(t.Found(ask.request, 0, header), views))
+
+    def _have_rebuilt(self, asker: str, ask: t.AskRebuilt) -> None:
+        rebuild = self.rebuild
+        if rebuild is None:
+            self._refuse(asker, ask, 0, LayoutUnknown("this node serves nothing"))
+        else:
+            rebuild(asker, ask)
+
+    def _serving(self, ask: t.Ask) -> Served:
+        served = self.served
+        if served is None or (served.version.generation, served.version.step) != (
+            ask.generation,
+            ask.step,
+        ):
+            raise LayoutUnknown("this node does not serve that version")
+        return served
+
+    def _refuse(self, asker: str, ask: t.Ask, index: int, error: Exception) -> None:
+        if isinstance(error, SnapshotCorrupt):
+            _log.warning("%s", error)
+            self._set_aside(str(error))
+        self.tell(asker, Frame(t.NotHeld(ask.request, index, str(error))))

@@ -1,0 +1,311 @@
+"""Fetches the restored version for local ranks that have no slot of it.
+
+Runs in:  the SMP, in a thread of its own for as long as it takes; the server's is told at the end.
+Takes in: the group that protected the version, and where its nodes are now.
+Gives:    a sealed arena for each such rank, byte for byte what the lost one held; or a reason that
+          names rank, version, nodes, and what is missing.
+
+First the mirror of the lost node: it says what is where. Then replicas from whoever has a piece
+with that digest, all at once, and blocks from the survivors, who rebuild them. At last every piece
+is compared with the digest table, the table with the mirror, and the slot is sealed.
+"""
+
+import contextlib
+import logging
+import os
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from ftrun import clock
+from ftrun.errors import FtrunError, LayoutUnknown, SnapshotError
+from ftrun.ids import Generation, Rank, Version
+from ftrun.smp.downloads import Downloads, Item
+from ftrun.smp.fetch_desk import FetchDesk
+from ftrun.smp.fetch_work import FetchWork, LostNode, check_mirror
+from ftrun.smp.links import Frame, calm_thread
+from ftrun.smp.memory import create
+from ftrun.smp.mirror import Mirror
+from ftrun.wire import transfer as t
+from ftrun.wire.arena import Arena
+from ftrun.wire.crash_points import crash_point
+from ftrun.wire.protected import NodePlace, OldGroup
+
+MAX_MIRROR_BYTES = 1 << 30
+_TICK_S = 0.1
+_log = logging.getLogger(__name__)
+
+
+class FetchFailed(SnapshotError):
+    """Something is missing, and nobody has it."""
+
+
+@dataclass(frozen=True, slots=True)
+class FetchOrder:
+    """What to fetch.
+
+    Args:
+        wanted: the version.
+        generation: the running one.
+        ranks: that have no slot of it here.
+        groups: that protected it; together they name all of the ranks.
+        own: this SMP's own place, for the others to answer to.
+        check: raises MemoryTooSmall where so many bytes do not fit.
+    """
+
+    wanted: Version
+    generation: Generation
+    ranks: Sequence[Rank]
+    groups: Sequence[OldGroup]
+    own: NodePlace
+    patience_s: float
+    check: Callable[[int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class FetchEvents:
+    """Who is told; in the thread that fetches.
+
+    Args:
+        done: descriptors of sealed arenas by rank, the caller's to close; and the bytes received.
+        failed: why nothing came of it.
+        notice: what was set aside on the way.
+    """
+
+    done: Callable[[dict[Rank, int], int], None]
+    failed: Callable[[str], None]
+    notice: Callable[[str], None]
+
+
+class Fetcher:
+    """One fetch."""
+
+    def __init__(self, order: FetchOrder, desk: FetchDesk, events: FetchEvents) -> None:
+        self._order = order
+        self._desk = desk
+        self._events = events
+        self._downloads: Downloads | None = None
+        self._is_cancelled = False
+        self._lost: dict[str, str] = {}
+        self._num_bytes = 0
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._run, name="ftrun-fetch", daemon=True)
+
+    def start(self) -> None:
+        self._desk.on_lost(self._note_lost)
+        self._thread.start()
+
+    def cancel(self) -> None:
+        """Give up; nobody is told. Does not wait."""
+        with self._lock:
+            self._is_cancelled = True
+            if self._downloads is not None:
+                self._downloads.cancel()
+
+    # --- the thread --------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        calm_thread()
+        fds: dict[Rank, int] = {}
+        try:
+            for lost in self._lost_nodes():
+                fds.update(self._fetch(lost))
+        except FtrunError as error:
+            self._give_up(fds, str(error))
+        except Exception:  # noqa: BLE001
+            # A thread's loop: a bug here must be an answer, not silence.
+            _log.exception("a fetch ended in a bug of ftrun")
+            self._give_up(fds, "a bug in ftrun; the SMP's log has it")
+        else:
+            if self._is_cancelled:
+                _close(fds)
+            else:
+                self._events.done(fds, self._num_bytes)
+
+    def _lost_nodes(self) -> list[LostNode]:
+        """Whose state is fetched.
+
+        Raises:
+            FetchFailed: nobody has protected one of the ranks.
+        """
+        order = self._order
+        found = [
+            LostNode(
+                order.wanted,
+                group,
+                place,
+                [Rank(rank) for rank in node.ranks if rank in order.ranks],
+                order.own.node_id,
+            )
+            for group in order.groups
+            for place, node in enumerate(group.nodes)
+        ]
+        missing = set(order.ranks) - {rank for lost in found for rank in lost.ranks}
+        if missing:
+            raise FetchFailed(
+                f"ranks {sorted(missing)}, {order.wanted}: no group is known that has protected it"
+            )
+        return [lost for lost in found if lost.ranks]
+
+    def _give_up(self, fds: dict[Rank, int], why: str) -> None:
+        _close(fds)
+        if not self._is_cancelled:
+            self._events.failed(why)
+
+    def _fetch(self, lost: LostNode) -> dict[Rank, int]:
+        """Arenas of some ranks of one node.
+
+        Raises:
+            FtrunError: it is not possible.
+        """
+        self._desk.meet(list(lost.group.nodes))
+        for node in lost.alive:
+            self._desk.tell(node.node_id, Frame(t.Meet(lost.alive)))
+        mirror = self._mirror(lost)
+        crash_point("smp.fetch.mirror_taken")
+        shapes = {Rank(head.rank): head.shape for head in mirror.head.ranks}
+        self._order.check(sum(shapes[rank].total_bytes for rank in lost.ranks))
+        arenas: dict[Rank, Arena] = {}
+        fds: dict[Rank, int] = {}
+        try:
+            for rank in lost.ranks:
+                fds[rank] = create(shapes[rank])
+                arenas[rank] = Arena(fds[rank], writable=True)
+            served = self._desk.served
+            held = served.shards if served is not None else None
+            work = FetchWork(lost, mirror, arenas, held)
+            self._fill(lost, work)
+            work.seal()
+            crash_point("smp.fetch.sealed")
+        except BaseException:
+            _close(fds)
+            raise
+        finally:
+            for arena in arenas.values():
+                arena.close()
+        return fds
+
+    def _mirror(self, lost: LostNode) -> Mirror:
+        """The small state of the lost node, from one of those who have it.
+
+        Raises:
+            FetchFailed: nobody has it.
+        """
+        problems = []
+        for node in lost.mirror_holders:
+            try:
+                mirror = Mirror(memoryview(self._ask_mirror(lost, node)))
+                check_mirror(mirror, lost)
+            except (LayoutUnknown, FetchFailed) as error:
+                problems.append(f"{node.node_id}: {error}")
+            else:
+                return mirror
+        raise FetchFailed(lost.missing("its small state", problems))
+
+    def _ask_mirror(self, lost: LostNode, node: NodePlace) -> bytearray:
+        sink = _MirrorSink()
+        requests = self._desk.requests
+        number = requests.open(sink)
+        wanted = lost.wanted
+        ask = t.AskMirror(
+            number,
+            wanted.generation,
+            wanted.step,
+            lost.group_id,
+            lost.group.generation,
+            place=lost.place,
+        )
+        give_up_s = clock.now_s() + self._order.patience_s
+        try:
+            self._desk.tell(node.node_id, Frame(ask))
+            while True:
+                with contextlib.suppress(queue.Empty):
+                    return sink.answer(timeout_s=_TICK_S)
+                why = self._lost.get(node.node_id, "")
+                if self._is_cancelled or clock.now_s() > give_up_s or why:
+                    raise FetchFailed(why or f"silent for {self._order.patience_s:.0f} s")
+        finally:
+            requests.close(number)
+
+    def _fill(self, lost: LostNode, work: FetchWork) -> None:
+        """Get all that the mirror did not have, until every digest matches.
+
+        Raises:
+            FetchFailed: something is nowhere to be had.
+        """
+        items = work.items()
+        while True:
+            failed = self._download(work, items)
+            if self._is_cancelled:
+                raise FetchFailed("it was given up")
+            if failed:
+                raise FetchFailed(lost.missing(work.describe(failed[0]), failed[0].problems))
+            work.copy_twins()
+            items = work.bad_items()
+            if not items:
+                return
+            for item in items:
+                why = f"{item.source}: what it has rebuilt is not what was captured"
+                self._events.notice(f"stripe {item.key}, {lost.wanted}: {why}")
+                item.problems.append(why)
+
+    def _download(self, work: FetchWork, items: Sequence[Item]) -> list[Item]:
+        def ask(node: str, number: int, batch: Sequence[Item]) -> bool:
+            return self._desk.tell(node, Frame(work.question(number, batch)))
+
+        downloads = Downloads(self._desk.requests, ask, patience_s=self._order.patience_s)
+        with self._lock:
+            self._downloads = downloads
+            if self._is_cancelled:
+                downloads.cancel()
+            for node, why in self._lost.items():
+                downloads.lost(node, why)
+        failed = downloads.run(items)
+        self._num_bytes += downloads.num_bytes
+        return failed
+
+    def _note_lost(self, node_id: str, why: str) -> None:
+        """Called in links' threads."""
+        with self._lock:
+            self._lost[node_id] = why
+            if self._downloads is not None:
+                self._downloads.lost(node_id, why)
+
+
+class _MirrorSink:
+    """The `Sink` of a question for a mirror, whose length only its holder knows."""
+
+    def __init__(self) -> None:
+        self._raw: bytearray | None = None
+        self._answers: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    def answer(self, *, timeout_s: float) -> bytearray:
+        """The mirror.
+
+        Raises:
+            queue.Empty: nothing has come yet.
+            FetchFailed: it will not come.
+        """
+        why = self._answers.get(timeout=timeout_s)
+        if why or self._raw is None:
+            raise FetchFailed(why)
+        return self._raw
+
+    def room(self, index: int, num_bytes: int) -> Sequence[memoryview] | None:
+        if index or self._raw is not None or not 0 < num_bytes <= MAX_MIRROR_BYTES:
+            return None
+        self._raw = bytearray(num_bytes)
+        return [memoryview(self._raw)]
+
+    def arrived(self, index: int, header: bytes, digest: int | None) -> None:
+        self._answers.put("" if digest is not None else "it has sent no digest")
+
+    def refused(self, index: int, why: str) -> None:
+        self._answers.put(why or "it was refused")
+
+
+def _close(fds: dict[Rank, int]) -> None:
+    for fd in fds.values():
+        os.close(fd)
+    fds.clear()

@@ -1,0 +1,180 @@
+"""All that this SMP does together with those of other nodes.
+
+Runs in:  the SMP, in the server's thread; the parts of it have threads of their own.
+Takes in: who is in the group, generation by generation.
+Gives:    versions protected, restored versions fetched and served.
+Survives: a generation: vaults stay. The death of the SMP: where the agent keeps duplicates.
+
+Rule: a new generation, or other places in the same one, end all that is under way at once: the
+      links are closed, and nothing of the old one is taken any more.
+"""
+
+import os
+from collections import deque
+from collections.abc import Callable
+from functools import cache, partial
+
+import msgspec
+
+from ftrun.erasure.codec import Codec, choose_codec
+from ftrun.erasure.fragments import run_digest
+from ftrun.errors import ProtocolError, UsageError
+from ftrun.ids import RunId, Version, version
+from ftrun.smp.commits import Commits
+from ftrun.smp.fetch_desk import FetchDesk
+from ftrun.smp.jobs import Jobs
+from ftrun.smp.memory import ArenaMemory
+from ftrun.smp.peers import Peers, Session
+from ftrun.smp.protecting import Protecting
+from ftrun.smp.protector import Protector
+from ftrun.smp.rebuilder import Rebuilder
+from ftrun.smp.receiving import Receiving
+from ftrun.smp.restores import Restores
+from ftrun.smp.served import Served
+from ftrun.smp.shards import ArenaMaps
+from ftrun.smp.vaults import Vaults
+from ftrun.wire import messages as m
+from ftrun.wire.identity import PeerIdentity
+from ftrun.wire.pages import Command, Page
+from ftrun.wire.secret import SECRET_BYTES, Secret
+
+MAX_SET_ASIDE = 100
+
+TellAgent = Callable[..., None]
+
+
+class GroupWork:
+    """The vaults, the links, and what goes over them."""
+
+    def __init__(
+        self,
+        run_id: RunId,
+        *,
+        memory: ArenaMemory,
+        commits: Commits,
+        jobs: Jobs,
+        tell_agent: TellAgent,
+    ) -> None:
+        self.vaults = Vaults()
+        self.set_aside: deque[str] = deque(maxlen=MAX_SET_ASIDE)
+        self._run_id = run_id
+        self._memory = memory
+        self._tell_agent = tell_agent
+        self._maps = ArenaMaps()
+        self._peers = Peers()
+        self._rebuilder: Rebuilder | None = None
+        self._protector = Protector(
+            run_id,
+            peers=self._peers,
+            vaults=self.vaults,
+            jobs=jobs,
+            maps=self._maps,
+            tell_agent=tell_agent,
+            corrupt=commits.corrupt,
+        )
+        self._desk = FetchDesk(
+            self._peers, set_aside=lambda why: jobs.post(partial(self._note, why))
+        )
+        self.restores = Restores(
+            memory, self._desk, jobs, tell_agent=tell_agent, here=commits.protect_complete
+        )
+        commits.protect_with(self._protector)
+        self._peers.tell(Receiving(self._protector, self._desk, jobs))
+
+    def listen(self, host: str, fds: tuple[int, ...]) -> m.AnyMessage:
+        """Open a port for other SMPs."""
+        if len(fds) > 1:
+            raise ProtocolError("ListenForPeers comes with one descriptor at most, the secret")
+        secret = None
+        if fds:
+            try:
+                secret = Secret(os.pread(fds[0], SECRET_BYTES + 1, 0))
+            except (OSError, ValueError) as error:
+                raise ProtocolError(f"the secret cannot be read: {error}") from error
+        try:
+            return m.ListeningForPeers(self._peers.listen(host, secret))
+        except UsageError as error:
+            return m.Refused(str(error))
+
+    def begin(
+        self,
+        body: m.BeginGeneration,
+        group: Protecting | None,
+        page: Page,
+        restored: Version | None,
+    ) -> None:
+        """Go on with this group, from this version; nothing changes where both are the same."""
+        if group is not None and group == self._protector.group:
+            return
+        self._stop()
+        self._maps.keep_only(arena.fd for arena in self._memory.all())
+        served = self._served(restored)
+        if group is None:
+            self._desk.begin(served, None)
+            self._protector.begin(None)
+            return
+        kept = restored
+        if page.get(Command.COMMITTED_IN) == body.generation:
+            kept = version(page.get(Command.COMMITTED_GENERATION), page.get(Command.COMMITTED_STEP))
+        self.vaults.keep(kept, body.protected_in)
+        if served is not None:
+            self._rebuilder = Rebuilder(
+                self._desk,
+                served,
+                run=run_digest(self._run_id),
+                codec_for=codec_for,
+                patience_s=body.patience_s,
+            )
+        own = group.nodes[group.place]
+        rebuild = self._rebuilder.ask if self._rebuilder is not None else None
+        self._desk.begin(served, rebuild, own)
+        identity = PeerIdentity(self._run_id, "smp", own.node_id, own.incarnation)
+        self._peers.begin(Session(identity, body.generation, group.number, body.patience_s))
+        self._protector.begin(group)
+
+    def void_after(self, newest: Version) -> int:
+        """Later versions never come back; how many vaults held one."""
+        self._protector.void_after(newest)
+        return self.vaults.void_after(newest)
+
+    def status(self) -> dict[str, object]:
+        return {
+            "vault_bytes": self.vaults.allocated_bytes,
+            "protected": msgspec.to_builtins(self.vaults.parts()),
+            **self._protector.status(),
+        }
+
+    def free(self) -> None:
+        """End everything and free the vaults."""
+        self._stop()
+        self._protector.begin(None)
+        self._peers.close()
+        self._desk.begin(None, None)
+        self._maps.keep_only(())
+        self.vaults.free()
+
+    def _stop(self) -> None:
+        self.restores.stop()
+        self._protector.stop()
+        if self._rebuilder is not None:
+            self._rebuilder.stop()
+            self._rebuilder = None
+
+    def _served(self, restored: Version | None) -> Served | None:
+        if restored is None:
+            return None
+        memory = self._memory
+        fds = {rank: [arena.fd for arena in memory.of(rank)] for rank in memory.ranks}
+        run = run_digest(self._run_id)
+        return Served(run, restored, maps=self._maps, fds=fds, vaults=self.vaults)
+
+    def _note(self, why: str) -> None:
+        """Something of this node was found damaged, and is set aside."""
+        self.set_aside.append(why)
+        self._tell_agent(m.SmpNotice("source_set_aside", why))
+
+
+@cache
+def codec_for(k: int, m: int) -> Codec:
+    """One codec for each k and m; they may be used by several threads at once."""
+    return choose_codec(k, m)

@@ -1,0 +1,292 @@
+"""The links between this SMP and those of other nodes.
+
+Runs in:  the SMP: a thread that accepts, one for each link in either direction; the rest in the
+          server's thread.
+Takes in: a port to open, who takes part from now on.
+Gives:    links to send by; each frame that comes, in the thread of its link.
+
+Rule 1: a link is of one generation, and a link to protect of one session: the digest of the group
+        with its places. A peer that has heard of the next one earlier is let in when this side has
+        heard of it too; one that is behind is turned away, and tries again.
+Rule 2: a new generation or session ends every link of the one before at once.
+"""
+
+import contextlib
+import logging
+import socket
+import threading
+from dataclasses import dataclass
+from typing import Protocol
+
+from ftrun.errors import PeerError, PeerLost, ProtocolError
+from ftrun.smp.links import Link, LinkEnds, calm_thread
+from ftrun.wire.handshake import HANDSHAKE_S, accept_handshake
+from ftrun.wire.identity import PeerIdentity
+from ftrun.wire.protected import NodePlace
+from ftrun.wire.secret import Secret
+from ftrun.wire.tcp import listen_tcp, tune
+from ftrun.wire.transfer import LinkHello, TransferEnvelope
+from ftrun.wire.transfer_socket import TransferSocket
+
+PROTECT, FETCH = "protect", "fetch"
+_MAX_HANDSHAKES = 128
+_PARK_S = 60.0
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Incoming:
+    """The receiving end of a link."""
+
+    node_id: str
+    hello: LinkHello
+    socket: TransferSocket
+
+
+class PeerEvents(Protocol):
+    """Who is told of what comes. All are called in threads of links."""
+
+    def received(self, source: Incoming, envelope: TransferEnvelope) -> None:
+        """A message; the bytes behind it have to be read before this returns."""
+        ...
+
+    def lost(self, node_id: str, purpose: str, why: str) -> None:
+        """There is no connection to a node, or none from it any more."""
+        ...
+
+    def linked(self, node_id: str, purpose: str) -> None:
+        """A lost connection is there again; what was on its way then is gone."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """Who takes part from now on.
+
+    Args:
+        own: this SMP.
+        generation: the running one.
+        number: digest of the group with its places.
+        patience_s: how long a peer may take nothing, or stop in the middle of a frame.
+    """
+
+    own: PeerIdentity
+    generation: int
+    number: int
+    patience_s: float
+
+
+class Peers:
+    """All links of this SMP."""
+
+    def __init__(self) -> None:
+        self._events: PeerEvents | None = None
+        self._secret: Secret | None = None
+        self._listener: socket.socket | None = None
+        self._at: tuple[str, Secret | None] | None = None
+        self._session: Session | None = None
+        self._changed = threading.Condition()
+        self._links: dict[tuple[str, str], Link] = {}
+        self._incoming: dict[tuple[str, str], Incoming] = {}
+        self._seen: set[tuple[str, str]] = set()
+        self._doors = threading.Semaphore(_MAX_HANDSHAKES)
+
+    def tell(self, events: PeerEvents) -> None:
+        """Whom to tell of what comes; said once, before anything can come."""
+        self._events = events
+
+    @property
+    def num_sent_bytes(self) -> int:
+        """Bytes sent over the links there are now."""
+        return sum(link.num_bytes for link in self._links.values())
+
+    def listen(self, host: str, secret: Secret | None) -> int:
+        """Open a port, unless that one is open already; its number.
+
+        Raises:
+            UsageError: this host is no address of this node.
+        """
+        if self._at != (host, secret) or self._listener is None:
+            self._stop_listening()
+            self._secret, self._at = secret, (host, secret)
+            self._listener = listen_tcp(host, 0)
+            threading.Thread(
+                target=self._accept, args=(self._listener,), name="ftrun-accept", daemon=True
+            ).start()
+        return int(self._listener.getsockname()[1])
+
+    def begin(self, session: Session) -> None:
+        """From now on only links of this session; all others end."""
+        with self._changed:
+            if self._session == session:
+                return
+            self._drop_links()
+            self._session = session
+            self._changed.notify_all()
+
+    def link(self, place: NodePlace, purpose: str) -> Link:
+        """The link to a node, made at its first use."""
+        with self._changed:
+            session = self._session
+            assert session is not None
+            key = (place.node_id, purpose)
+            if key not in self._links:
+                number = session.number if purpose == PROTECT else 0
+                hello = LinkHello(session.generation, purpose, number)
+                ends = LinkEnds(session.own, place, hello, self._secret, session.patience_s)
+                link = Link(
+                    ends,
+                    lost=lambda why: self._tell_lost(session, key, why),
+                    linked=lambda: self._told.linked(*key),
+                )
+                self._links[key] = link
+                link.start()
+            return self._links[key]
+
+    def find(self, node_id: str, purpose: str) -> Link | None:
+        return self._links.get((node_id, purpose))
+
+    def is_current(self, source: Incoming) -> bool:
+        """Whether a frame of this link still counts."""
+        return self._incoming.get((source.node_id, source.hello.purpose)) is source
+
+    def close(self) -> None:
+        """End all links and close the port."""
+        with self._changed:
+            self._drop_links()
+            self._session = None
+            self._changed.notify_all()
+        self._stop_listening()
+        self._at = None
+
+    @property
+    def _told(self) -> PeerEvents:
+        assert self._events is not None
+        return self._events
+
+    def _drop_links(self) -> None:
+        for link in self._links.values():
+            link.close()
+        for incoming in self._incoming.values():
+            incoming.socket.interrupt()
+        self._links.clear()
+        self._incoming.clear()
+        self._seen.clear()
+
+    def _tell_lost(self, session: Session, key: tuple[str, str], why: str) -> None:
+        if self._session is session:
+            self._told.lost(*key, why)
+
+    def _stop_listening(self) -> None:
+        with self._changed:
+            listener, self._listener = self._listener, None
+            self._changed.notify_all()
+        if listener is not None:
+            with contextlib.suppress(OSError):
+                listener.shutdown(socket.SHUT_RDWR)
+            listener.close()
+
+    # --- threads of what comes in ----------------------------------------------------------
+
+    def _accept(self, listener: socket.socket) -> None:
+        while True:
+            # Who we are is not known before the first generation; the kernel lets them wait.
+            with self._changed:
+                self._changed.wait_for(lambda: self._session or self._listener is not listener)
+            try:
+                sock, _ = listener.accept()
+            except OSError:
+                return
+            if not self._doors.acquire(blocking=False):
+                sock.close()
+                continue
+            threading.Thread(
+                target=self._meet, args=(sock,), name="ftrun-from-?", daemon=True
+            ).start()
+
+    def _meet(self, sock: socket.socket) -> None:
+        calm_thread()
+        try:
+            incoming = self._greet(sock)
+        except PeerError as error:
+            _log.warning("a connection was turned away: %s", error)
+            incoming = None
+        finally:
+            self._doors.release()
+        if incoming is None:
+            sock.close()
+            return
+        threading.current_thread().name = f"ftrun-from-{incoming.node_id}"[:15]
+        try:
+            self._receive(incoming)
+        finally:
+            incoming.socket.close()
+
+    def _greet(self, sock: socket.socket) -> Incoming | None:
+        """The link that has been opened, when it is one of the running session.
+
+        Raises:
+            PeerError: whoever has connected does not belong here.
+        """
+        session = self._session
+        if session is None:
+            return None
+        sock.settimeout(HANDSHAKE_S)
+        proven = accept_handshake(sock, session.own, self._secret)
+        tune(sock, bulk=True, user_timeout_s=session.patience_s)
+        made = TransferSocket(sock, proven, patience_s=session.patience_s)
+        hello = made.receive().body
+        if not isinstance(hello, LinkHello) or hello.purpose not in (PROTECT, FETCH):
+            raise ProtocolError(f"{made.peer} does not begin with what the link is for")
+        incoming = Incoming(made.node_id, hello, made)
+        return incoming if self._let_in(incoming) else None
+
+    def _let_in(self, incoming: Incoming) -> bool:
+        """Wait until this side has heard of the session too; False where it is over."""
+        hello, key = incoming.hello, (incoming.node_id, incoming.hello.purpose)
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_ours(hello) is not None, _PARK_S)
+            if not self._is_ours(hello):
+                return False
+            before = self._incoming.get(key)
+            if before is not None:
+                before.socket.interrupt()
+            is_again = key in self._seen
+            self._incoming[key] = incoming
+            self._seen.add(key)
+        if is_again:
+            self._told.linked(*key)
+        return True
+
+    def _is_ours(self, hello: LinkHello) -> bool | None:
+        """Whether a link is of the running session; None where that may still come."""
+        session = self._session
+        if session is None or hello.generation < session.generation:
+            return False
+        if hello.generation > session.generation:
+            return None
+        return True if hello.purpose == FETCH or hello.session == session.number else None
+
+    def _receive(self, incoming: Incoming) -> None:
+        why = ""
+        try:
+            while True:
+                self._told.received(incoming, _next(incoming))
+        except PeerLost as error:
+            why = str(error)
+        except PeerError as error:
+            why = str(error)
+            _log.warning("%s", why)
+        except Exception:  # noqa: BLE001
+            # One of the process loops: a bug must cost a link, not the memory of a run.
+            _log.exception("the link from %s ended in a bug of ftrun", incoming.node_id)
+            why = "a bug in ftrun; the SMP's log has it"
+        if self.is_current(incoming):
+            self._told.lost(incoming.node_id, incoming.hello.purpose, why)
+
+
+def _next(incoming: Incoming) -> TransferEnvelope:
+    envelope = incoming.socket.receive()
+    if envelope.generation != incoming.hello.generation:
+        raise ProtocolError(f"{incoming.socket.peer} speaks of another generation")
+    return envelope

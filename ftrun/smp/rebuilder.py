@@ -1,0 +1,227 @@
+"""Rebuilds blocks of a lost node out of this node's parity and what the other survivors have.
+
+Runs in:  the SMP, in two threads of its own; asked in the threads of links.
+Takes in: AskRebuilt.
+Gives:    the rebuilt block to whoever has asked, or why it cannot be rebuilt.
+
+Every survivor with parity of a stripe does this for the stripes it is asked for, so the node that
+takes the lost one's place receives what was lost and not k times as much.
+"""
+
+import queue
+import threading
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+
+from ftrun.erasure.codec import Codec
+from ftrun.erasure.fragments import Fragment, StripeId
+from ftrun.erasure.rebuild import StripeFacts, rebuild_stripe
+from ftrun.errors import LayoutUnknown, SnapshotCorrupt, StripeLost
+from ftrun.ids import Generation
+from ftrun.smp.fetch_desk import FetchDesk
+from ftrun.smp.filling import num_stripes_of, stripes_of
+from ftrun.smp.links import Frame, calm_thread
+from ftrun.smp.served import Served, group_of
+from ftrun.wire import transfer as t
+from ftrun.wire.crash_points import crash_point
+from ftrun.wire.transfer_socket import digest_of
+from ftrun.wire.vault import VaultRecord
+
+NUM_THREADS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """What came of one question: a block, or why there is none."""
+
+    place: int
+    header: bytes = b""
+    payload: memoryview | None = None
+    why: str = ""
+
+
+class _Asked:
+    """The `Sink` of one question for one block."""
+
+    def __init__(self, place: int, block_bytes: int, answers: "queue.SimpleQueue[_Answer]") -> None:
+        self._place = place
+        self._block_bytes = block_bytes
+        self._answers = answers
+        self._payload: memoryview | None = None
+
+    def room(self, index: int, num_bytes: int) -> list[memoryview] | None:
+        if index or self._payload is not None or not 0 < num_bytes <= self._block_bytes:
+            return None
+        self._payload = memoryview(bytearray(num_bytes))
+        return [self._payload]
+
+    def arrived(self, index: int, header: bytes, digest: int | None) -> None:
+        self._answers.put(_Answer(self._place, header, self._payload))
+
+    def refused(self, index: int, why: str) -> None:
+        self._answers.put(_Answer(self._place, why=why))
+
+
+class Rebuilder:
+    """A few threads that rebuild.
+
+    Args:
+        served: this node's slots and vaults.
+        codec_for: the codec of a k and m.
+        patience_s: how long a node may take for one block.
+    """
+
+    def __init__(
+        self,
+        desk: FetchDesk,
+        served: Served,
+        *,
+        run: int,
+        codec_for: Callable[[int, int], Codec],
+        patience_s: float,
+    ) -> None:
+        self._desk = desk
+        self._served = served
+        self._run = run
+        self._codec_for = codec_for
+        self._patience_s = patience_s
+        self._asks: queue.SimpleQueue[tuple[str, t.AskRebuilt] | None] = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._is_stopped = False
+        self._lock = threading.Lock()
+
+    def ask(self, asker: str, ask: t.AskRebuilt) -> None:
+        """Rebuild this block, after those that were asked for before."""
+        with self._lock:
+            if len(self._threads) < NUM_THREADS and not self._is_stopped:
+                thread = threading.Thread(target=self._work, name="ftrun-rebuild", daemon=True)
+                self._threads.append(thread)
+                thread.start()
+        self._asks.put((asker, ask))
+
+    def stop(self) -> None:
+        """End the threads, soon; what is asked for is not answered."""
+        self._is_stopped = True
+        for _ in range(NUM_THREADS):
+            self._asks.put(None)
+
+    def _work(self) -> None:
+        calm_thread()
+        while not self._is_stopped and (one := self._asks.get()) is not None:
+            asker, ask = one
+            try:
+                raw = self._rebuild(ask)
+            except (LayoutUnknown, SnapshotCorrupt) as error:
+                self._desk.tell(asker, Frame(t.NotHeld(ask.request, 0, str(error))))
+            else:
+                crash_point("smp.fetch.rebuilt")
+                self._desk.tell(asker, Frame(t.Found(ask.request, 0), [raw], digest_of([raw])))
+
+    def _rebuild(self, ask: t.AskRebuilt) -> memoryview:
+        """The block of the lost node.
+
+        Raises:
+            LayoutUnknown: too little is left of the stripe, or nothing of it is known here.
+            SnapshotCorrupt: this node's own parity is damaged.
+        """
+        vault, record = self._served.vault(ask)
+        stripes = stripes_of(record)
+        places = range(len(record.members))
+        if ask.place not in places or not 0 <= ask.stripe < num_stripes_of(record):
+            raise LayoutUnknown(f"there is no stripe {ask.stripe} of place {ask.place}")
+        senders = stripes.senders(ask.stripe, record.coded_bytes)
+        block = stripes.block_of(ask.place, ask.stripe)
+        if block is None or ask.place not in senders:
+            raise LayoutUnknown(f"place {ask.place} has no block in stripe {ask.stripe}")
+        header, (row,) = self._served.row(vault, record, ask.stripe)
+        own_index = stripes.index(ask.stripe, record.place)
+        own = Fragment(record.members[record.place].node_id, own_index, header, row)
+        facts = self._facts(record, ask.stripe, senders)
+        candidates = [
+            node
+            for node in (*senders, *stripes.parity_nodes(ask.stripe))
+            if node in ask.alive and node not in (ask.place, record.place)
+        ]
+        needed = stripes.k - 1 - len(facts.empty)
+        out = bytearray(record.block_bytes)
+        problems: list[str] = []
+        fragments = self._fragments(ask, record, own, (candidates, needed), problems)
+        try:
+            codec = self._codec_for(stripes.k, stripes.m)
+            wanted = {stripes.index(ask.stripe, ask.place): out}
+            rebuild_stripe(codec, facts, fragments, wanted)
+        except StripeLost as error:
+            raise LayoutUnknown("; ".join([str(error), *problems])) from error
+        finally:
+            fragments.close()
+        _, size = stripes.span(block, record.coded_bytes[ask.place])
+        return memoryview(out)[:size]
+
+    def _facts(self, record: VaultRecord, stripe: int, senders: tuple[int, ...]) -> StripeFacts:
+        stripes = stripes_of(record)
+        in_order = [stripes.node_at(stripe, index) for index in range(stripes.n)]
+        empty = set(stripes.data_nodes(stripe)) - set(senders)
+        return StripeFacts(
+            of=StripeId(self._run, record.version, group_of(record).id, stripe),
+            nodes=tuple(record.members[node].node_id for node in in_order),
+            empty=frozenset(stripes.index(stripe, node) for node in empty),
+            generation=Generation(record.protected_in),
+        )
+
+    def _fragments(
+        self,
+        ask: t.AskRebuilt,
+        record: VaultRecord,
+        own: Fragment,
+        others: tuple[list[int], int],
+        problems: list[str],
+    ) -> Generator[Fragment, None, None]:
+        # `others`: places to ask, the best first, and how many of them are needed. `problems` is
+        # filled with what did not come.
+        yield own
+        answers: queue.SimpleQueue[_Answer] = queue.SimpleQueue()
+        stripes = stripes_of(record)
+        left, needed = others
+        numbers: list[int] = []
+        waiting = 0
+        try:
+            while True:
+                while left and waiting < max(needed, 1):
+                    node = left.pop(0)
+                    numbers.append(self._ask(ask, record, node, answers))
+                    waiting += 1
+                if not waiting:
+                    return
+                try:
+                    answer = answers.get(timeout=self._patience_s)
+                except queue.Empty:
+                    problems.append(f"{waiting} nodes: silent for {self._patience_s:.0f} s")
+                    waiting = 0
+                    continue
+                waiting -= 1
+                name = record.members[answer.place].node_id
+                if answer.payload is None:
+                    problems.append(f"{name}: {answer.why}")
+                else:
+                    needed -= 1
+                    index = stripes.index(ask.stripe, answer.place)
+                    yield Fragment(name, index, answer.header, answer.payload)
+        finally:
+            for number in numbers:
+                self._desk.requests.close(number)
+
+    def _ask(
+        self,
+        ask: t.AskRebuilt,
+        record: VaultRecord,
+        node: int,
+        answers: "queue.SimpleQueue[_Answer]",
+    ) -> int:
+        sink = _Asked(node, record.block_bytes, answers)
+        number = self._desk.requests.open(sink)
+        body = t.AskUnit(
+            number, ask.generation, ask.step, ask.group, ask.protected_in, stripe=ask.stripe
+        )
+        if not self._desk.tell(record.members[node].node_id, Frame(body)):
+            sink.refused(0, "this node is not known here")
+        return number

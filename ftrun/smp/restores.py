@@ -1,0 +1,193 @@
+"""Brings the restored version to local ranks that have no slot of it, and tells who waits.
+
+Runs in:  the SMP, in the server's thread; the fetch itself in its own.
+Takes in: what a generation starts from, and where it can be had.
+Gives:    ArenaGranted, RestoreReady or RestoreFailed to the agent; arenas to workers that wait.
+"""
+
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from ftrun import clock
+from ftrun.ids import Generation, Rank, Version
+from ftrun.smp.checkpoints import check_available
+from ftrun.smp.client import Client
+from ftrun.smp.fetch_desk import FetchDesk
+from ftrun.smp.fetcher import Fetcher, FetchEvents, FetchOrder
+from ftrun.smp.jobs import Jobs
+from ftrun.smp.memory import ArenaMemory, HeldArena
+from ftrun.wire import messages as m
+from ftrun.wire.crash_points import crash_point
+
+TellAgent = Callable[..., None]
+_log = logging.getLogger(__name__)
+
+
+@dataclass
+class _Restore:
+    """What one generation starts from."""
+
+    wanted: Version
+    generation: Generation
+    ranks: Sequence[Rank]
+    groups: Sequence[m.OldGroup]
+    missing: set[Rank] = field(default_factory=set)
+    fetcher: Fetcher | None = None
+    failed: str = ""
+    began_s: float = 0.0
+
+
+class Restores:
+    """One restore at a time.
+
+    Args:
+        memory: the arenas of this node.
+        desk: where questions to other nodes go.
+        here: called when all local ranks have the version.
+    """
+
+    def __init__(
+        self,
+        memory: ArenaMemory,
+        desk: FetchDesk,
+        jobs: Jobs,
+        *,
+        tell_agent: TellAgent,
+        here: Callable[[], None],
+    ) -> None:
+        self._memory = memory
+        self._desk = desk
+        self._jobs = jobs
+        self._tell_agent = tell_agent
+        self._here = here
+        self._restore: _Restore | None = None
+        self._waiting: list[tuple[Client, Rank, Version]] = []
+
+    def begin(
+        self,
+        body: m.BeginGeneration,
+        wanted: Version | None,
+        own: m.NodePlace | None,
+    ) -> None:
+        """Fetch what the local ranks do not have of this version.
+
+        Where just that is under way already, it goes on.
+        """
+        if self._is_under_way(body, wanted):
+            return
+        self.stop()
+        if wanted is None:
+            return
+        ranks = [Rank(rank) for rank in body.local_ranks]
+        restore = _Restore(
+            wanted, Generation(body.generation), ranks, body.restore_from, began_s=clock.now_s()
+        )
+        restore.missing = {rank for rank in ranks if self._holder(rank, wanted) is None}
+        self._restore = restore
+        if not restore.missing:
+            self._ready(restore)
+            return
+        if own is None or not body.restore_from:
+            # The agent may bring an arena yet, or have the worker start from something else.
+            if body.group:
+                self._fail(restore, f"nothing is known of where {wanted} could be fetched from")
+            return
+        order = FetchOrder(
+            wanted=wanted,
+            generation=restore.generation,
+            ranks=sorted(restore.missing),
+            groups=body.restore_from,
+            own=own,
+            patience_s=body.patience_s,
+            check=check_available,
+        )
+        events = FetchEvents(
+            done=lambda fds, num_bytes: self._jobs.post(
+                partial(self._fetched, restore, fds, num_bytes)
+            ),
+            failed=lambda why: self._jobs.post(partial(self._fail, restore, why)),
+            notice=lambda why: self._jobs.post(
+                partial(self._tell_agent, m.SmpNotice("source_set_aside", why))
+            ),
+        )
+        restore.fetcher = Fetcher(order, self._desk, events)
+        restore.fetcher.start()
+
+    def _is_under_way(self, body: m.BeginGeneration, wanted: Version | None) -> bool:
+        restore = self._restore
+        return (
+            restore is not None
+            and restore.fetcher is not None
+            and not restore.failed
+            and (restore.wanted, restore.generation) == (wanted, body.generation)
+            and restore.ranks == body.local_ranks
+            and restore.groups == body.restore_from
+        )
+
+    def stop(self) -> None:
+        """Give up what is being fetched; whoever waits for it is told."""
+        if self._restore is not None and self._restore.fetcher is not None:
+            self._restore.fetcher.cancel()
+        self._restore = None
+        waiting, self._waiting = self._waiting, []
+        for client, _, wanted in waiting:
+            client.tell(m.Refused(f"{wanted} is not restored any more: a new generation begins"))
+
+    def grant(self, client: Client, rank: Rank, wanted: Version) -> None:
+        """Give a worker its arena, when it is here."""
+        arena = self._holder(rank, wanted)
+        restore = self._restore
+        if arena is not None:
+            client.tell(m.ArenaGranted(rank, arena.shape.layout_id), fds=(arena.fd,))
+        elif restore is None or restore.wanted != wanted or rank not in restore.missing:
+            client.tell(m.Refused(f"{wanted} of rank {rank} is not here, and nobody fetches it"))
+        elif restore.failed:
+            client.tell(m.Refused(restore.failed))
+        else:
+            self._waiting.append((client, rank, wanted))
+
+    def look_again(self) -> None:
+        """Arenas have come in another way."""
+        restore = self._restore
+        if restore is not None and restore.missing and restore.fetcher is None:
+            left = {r for r in restore.missing if self._holder(r, restore.wanted) is None}
+            restore.missing = left
+            if not left:
+                self._ready(restore)
+
+    def _fetched(self, restore: _Restore, fds: Mapping[Rank, int], num_bytes: int) -> None:
+        if restore is not self._restore:
+            for fd in fds.values():
+                os.close(fd)
+            return
+        for rank, fd in sorted(fds.items()):
+            arena = self._memory.add(fd, restore.generation)
+            self._tell_agent(m.ArenaGranted(rank, arena.shape.layout_id), fds=(fd,))
+            crash_point("smp.fetch.agent_told")
+        text = f"fetched {num_bytes} bytes in {clock.now_s() - restore.began_s:.3f} s"
+        self._tell_agent(m.SmpNotice("restore", f"{restore.wanted}: {text}"))
+        restore.missing.clear()
+        self._ready(restore)
+
+    def _ready(self, restore: _Restore) -> None:
+        self._tell_agent(m.RestoreReady(restore.wanted.generation, restore.wanted.step))
+        waiting, self._waiting = self._waiting, []
+        for client, rank, wanted in waiting:
+            self.grant(client, rank, wanted)
+        self._here()
+
+    def _fail(self, restore: _Restore, why: str) -> None:
+        if restore is not self._restore:
+            return
+        restore.failed = why
+        _log.warning("%s", why)
+        self._tell_agent(m.RestoreFailed(restore.generation, why))
+        waiting, self._waiting = self._waiting, []
+        for client, _, _ in waiting:
+            client.tell(m.Refused(why))
+
+    def _holder(self, rank: Rank, wanted: Version) -> HeldArena | None:
+        return next((one for one in self._memory.of(rank) if one.holds(wanted)), None)

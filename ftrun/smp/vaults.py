@@ -1,0 +1,178 @@
+"""The two vaults of this node.
+
+Runs in:  the SMP: the server's thread, and a job where memory is made.
+Takes in: what is to be kept for the group, and what must not be lost meanwhile.
+Gives:    vaults to fill and to serve from; what they hold, for the inventory.
+Survives: the SMP's death where the agent keeps duplicates.
+
+Rule 1: one vault always keeps the protection that the run would be restored from; only the other
+        is filled. They change places at the commit.
+"""
+
+import logging
+import os
+
+from ftrun.errors import LayoutUnknown, MemoryTooSmall
+from ftrun.ids import Version
+from ftrun.smp.limits import available_memory
+from ftrun.wire.protected import Protected
+from ftrun.wire.vault import Vault, VaultRecord, VaultState, create_vault, vault_bytes
+
+NUM_VAULTS = 2
+_log = logging.getLogger(__name__)
+
+
+class Vaults:
+    """What is kept for other nodes."""
+
+    def __init__(self) -> None:
+        self._slots: list[Vault | None] = [None] * NUM_VAULTS
+        self._kept: int | None = None
+
+    @property
+    def fds(self) -> list[int]:
+        return [vault.fd for vault in self._slots if vault is not None]
+
+    @property
+    def allocated_bytes(self) -> int:
+        return sum(vault.size for vault in self._slots if vault is not None)
+
+    @property
+    def kept(self) -> Vault | None:
+        """The one that keeps what the run would be restored from."""
+        return self._slots[self._kept] if self._kept is not None else None
+
+    def adopt(self, fd: int) -> None:
+        """Keep a vault that outlived another SMP; the descriptor is ours from now on.
+
+        Raises:
+            LayoutUnknown: it is none, or there are two already; the descriptor stays the caller's.
+        """
+        if any(vault and os.path.sameopenfile(fd, vault.fd) for vault in self._slots):
+            os.close(fd)
+            return
+        free = [at for at, vault in enumerate(self._slots) if vault is None]
+        if not free:
+            raise LayoutUnknown(f"there are {NUM_VAULTS} vaults here already")
+        self._slots[free[0]] = Vault(fd)
+
+    def keep(self, version: Version | None, protected_in: int) -> None:
+        """Choose what must not be lost: the protection of a version.
+
+        Args:
+            version: that the run would be restored from.
+            protected_in: the generation of its protection; -1: the newest that was committed, or
+                else complete.
+        """
+        found: list[tuple[bool, bool, int, int]] = []
+        for at, vault in enumerate(self._slots):
+            record = vault.record if vault is not None else None
+            if vault is None or record is None or record.version != version:
+                continue
+            if vault.state not in (VaultState.COMPLETE, VaultState.COMMITTED):
+                continue
+            is_named = record.protected_in == protected_in
+            is_committed = vault.state is VaultState.COMMITTED
+            found.append((is_named, is_committed, record.protected_in, at))
+        self._kept = max(found)[3] if found else None
+
+    def find(self, version: Version, protected_in: int) -> Vault | None:
+        """The vault with a whole part of this protection."""
+        for vault in self._slots:
+            record = vault.record if vault is not None else None
+            if vault is None or record is None:
+                continue
+            is_whole = vault.state in (VaultState.COMPLETE, VaultState.COMMITTED)
+            if is_whole and (record.version, record.protected_in) == (version, protected_in):
+                return vault
+        return None
+
+    def free_slot(self) -> int:
+        """The slot to fill next."""
+        return 0 if self._kept is None else (self._kept + 1) % NUM_VAULTS
+
+    def take(self, slot: int, record: VaultRecord) -> Vault | None:
+        """The vault of a slot, if it is large enough for this record; else it is let go."""
+        vault = self._slots[slot]
+        if vault is not None and vault_bytes(record) <= vault.size:
+            return vault
+        if vault is not None:
+            vault.close()
+            self._slots[slot] = None
+        return None
+
+    def put(self, slot: int, fd: int) -> Vault:
+        """Keep a new vault."""
+        self._slots[slot] = Vault(fd)
+        vault = self._slots[slot]
+        assert vault is not None
+        return vault
+
+    def commit(self, version: Version, protected_in: int) -> None:
+        """This protection is what counts from now on."""
+        vault = self.find(version, protected_in)
+        if vault is not None:
+            vault.mark(VaultState.COMMITTED)
+        self.keep(version, protected_in)
+
+    def void_after(self, newest: Version) -> int:
+        """Later versions never come back; how many there were."""
+        count = 0
+        for vault in self._slots:
+            if vault is not None and vault.record is not None and vault.record.version > newest:
+                vault.mark(VaultState.VOID)
+                count += 1
+        return count
+
+    def parts(self) -> list[Protected]:
+        """This node's part in each protection."""
+        return [part for vault in self._slots if vault is not None for part in _part(vault)]
+
+    def free(self) -> None:
+        for vault in self._slots:
+            if vault is not None:
+                vault.close()
+        self._slots = [None] * NUM_VAULTS
+        self._kept = None
+
+
+def make_vault(record: VaultRecord) -> int:
+    """A descriptor of a vault for this record, its memory touched.
+
+    Raises:
+        MemoryTooSmall: it does not fit.
+    """
+    needed = vault_bytes(record)
+    available = available_memory()
+    if needed > available.num_bytes:
+        raise MemoryTooSmall(
+            needed_bytes=needed, available_bytes=available.num_bytes, limit=available.limit
+        )
+    try:
+        return create_vault(needed)
+    except (OSError, OverflowError) as error:
+        raise MemoryTooSmall(
+            needed_bytes=needed,
+            available_bytes=available.num_bytes,
+            limit=f"the kernel refused it: {error}",
+        ) from error
+
+
+def _part(vault: Vault) -> list[Protected]:
+    record = vault.record
+    if record is None or vault.state in (VaultState.EMPTY, VaultState.VOID):
+        return []
+    return [
+        Protected(
+            generation=record.generation,
+            step=record.step,
+            world_size=record.world_size,
+            protected_in=record.protected_in,
+            members=record.members,
+            parity=record.parity,
+            node_id=record.members[record.place].node_id,
+            mirrors=[record.members[place].node_id for place in vault.mirrored_places()],
+            is_complete=vault.state in (VaultState.COMPLETE, VaultState.COMMITTED),
+            is_committed=vault.state is VaultState.COMMITTED,
+        )
+    ]

@@ -1,0 +1,84 @@
+"""Whether several ranks have saved the same, and if not, what differs.
+
+Runs in:  worker, where a version is restored into another number of ranks. Pure.
+Takes in: trees of plain values, with a `TensorContent` in place of each tensor.
+Gives:    the path to the first difference, and what is there on either side.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ftrun.snapshot.plain import join
+
+_LONGEST = 80
+
+
+@dataclass(frozen=True, slots=True)
+class TensorContent:
+    """A tensor, as far as it can be compared without its bytes."""
+
+    described: str
+    digest: int
+
+    def __str__(self) -> str:
+        return f"{self.described} with digest {self.digest:016x}"
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Where two trees differ."""
+
+    path: str
+    one: str
+    other: str
+
+
+def difference(one: object, other: object, path: str) -> Difference | None:
+    """The first difference of two trees; None where they are equal.
+
+    Args:
+        one: a tree.
+        other: another.
+        path: to both, for the result.
+    """
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return _of_mappings(one, other, path)
+    if _is_sequence(one) and _is_sequence(other):
+        return _of_sequences(one, other, path)  # type: ignore[arg-type]
+    if type(one) is type(other) and (one == other or (one != one and other != other)):
+        return None  # NaN is what differs from itself; two of them are alike here
+    return Difference(path, _shown(one), _shown(other))
+
+
+def _of_mappings(
+    one: Mapping[object, object], other: Mapping[object, object], path: str
+) -> Difference | None:
+    for key, value in one.items():
+        here = join(path, key)
+        if key not in other:
+            return Difference(here, _shown(value), "missing")
+        if (found := difference(value, other[key], here)) is not None:
+            return found
+    extra = next((key for key in other if key not in one), None)
+    if extra is not None or len(one) != len(other):
+        return Difference(join(path, extra), "missing", _shown(other.get(extra)))
+    return None
+
+
+def _of_sequences(one: Sequence[object], other: Sequence[object], path: str) -> Difference | None:
+    if len(one) != len(other) or type(one) is not type(other):
+        kinds = (f"a {type(s).__name__} of {len(s)}" for s in (one, other))
+        return Difference(path, *kinds)
+    for at, (mine, theirs) in enumerate(zip(one, other, strict=True)):
+        if (found := difference(mine, theirs, f"{path}[{at}]")) is not None:
+            return found
+    return None
+
+
+def _is_sequence(value: object) -> bool:
+    return isinstance(value, list | tuple)
+
+
+def _shown(value: object) -> str:
+    text = str(value) if isinstance(value, TensorContent) else repr(value)
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."

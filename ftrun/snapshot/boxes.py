@@ -1,0 +1,158 @@
+"""Boxes: which part of a whole tensor a piece of it is.
+
+Runs in:  worker (which cuts and joins tensors) and SMP (which reads headers). Pure.
+Takes in: offsets and shapes, in items along each dimension.
+Gives:    overlaps, what is left uncovered, and where a part of a chunk lies in its bytes.
+
+A tensor without dimensions has one item, so its box is never empty. A box that is empty along any
+dimension holds nothing, wherever it begins.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A block of items: where it begins along each dimension, and how far it goes."""
+
+    offsets: Shape
+    shape: Shape
+
+    @property
+    def num_items(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def is_empty(self) -> bool:
+        return 0 in self.shape
+
+    @property
+    def end(self) -> Shape:
+        return tuple(at + size for at, size in zip(self.offsets, self.shape, strict=True))
+
+    def __str__(self) -> str:
+        ranges = (f"{at}:{end}" for at, end in zip(self.offsets, self.end, strict=True))
+        return f"[{', '.join(ranges)}]"
+
+
+def whole(shape: Shape) -> Box:
+    """The box of a whole tensor."""
+    return Box((0,) * len(shape), shape)
+
+
+def overlap(one: Box, other: Box) -> Box | None:
+    """The items that are in both boxes; None where there are none."""
+    starts = tuple(map(max, one.offsets, other.offsets))
+    shape = tuple(min(a, b) - start for a, b, start in zip(one.end, other.end, starts, strict=True))
+    return Box(starts, shape) if all(size > 0 for size in shape) else None
+
+
+def without(box: Box, taken: Box) -> list[Box]:
+    """What is left of a box, as boxes that do not overlap: at most two along each dimension."""
+    common = overlap(box, taken)
+    if common is None:
+        return [box]
+    left: list[Box] = []
+    starts, ends = list(box.offsets), list(box.end)
+    for at, (low, high) in enumerate(zip(common.offsets, common.end, strict=True)):
+        if starts[at] < low:
+            left.append(_between(starts, [*ends[:at], low, *ends[at + 1 :]]))
+        if high < ends[at]:
+            left.append(_between([*starts[:at], high, *starts[at + 1 :]], ends))
+        starts[at], ends[at] = low, high
+    return left
+
+
+def first_hole(target: Box, chunks: Iterable[Box]) -> Box | None:
+    """A part of `target` that no chunk covers; None where all of it is covered."""
+    missing = [] if target.is_empty else [target]
+    # In order, so that what is missing stays one box for the usual chunks, rows one by one.
+    for chunk in sorted(chunks, key=lambda box: box.offsets):
+        if not missing:
+            return None
+        missing = [left for box in missing for left in without(box, chunk)]
+    return min(missing, key=lambda box: box.offsets, default=None)
+
+
+def strides_of(shape: Shape) -> Shape:
+    """Items from one index to the next along each dimension, last dimension fastest."""
+    strides: list[int] = []
+    step = 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A run of items of a chunk, and how the part wanted lies in it.
+
+    Args:
+        first: item of the chunk with which it begins.
+        count: items in all, from the first to the last that is wanted.
+        shape: of the part.
+        strides: of the part within the run, in items.
+    """
+
+    first: int
+    count: int
+    shape: Shape
+    strides: Shape
+
+
+def span_of(chunk: Shape, starts: Shape, shape: Shape) -> Span:
+    """Where a part of a chunk lies in the chunk's items.
+
+    Args:
+        chunk: shape of the chunk, whose items lie row by row.
+        starts: where in the chunk the part begins.
+        shape: of the part; not empty.
+    """
+    strides = strides_of(chunk)
+    first = sum(at * step for at, step in zip(starts, strides, strict=True))
+    last = first + sum((size - 1) * step for size, step in zip(shape, strides, strict=True))
+    return Span(first, last - first + 1, shape, strides)
+
+
+def _between(starts: Iterable[int], ends: Iterable[int]) -> Box:
+    begin = tuple(starts)
+    return Box(begin, tuple(end - at for at, end in zip(begin, ends, strict=True)))
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Of which tensor an entry is a part, and which part.
+
+    Args:
+        shape: of the whole tensor.
+        offsets: where the part begins; None where it is no single box of it, such as strided
+            shards and partial sums. Such a part cannot be put together with others.
+    """
+
+    shape: Shape
+    offsets: Shape | None
+
+    def __str__(self) -> str:
+        offsets = "?" if self.offsets is None else ",".join(map(str, self.offsets))
+        return f"{','.join(map(str, self.shape))}@{offsets}"
+
+
+def parse_part(text: str) -> Part:
+    """A part from its text.
+
+    Raises:
+        ValueError: it is none.
+    """
+    shape, at, offsets = text.partition("@")
+    if not at:
+        raise ValueError(f"{text!r} is no part of a tensor")
+    return Part(_numbers(shape), None if offsets == "?" else _numbers(offsets))
+
+
+def _numbers(text: str) -> Shape:
+    return tuple(int(number) for number in text.split(",")) if text else ()

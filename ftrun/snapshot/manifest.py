@@ -1,0 +1,143 @@
+"""What the nodes of a group tell each other of a version before they protect it.
+
+Runs in:  the SMP. Pure.
+Takes in: the layout of a shard and its digest table.
+Gives:    a `NodeManifest`: for each rank its shape and its sections, with a digest of each.
+
+A section is what is either a replica or not: all pieces of one large entry, or one piece of
+packed small entries. Its key says what it is (names, dtypes, shapes), its digest what is in it.
+Where key and digest are equal, so are the bytes.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+import xxhash
+
+from ftrun.snapshot.layout import PIECE_BYTES, PLAIN_NAME, Entry, Layout, Piece, When
+
+
+class Section(msgspec.Struct, frozen=True, array_like=True):
+    """A run of pieces that are protected together.
+
+    Args:
+        key: what it is: u64.
+        first: its first piece.
+        count: how many pieces.
+        num_bytes: of all of them.
+        may_repeat: it belongs to an optimizer, so equal content on another node is no accident.
+    """
+
+    key: int
+    first: int
+    count: int
+    num_bytes: int
+    may_repeat: bool
+
+
+class RankManifest(msgspec.Struct, frozen=True, array_like=True):
+    """One rank's shard of a version.
+
+    Args:
+        digests: content of each section: u64 each, little-endian.
+        table_digest: as in the slot's header.
+        header_bytes: length of the safetensors header, its own length included.
+    """
+
+    rank: int
+    world_size: int
+    image_bytes: int
+    num_pieces: int
+    layout_id: int
+    header_bytes: int
+    header_digest: int
+    table_digest: int
+    sections: list[Section]
+    digests: bytes
+
+    def digest_of(self, index: int) -> int:
+        return int.from_bytes(self.digests[8 * index : 8 * index + 8], "little")
+
+
+class NodeManifest(msgspec.Struct, frozen=True, array_like=True):
+    """All shards of one node, by rank."""
+
+    ranks: list[RankManifest]
+
+
+@dataclass(frozen=True, slots=True)
+class SectionPlace:
+    """A section and where its bytes lie, from the start of the data."""
+
+    section: Section
+    offset: int
+
+
+def sections_of(layout: Layout) -> list[SectionPlace]:
+    """The sections of a shard, in order; they cover all of its pieces."""
+    large = {e.offset: e for e in layout.entries if not e.is_small or e.name == PLAIN_NAME}
+    small = [e for e in layout.entries if e.is_small and e.name != PLAIN_NAME]
+    pieces = layout.pieces
+    found: list[SectionPlace] = []
+    at = next_small = 0
+    while at < len(pieces):
+        entry = large.get(pieces[at].offset) if pieces[at].num_bytes else None
+        if entry is not None:
+            count = -(-entry.num_bytes // PIECE_BYTES)
+            found.append(_of_entry(entry, at, count))
+        else:
+            count = 1
+            packed, next_small = _packed(small, next_small, pieces[at])
+            found.append(_of_pack(packed, at, pieces[at]))
+        at += count
+    return found
+
+
+def content_digests(places: Sequence[SectionPlace], table: memoryview) -> bytes:
+    """Digest of each section: xxh3 of the digests of its pieces.
+
+    Args:
+        places: the sections of the layout.
+        table: u64 per piece.
+    """
+    return b"".join(
+        xxhash.xxh3_64_intdigest(table[p.section.first : p.section.first + p.section.count])
+        .to_bytes(8, "little")
+        for p in places
+    )  # fmt: skip
+
+
+def _of_entry(entry: Entry, first: int, count: int) -> SectionPlace:
+    section = Section(
+        key=_key([entry]),
+        first=first,
+        count=count,
+        num_bytes=entry.num_bytes,
+        may_repeat=entry.when is When.LAZY and entry.name != PLAIN_NAME,
+    )
+    return SectionPlace(section, entry.offset)
+
+
+def _packed(small: Sequence[Entry], at: int, piece: Piece) -> tuple[list[Entry], int]:
+    """The small entries in a piece, and where to go on."""
+    found = []
+    end = piece.offset + piece.num_bytes
+    while at < len(small) and small[at].offset + small[at].num_bytes <= end:
+        found.append(small[at])
+        at += 1
+    return found, at
+
+
+def _of_pack(packed: Sequence[Entry], first: int, piece: Piece) -> SectionPlace:
+    is_lazy = bool(packed) and all(entry.when is When.LAZY for entry in packed)
+    return SectionPlace(Section(_key(packed), first, 1, piece.num_bytes, is_lazy), piece.offset)
+
+
+def _key(entries: Sequence[Entry]) -> int:
+    """What these entries are, and which parts of which tensors."""
+    text = "".join(
+        f"{len(e.name)}:{e.name} {e.dtype} {'x'.join(map(str, e.shape))} {e.part or ''};"
+        for e in entries
+    )
+    return xxhash.xxh3_64_intdigest(text.encode())

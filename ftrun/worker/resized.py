@@ -1,0 +1,230 @@
+"""Puts a version that another number of ranks has taken into what is attached, in place.
+
+Runs in:  worker, training thread, inside `attach`; no collective.
+Takes in: a `SavedWorld`, what is attached.
+Gives:    parameters, buffers and optimizer state as they were in the whole old world, of each the
+          part that this rank holds; all else as `reload` does.
+
+Optimizer state is made before it is filled, because most optimizers have none before their first
+step: like its parameter where it is of its shape, plain otherwise. What several old ranks hold
+alike is read from one of them; the others are compared with it by digest.
+"""
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from ftrun import clock
+from ftrun.errors import ShapeChanged, SnapshotCorrupt
+from ftrun.ids import Rank
+from ftrun.snapshot.plain import TensorRef
+from ftrun.snapshot.world_index import WholeTensor
+from ftrun.wire.crash_points import crash_point
+from ftrun.wire.pages import Beat
+from ftrun.worker.attached import Attached
+from ftrun.worker.context import WorkerContext
+from ftrun.worker.image_source import LocalImages
+from ftrun.worker.memory_link import MemoryLink
+from ftrun.worker.parts import box_of
+from ftrun.worker.regroup import Resize
+from ftrun.worker.reload import add_groups, freeze, groups_for, load_objects, load_optimizer
+from ftrun.worker.replicas import check_replicas
+from ftrun.worker.saved_world import SavedWorld
+from ftrun.worker.state_tree import Lasting, StateTree
+from ftrun.worker.tensors import DTYPE_NAMES, DTYPES, is_sharded, local_tensor
+from ftrun.worker.world_reader import fill
+
+_NOTHING = "nothing"
+
+_log = logging.getLogger(__name__)
+
+
+class ResizedState:
+    """A version of another number of ranks, as `Protection` restores it."""
+
+    def __init__(self, saved: SavedWorld) -> None:
+        self._saved = saved
+
+    def part(self, name: str) -> Any:
+        return self._saved.part(name)
+
+    def load(self, tree: StateTree, context: WorkerContext) -> None:
+        reload_resized(self._saved, tree, context)
+
+    def put_back_random_states(self, attached: Attached) -> None:
+        self._saved.put_back_random_states(attached)
+
+    def close(self) -> None:
+        self._saved.close()
+
+
+def open_resized(context: WorkerContext, link: MemoryLink) -> ResizedState:
+    """The version to restore, as another number of ranks has left it with the SMP.
+
+    Raises:
+        SnapshotError, PeerError: it is not all there, or is not what was sealed.
+    """
+    assert context.restore is not None
+    assert context.restore_world_size is not None
+    old_size = context.restore_world_size
+    resize = Resize(context.rank, old_size, context.world_size)
+    fds = link.open_images(context.restore, old_size)
+    with telling_of_corruption(context):
+        saved = SavedWorld(LocalImages(fds, context.restore), context.restore, resize)
+    if context.rank == 0:
+        for note in saved.notes():
+            _log.warning("%s", note)
+    return ResizedState(saved)
+
+
+def reload_resized(saved: SavedWorld, tree: StateTree, context: WorkerContext) -> None:
+    """Load everything but the random states.
+
+    Raises:
+        ShapeChanged: what is attached is not what was saved.
+        SnapshotCorrupt, TensorIncomplete, RanksDiffer: it is not all there.
+    """
+    page = context.page
+    page.set(Beat.RESTORE_BEGIN_NS, clock.now_ns())
+    crash_point("worker.restore.begun")
+    groups = saved.part("groups")
+    add_groups(groups, tree)
+    lasting = tree.lasting()
+    wanted = _Wanted(saved)
+    wanted.add_attached(lasting, tree)
+    states = {
+        name: _states(name, optimizer, wanted, lasting)
+        for name, optimizer in tree.attached.optimizers.items()
+        if name in groups
+    }
+    with torch.no_grad(), telling_of_corruption(context):
+        check_replicas(wanted.saved, wanted.tensors, saved.images)
+        fill(wanted.tensors, wanted.saved, saved.images)
+    crash_point("worker.restore.tensors_loaded")
+    freeze(saved.part("frozen"), lasting)
+    for name, optimizer in tree.attached.optimizers.items():
+        own = groups_for(name, optimizer, groups)
+        load_optimizer(name, optimizer, own, states[name], lasting.names)
+    load_objects(saved.part, tree.attached)
+    saved.check_all_used()
+    crash_point("worker.restore.loaded")
+    page.set(Beat.RESTORED_GENERATION, saved.version.generation)
+    page.set(Beat.RESTORED_STEP, saved.version.step)
+    page.set(Beat.RESTORE_END_NS, clock.now_ns())
+
+
+@contextlib.contextmanager
+def telling_of_corruption(context: WorkerContext) -> Iterator[None]:
+    """Say on the page whose shard is not what was sealed, so that it is set aside."""
+    try:
+        yield
+    except SnapshotCorrupt as error:
+        context.page.note = str(error)
+        if error.rank is not None:
+            context.page.set(Beat.CORRUPT_RANK, 1 + error.rank)
+            context.page.set(Beat.CORRUPT_SLOT, 1)
+        raise
+
+
+class _Wanted:
+    """The tensors to fill and what they are filled from, both by name."""
+
+    def __init__(self, saved: SavedWorld) -> None:
+        self.world = saved
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.saved: dict[str, WholeTensor] = {}
+
+    def add_attached(self, lasting: Lasting, tree: StateTree) -> None:
+        """Parameters, buffers, and tensors attached by name."""
+        names = {*lasting.names.values(), *tree.attached.tensors}
+        for source, original in zip(lasting.sources, lasting.originals, strict=True):
+            if source.name in names:
+                self.add(source.name, original)
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        """Want this tensor filled.
+
+        Raises:
+            ShapeChanged: what was saved under this name is another.
+        """
+        found = self.world.whole(name)
+        now = (DTYPE_NAMES[tensor.dtype], tuple(tensor.shape))
+        if found is None or (found.dtype, found.shape) != now:
+            saved = _NOTHING if found is None else str(found)
+            raise ShapeChanged(key=name, saved=saved, present=f"{now[0]}{list(now[1])}")
+        if box_of(tensor) is None:
+            raise ShapeChanged(
+                key=name, saved=str(found), present="a DTensor with strided shards or partial sums"
+            )
+        self.tensors[name] = tensor.detach()
+        self.saved[name] = found
+
+
+def _states(
+    optimizer_name: str, optimizer: torch.optim.Optimizer, wanted: _Wanted, lasting: Lasting
+) -> dict[Any, Any]:
+    """The state of each parameter of an optimizer, its tensors made and wanted."""
+    parameters = {lasting.names[id(p)]: p for g in optimizer.param_groups for p in g["params"]}
+    found: dict[Any, Any] = {}
+    for rank in wanted.world.ranks:
+        saved = wanted.world.optimizer_state(rank)[optimizer_name]["state"]
+        for key, values in saved.items():
+            if key not in found:
+                found[key] = _made(values, parameters.get(key), wanted, rank)
+        # What a rank has none of, it has never stepped, or another one did.
+        if all(name in found for name in parameters):
+            break
+    return found
+
+
+def _made(values: Any, parameter: torch.Tensor | None, wanted: _Wanted, rank: Rank) -> Any:
+    """A tree of state values with tensors in place of references."""
+    if isinstance(values, TensorRef):
+        return _made_tensor(values, parameter, wanted, rank)
+    if isinstance(values, dict):
+        return {key: _made(value, parameter, wanted, rank) for key, value in values.items()}
+    if isinstance(values, list | tuple):
+        return type(values)(_made(value, parameter, wanted, rank) for value in values)
+    return values
+
+
+def _made_tensor(
+    ref: TensorRef, parameter: torch.Tensor | None, wanted: _Wanted, rank: Rank
+) -> object:
+    if ref.kind == "array":
+        wanted.world.whole(ref.name)
+        return wanted.world.copy(rank, ref)
+    saved = wanted.world.whole(ref.name)
+    assert saved is not None, ref.name
+    dtype = DTYPES[saved.dtype]
+    is_like = parameter is not None and saved.shape == tuple(parameter.shape) and saved.shape
+    if parameter is not None and is_sharded(parameter) and is_like:
+        made = _like(parameter, dtype)
+    elif ref.kind == "sharded" and parameter is not None and not is_like:
+        raise ShapeChanged(
+            key=ref.name, saved=f"a sharded {saved}", present=f"state of {list(parameter.shape)}"
+        )
+    else:
+        # Numbers, such as the step, stay where torch's optimizers keep them.
+        device = parameter.device if parameter is not None and saved.shape else "cpu"
+        made = torch.empty(saved.shape, dtype=dtype, device=device)
+    wanted.add(ref.name, made)
+    return made
+
+
+def _like(parameter: Any, dtype: torch.dtype) -> torch.Tensor:
+    """An empty DTensor on the mesh of a parameter, cut as that is."""
+    from torch.distributed.tensor import DTensor
+
+    local = local_tensor(parameter, "a parameter")
+    return DTensor.from_local(
+        torch.empty(local.shape, dtype=dtype, device=local.device),
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )

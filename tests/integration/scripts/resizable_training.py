@@ -1,0 +1,192 @@
+"""Generations of a small training in one warm process: each is forked with its own world size.
+
+Argument: a folder. Reads one JSON line per generation from stdin and forks its ranks; each rank
+attaches, writes what it has restored, trains to the step wanted, writes what it has then, and
+ends. Answers with the exit statuses, a JSON line. The variables of a rank come with the line.
+"""
+
+import json
+import os
+import sys
+import traceback
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch._dynamo
+import torch.distributed as dist
+import torch.distributed.checkpoint
+import torch.distributed.fsdp
+import torch.distributed.tensor
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+import ftrun
+import ftrun.worker.protection
+import ftrun.worker.session
+
+
+class Numbers(Dataset):
+    """Ninety-six samples, each its own number."""
+
+    def __len__(self) -> int:
+        return 96
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        return (torch.arange(8, dtype=torch.float32) * (index + 1) / 96).sin(), index
+
+
+class Net(nn.Module):
+    """Odd sizes, so that no world divides them; one tensor is cut into pieces, most are packed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 37)
+        self.norm = nn.BatchNorm1d(37)
+        self.wide = nn.Linear(37, 2501)
+        self.last = nn.Linear(2501, 3)
+        self.frozen = nn.Parameter(torch.randn(5, 3), requires_grad=False)
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = nn.functional.dropout(self.norm(self.first(x)).relu(), 0.1, self.training)
+        return self.last(self.wide(x).tanh()) * self.scale + self.frozen.sum(0)
+
+
+def made(order: dict[str, object], rank: int, world_size: int) -> dict[str, object]:
+    torch.manual_seed(100 * int(order["generation"]) + rank)  # nothing is equal by chance
+    np.random.seed(rank)
+    model: nn.Module = Net()
+    kind = order["kind"]
+    if kind == "ddp":
+        model = nn.parallel.DistributedDataParallel(model)
+    if kind in ("fsdp", "hsdp"):
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        for parameter in model.parameters():
+            dist.broadcast(parameter.data, 0)
+        names = ("replicate", "shard")
+        shape = (2, world_size // 2)
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=names) if kind == "hsdp" else None
+        fully_shard(model.wide, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    learned = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(
+        [{"params": learned[:2], "lr": 0.03}, {"params": learned[2:], "lr": 0.01}]
+    )
+    data = Numbers()
+    sampler = DistributedSampler(data, world_size, rank, seed=3)
+    return {
+        "model": model,
+        "optimizer": optimizer,
+        "scheduler": torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 40),
+        "loader": DataLoader(data, batch_size=2, sampler=sampler),
+        "dice": torch.Generator().manual_seed(50 + rank),
+        "average": torch.zeros(4),
+    }
+
+
+def full(tensor: object) -> object:
+    if hasattr(tensor, "full_tensor"):
+        tensor = tensor.full_tensor()
+    return tensor.detach().clone() if isinstance(tensor, torch.Tensor) else tensor
+
+
+def state_of(things: dict[str, object], session: object) -> dict[str, object]:
+    """All there is, whole; a collective call where tensors are sharded."""
+    model, optimizer = things["model"], things["optimizer"]
+    names = {id(p): n.removeprefix("module.") for n, p in model.named_parameters()}
+    own = {n.removeprefix("module.") for n, _ in model.named_buffers()}
+    tensors = {n.removeprefix("module."): full(t) for n, t in model.state_dict().items()}
+    return {
+        "step": session.step,
+        "parameters": {n: t for n, t in tensors.items() if n not in own},
+        "buffers": {n: t for n, t in tensors.items() if n in own},
+        "optimizer": {
+            names[id(parameter)]: {key: full(value) for key, value in state.items()}
+            for parameter, state in optimizer.state.items()
+        },
+        "groups": [
+            {key: value for key, value in group.items() if key != "params"}
+            for group in optimizer.param_groups
+        ],
+        "scheduler": things["scheduler"].state_dict(),
+        "average": things["average"].clone(),
+        "random": [torch.get_rng_state(), things["dice"].get_state()],
+    }
+
+
+def train(folder: Path, order: dict[str, object], rank: int, world_size: int) -> None:
+    generation = order["generation"]
+    store = folder / f"store.{generation}"
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
+    things = made(order, rank, world_size)
+    if order.get("older"):
+        _forget_parts()
+    dies = order.get("dies", "") if rank == world_size - 1 else ""
+    session = ftrun.attach(**things)
+    restored = state_of(things, session) if session.restored else None
+    torch.save(restored, folder / f"restored.{generation}.{rank}.pt")
+    if dies == "restored":
+        os._exit(9)
+    model, optimizer = things["model"], things["optimizer"]
+    seen: list[int] = []
+    batches = session.batches(things["loader"])
+    for at in session.steps(int(order["steps"])):
+        x, indices = next(batches)
+        seen += indices.tolist()
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+        things["scheduler"].step()
+        things["average"] += at + rank
+        if dies == "before its seal":
+            os._exit(9)
+    torch.save(state_of(things, session), folder / f"end.{generation}.{rank}.pt")
+    torch.save(seen, folder / f"seen.{generation}.{rank}.pt")
+    session.close()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _forget_parts() -> None:
+    from ftrun.worker import slots
+
+    now = slots.make_layout
+    slots.make_layout = lambda *args, **kwargs: replace(now(*args, **kwargs), knows_parts=False)
+
+
+def become(folder: Path, order: dict[str, object], rank: int) -> None:
+    os.environ.update(order["variables"][rank])
+    torch.set_num_threads(1)
+    status = 1
+    try:
+        train(folder, order, rank, len(order["variables"]))
+        status = 0
+    except BaseException as error:  # noqa: BLE001
+        text = f"{type(error).__name__}: {error}"
+        (folder / f"error.{order['generation']}.{rank}").write_text(text)
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    print(json.dumps("ready"), flush=True)
+    for line in sys.stdin:
+        order = json.loads(line)
+        pids = []
+        for rank in range(len(order["variables"])):
+            pid = os.fork()
+            if pid == 0:
+                become(folder, order, rank)
+            pids.append(pid)
+        print(json.dumps([os.waitpid(pid, 0)[1] for pid in pids]), flush=True)
+
+
+main()

@@ -1,0 +1,325 @@
+"""A version comes back bit by bit in another number of ranks, and training goes on from it.
+
+Real ranks with gloo, forked by one warm process, against a real SMP; the test is the agent of
+their node. What the ranks had at the restore point is compared, whole, with what the ranks of the
+next generation have after `attach`.
+"""
+
+import contextlib
+import json
+import os
+import select
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ftrun import clock
+from ftrun.ids import RunId, Version, version
+from ftrun.wire import environment as env
+from ftrun.wire import messages as m
+from ftrun.wire.arena import Arena, read_shape, void_slots
+from ftrun.wire.channel import Received, connect
+from ftrun.wire.pages import Beat, Command, Page, create_command_page, create_page
+
+RUN = RunId("resized")
+SCRIPT = Path(__file__).parent / "scripts" / "resizable_training.py"
+MOST_RANKS = 4
+MOST_GENERATIONS = 8
+PATIENCE_S = 90.0
+
+
+def wait_until(claim: Callable[[], bool], what: str) -> None:
+    end_s = clock.now_s() + PATIENCE_S
+    while not claim():
+        assert clock.now_s() < end_s, f"not within {PATIENCE_S} s: {what}"
+        select.select([], [], [], 0.002)
+
+
+class Node:
+    """The agent of one node: an SMP, a warm process, generation after generation."""
+
+    def __init__(self, folder: Path, kind: str, ends: contextlib.ExitStack) -> None:
+        self.folder = folder
+        self.kind = kind
+        self.socket = folder / "smp.sock"
+        self.smp = ends.enter_context(
+            process(
+                *(sys.executable, "-m", "ftrun.smp", "--run-id", RUN),
+                *("--socket", str(self.socket), "--orphan-s", "60"),
+            )
+        )
+        self.commands = [create_command_page() for _ in range(MOST_GENERATIONS)]
+        self.beats = [create_page("beat") for _ in range(MOST_GENERATIONS * MOST_RANKS)]
+        for fd in (*self.commands, *self.beats):
+            ends.callback(os.close, fd)
+        errors = ends.enter_context((folder / "ranks.err").open("wb"))
+        self.warm = ends.enter_context(
+            process(
+                *(sys.executable, "-u", str(SCRIPT), str(folder)),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                pass_fds=[*self.commands, *self.beats],
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                text=True,
+            )
+        )
+        wait_until(self.socket.exists, "the SMP listens")
+        hello = m.Hello(role="agent", pid=os.getpid())
+        self.agent = connect(self.socket, run_id=RUN, peer="the SMP", hello=hello, deadline_s=10)
+        ends.callback(self.agent.close)
+        self.generation = -1
+        self.world_size = 0
+        self.newest: Version | None = None
+        assert self.answer() == "ready", self.log()
+
+    def answer(self) -> Any:
+        assert self.warm.stdout is not None
+        assert select.select([self.warm.stdout], [], [], PATIENCE_S)[0], self.log()
+        return json.loads(self.warm.stdout.readline() or "null")
+
+    def log(self) -> str:
+        return (self.folder / "ranks.err").read_text()
+
+    def run(self, world_size: int, steps: int, **extra: object) -> list[int]:
+        """One generation to this step; exit statuses by rank."""
+        before, old_size = self.newest, self.world_size
+        self.generation += 1
+        if before is not None:
+            self.ask(m.VoidAfter(before.generation, before.step))
+        ranks = list(range(world_size))
+        body = m.BeginGeneration(self.generation, world_size, ranks)
+        self.ask(body, self.commands[self.generation])
+        shared = {
+            "WORLD_SIZE": str(world_size),
+            env.RUN_ID: RUN,
+            env.GENERATION: str(self.generation),
+            env.INCARNATION: str(self.generation),
+            env.COMMAND_FD: str(self.commands[self.generation]),
+            env.SMP_SOCKET: str(self.socket),
+            env.SNAPSHOT: json.dumps({"every": 1, "commit_wait_s": 20}),
+        }
+        if before is not None:
+            shared[env.RESTORE] = f"{before.generation}:{before.step}"
+            shared[env.RESTORE_WORLD_SIZE] = str(old_size)
+        variables = [
+            {**shared, "RANK": str(rank), env.HEARTBEAT_FD: str(self.beat_fd(rank))}
+            for rank in ranks
+        ]
+        order = {
+            "generation": self.generation,
+            "kind": self.kind,
+            "steps": steps,
+            "variables": variables,
+            **extra,
+        }
+        assert self.warm.stdin is not None
+        self.warm.stdin.write(json.dumps(order) + "\n")
+        self.warm.stdin.flush()
+        statuses: list[int] = self.answer()
+        if not any(statuses):
+            self.world_size = world_size
+            wait_until(lambda: self.shown().step == steps, f"step {steps} is committed")
+            self.newest = self.shown()
+        return statuses
+
+    def beat_fd(self, rank: int) -> int:
+        return self.beats[self.generation * MOST_RANKS + rank]
+
+    def beat(self, rank: int) -> Page:
+        return Page(self.beat_fd(rank))
+
+    def shown(self) -> Version:
+        page = Page(self.commands[self.generation])
+        return version(page.get(Command.COMMITTED_GENERATION), page.get(Command.COMMITTED_STEP))
+
+    def ask(self, body: m.AnyMessage, *fds: int) -> Received:
+        """Ask the SMP; what it tells unasked is passed over."""
+        self.agent.send(body, fds=fds)
+        while True:
+            received = self.agent.receive(deadline_s=PATIENCE_S)
+            if isinstance(received.body, m.ArenaGranted | m.VersionCommitted):
+                for fd in received.fds:
+                    os.close(fd)
+                continue
+            return received
+
+    def arenas(self) -> list[tuple[int, int, int]]:
+        """Descriptor, rank and world size of each arena that the SMP holds."""
+        shapes = [(fd, read_shape(fd)) for fd in self.ask(m.HandOver()).fds]
+        return [(fd, shape.rank, shape.world_size) for fd, shape in shapes]
+
+    def sizes(self) -> list[tuple[int, int]]:
+        """World size and rank of each arena that the SMP holds."""
+        found = self.arenas()
+        for fd, _, _ in found:
+            os.close(fd)
+        return sorted((world_size, rank) for _, rank, world_size in found)
+
+    def saved(self, what: str, rank: int) -> Any:
+        path = self.folder / f"{what}.{self.generation}.{rank}.pt"
+        return torch.load(path, weights_only=False)
+
+
+@contextlib.contextmanager
+def process(*argv: str, **options: Any) -> Iterator[Any]:
+    """A process that ends with the block."""
+    with subprocess.Popen(argv, **options) as started:
+        try:
+            yield started
+        finally:
+            started.kill()
+
+
+@pytest.fixture
+def node(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Node]:
+    with contextlib.ExitStack() as ends:
+        yield Node(tmp_path, getattr(request, "param", "ddp"), ends)
+
+
+def assert_same(found: object, expected: object, path: str = "") -> None:
+    """Equal to the last bit, dtypes included."""
+    if isinstance(expected, torch.Tensor):
+        assert isinstance(found, torch.Tensor), path
+        assert found.dtype == expected.dtype, path
+        assert torch.equal(found, expected), path
+    elif isinstance(expected, dict):
+        assert isinstance(found, dict), path
+        assert found.keys() == expected.keys(), path
+        for key, value in expected.items():
+            assert_same(found[key], value, f"{path}.{key}")
+    elif isinstance(expected, list):
+        assert isinstance(found, list), path
+        assert len(found) == len(expected), path
+        for at, value in enumerate(expected):
+            assert_same(found[at], value, f"{path}[{at}]")
+    else:
+        assert found == expected, path
+
+
+COMMON = ("step", "parameters", "optimizer", "groups", "scheduler")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("node", ["ddp", "fsdp"], indirect=True)
+def test_every_bit_comes_back_in_another_number_of_ranks(node: Node) -> None:
+    assert node.run(4, 3) == [0] * 4, node.log()
+    steps = 3
+    for size in (3, 4, 2, 1, 2):
+        old_size = node.world_size
+        ends = [node.saved("end", rank) for rank in range(old_size)]
+        used = [node.saved("seen", rank) for rank in range(old_size)]
+        steps += 2
+        assert node.run(size, steps) == [0] * size, node.log()
+        for rank in range(size):
+            restored = node.saved("restored", rank)
+            old = ends[rank % old_size]
+            for what in COMMON:
+                assert_same(restored[what], ends[0][what], what)
+            for what in ("buffers", "average"):
+                assert_same(restored[what], old[what], what)
+            if rank < old_size:
+                assert_same(restored["random"], old["random"], "random")
+            else:
+                assert not torch.equal(restored["random"][1], old["random"][1])
+            assert node.saved("end", rank)["step"] == steps
+            seen_before = {index for indices in used for index in indices}
+            assert not seen_before & set(node.saved("seen", rank))
+        assert node.sizes() == [(size, rank) for rank in range(size)]
+        before, after = ends[0]["parameters"], node.saved("end", 0)["parameters"]
+        assert not torch.equal(before["wide.weight"], after["wide.weight"])
+    assert node.log().count("not bitwise") == 5
+
+
+def test_old_shards_stay_until_the_new_world_has_committed(node: Node) -> None:
+    assert node.run(4, 2) == [0] * 4, node.log()
+    old = [(4, rank) for rank in range(4)]
+    assert any(node.run(3, 4, dies="restored"))
+    assert node.sizes() == old
+    assert any(node.run(3, 4, dies="before its seal"))
+    assert node.shown() == version(-1, -1)
+    assert set(node.sizes()) >= {*old, (3, 0)}
+    assert node.run(3, 4) == [0] * 3, node.log()
+    assert node.sizes() == [(3, rank) for rank in range(3)]
+
+
+@pytest.mark.parametrize("node", ["hsdp"], indirect=True)
+def test_shards_that_are_replicated_too_come_back_in_another_layout(node: Node) -> None:
+    assert node.run(4, 2) == [0] * 4, node.log()
+    for kind, size in (("fsdp", 3), ("ddp", 2), ("hsdp", 4), ("plain", 1)):
+        expected = node.saved("end", 0)
+        assert node.newest is not None
+        assert node.run(size, node.newest.step + 1, kind=kind) == [0] * size, node.log()
+        for what in COMMON:
+            assert_same(node.saved("restored", 0)[what], expected[what], f"{kind}: {what}")
+
+
+def error_of(node: Node, rank: int) -> str:
+    return (node.folder / f"error.{node.generation}.{rank}").read_text()
+
+
+def flip_a_bit(node: Node, of_rank: int) -> None:
+    """In a parameter's or an optimizer's bytes in the newest committed version."""
+    assert node.newest is not None
+    for fd, rank, _ in node.arenas():
+        arena = Arena(fd, writable=True)
+        slot = arena.find(node.newest)
+        assert slot is not None
+        if rank == of_rank:
+            arena.image(slot)[-100_000] ^= 1
+        arena.close()
+        os.close(fd)
+
+
+@pytest.mark.parametrize("node", ["fsdp"], indirect=True)
+def test_a_corrupt_shard_of_another_rank_is_never_loaded_and_is_told(node: Node) -> None:
+    assert node.run(2, 2) == [0, 0], node.log()
+    flip_a_bit(node, of_rank=1)
+    assert any(node.run(3, 4))
+    told = [node.beat(rank).get(Beat.CORRUPT_RANK) for rank in range(3)]
+    assert told[1] == 2
+    assert set(told) <= {0, 2}
+    assert node.beat(1).get(Beat.CORRUPT_SLOT)
+    assert "digest" in node.beat(1).note
+    assert error_of(node, 1).startswith("SnapshotCorrupt")
+
+
+def test_a_replica_stands_in_for_a_corrupt_one(node: Node) -> None:
+    assert node.run(2, 2) == [0, 0], node.log()
+    expected = node.saved("end", 0)
+    flip_a_bit(node, of_rank=1)
+    assert node.run(3, 3) == [0] * 3, node.log()
+    for what in COMMON:
+        assert_same(node.saved("restored", 1)[what], expected[what], what)
+    assert "another rank's copy" in node.log()
+
+
+def test_shards_that_are_not_here_are_named(node: Node) -> None:
+    assert node.run(3, 2) == [0] * 3, node.log()
+    for fd, rank, _ in node.arenas():
+        if rank == 1:
+            void_slots(fd, lambda _: True)
+        os.close(fd)
+    assert all(node.run(2, 4))
+    assert error_of(node, 0).startswith("LayoutUnknown")
+    assert "rank 1 is missing" in error_of(node, 0)
+
+
+def test_a_snapshot_of_an_older_ftrun_is_refused_in_words(node: Node) -> None:
+    assert node.run(2, 2, older=True) == [0, 0], node.log()
+    assert all(node.run(1, 4))
+    assert error_of(node, 0).startswith("LayoutUnknown")
+    assert "older ftrun" in error_of(node, 0)
+
+
+@pytest.mark.parametrize("node", ["plain"], indirect=True)
+def test_ranks_that_have_trained_for_themselves_are_no_one_state(node: Node) -> None:
+    assert node.run(3, 2) == [0] * 3, node.log()
+    assert all(node.run(2, 4))
+    assert error_of(node, 0).startswith("RanksDiffer: model.")

@@ -1,0 +1,87 @@
+"""Boxes cut and joined in any way hold each item once, and a part is found in its chunk's bytes."""
+
+import itertools
+import math
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ftrun.snapshot.boxes import (
+    Box,
+    Part,
+    first_hole,
+    overlap,
+    parse_part,
+    span_of,
+    whole,
+    without,
+)
+
+MOST = 6
+
+
+@st.composite
+def boxes(draw: st.DrawFn, shape: tuple[int, ...], *, can_be_empty: bool = True) -> Box:
+    """A box within a tensor of this shape."""
+    least = 0 if can_be_empty else 1
+    starts = tuple(draw(st.integers(0, size - least)) for size in shape)
+    sizes = tuple(
+        draw(st.integers(least, size - at)) for size, at in zip(shape, starts, strict=True)
+    )
+    return Box(starts, sizes)
+
+
+shapes = st.lists(st.integers(1, MOST), max_size=3).map(tuple)
+pairs = shapes.flatmap(lambda shape: st.tuples(boxes(shape), boxes(shape)))
+
+
+def items(box: Box) -> set[tuple[int, ...]]:
+    ranges = (range(at, end) for at, end in zip(box.offsets, box.end, strict=True))
+    return set(itertools.product(*ranges))
+
+
+@settings(deadline=None)
+@given(pairs)
+def test_an_overlap_is_what_is_in_both(pair: tuple[Box, Box]) -> None:
+    one, other = pair
+    common = overlap(one, other)
+    assert (items(common) if common else set()) == items(one) & items(other)
+    assert common is None or not common.is_empty
+
+
+@settings(deadline=None)
+@given(pairs)
+def test_what_is_left_of_a_box_is_all_the_rest_and_nothing_twice(pair: tuple[Box, Box]) -> None:
+    one, other = pair
+    left = without(one, other)
+    assert sum(box.num_items for box in left) == len(items(one) - items(other))
+    assert set().union(*map(items, left)) == items(one) - items(other)
+
+
+@settings(deadline=None)
+@given(shapes.flatmap(lambda shape: st.tuples(st.just(shape), st.lists(boxes(shape), max_size=8))))
+def test_a_hole_is_found_where_there_is_one(given_boxes: tuple[tuple[int, ...], list[Box]]) -> None:
+    shape, chunks = given_boxes
+    hole = first_hole(whole(shape), chunks)
+    missing = items(whole(shape)) - set().union(*map(items, chunks))
+    assert (hole is None) == (not missing)
+    assert hole is None or (items(hole) and items(hole) <= missing)
+
+
+@settings(deadline=None)
+@given(shapes.flatmap(lambda shape: st.tuples(st.just(shape), boxes(shape, can_be_empty=False))))
+def test_a_part_lies_in_the_run_that_is_told(case: tuple[tuple[int, ...], Box]) -> None:
+    shape, box = case
+    chunk = np.arange(math.prod(shape)).reshape(shape)
+    span = span_of(shape, box.offsets, box.shape)
+    run = chunk.reshape(-1)[span.first : span.first + span.count]
+    strides = [step * run.itemsize for step in span.strides]
+    found = np.lib.stride_tricks.as_strided(run, span.shape, strides)
+    assert np.array_equal(found, chunk[tuple(map(slice, box.offsets, box.end))])
+
+
+def test_a_box_is_written_as_ranges_and_a_part_comes_back_from_its_text() -> None:
+    assert str(Box((2, 0), (3, 4))) == "[2:5, 0:4]"
+    for part in (Part((8, 4), (4, 0)), Part((3,), None), Part((), ())):
+        assert parse_part(str(part)) == part

@@ -1,0 +1,59 @@
+"""Pieces under a run of bytes are found, and fingerprints tell what they can."""
+
+from array import array
+
+import pytest
+
+from ftrun.snapshot.layout import PIECE_BYTES, PLAIN_NAME, Entry, When, make_layout
+from ftrun.snapshot.shard_head import ShardHead
+
+ENTRIES = [
+    Entry("mean", "F32", (10,), When.BOUNDARY),
+    Entry("none", "F32", (0,), When.LAZY),
+    Entry("step", "F32", (), When.LAZY),
+    Entry("bias", "F32", (100,), When.LAZY),
+    Entry("wide", "U8", (2 * PIECE_BYTES + 5,), When.LAZY),
+]
+
+
+def head(change: int = -1) -> ShardHead:
+    layout = make_layout(ENTRIES, plain_bytes=1)
+    digests = [1000 + at for at in range(len(layout.pieces))]
+    if change >= 0:
+        digests[change] += 1
+    return ShardHead(layout, len(layout.header), memoryview(array("Q", digests)))
+
+
+@pytest.mark.parametrize("name", ["mean", "step", "bias", "wide", PLAIN_NAME])
+def test_pieces_under_an_entry_cover_it_and_no_more_than_they_must(name: str) -> None:
+    shard = head()
+    entry = shard.entries[name]
+    pieces = shard.pieces_under(entry.offset, entry.num_bytes)
+    offset, num_bytes = shard.bytes_of(pieces)
+    assert offset <= entry.offset
+    assert offset + num_bytes >= entry.offset + entry.num_bytes
+    found = shard.layout.pieces
+    assert found[pieces[0]].offset + found[pieces[0]].num_bytes > entry.offset
+    assert found[pieces[-1]].offset < entry.offset + entry.num_bytes
+
+
+def test_a_part_of_a_large_entry_needs_only_its_pieces() -> None:
+    shard = head()
+    wide = shard.entries["wide"]
+    assert len(shard.pieces_under(wide.offset, wide.num_bytes)) == 3
+    assert len(shard.pieces_under(wide.offset + PIECE_BYTES, 1)) == 1
+    assert len(shard.pieces_under(wide.offset + PIECE_BYTES - 1, 2)) == 2
+    assert len(shard.pieces_under(wide.offset, 0)) == 0
+
+
+def test_a_fingerprint_changes_with_the_digests_under_an_entry_and_with_no_other() -> None:
+    shard = head()
+    step, wide, none = (shard.entries[name] for name in ("step", "wide", "none"))
+    (pack,) = shard.pieces_under(step.offset, step.num_bytes)
+    for at in range(len(shard.digests)):
+        other = head(change=at)
+        assert (shard.fingerprint(step) == other.fingerprint(step)) == (at != pack)
+        in_wide = at in shard.pieces_under(wide.offset, wide.num_bytes)
+        assert (shard.fingerprint(wide) == other.fingerprint(wide)) == (not in_wide)
+        assert shard.fingerprint(none) == other.fingerprint(none)
+    assert shard.fingerprint(step) != shard.fingerprint(shard.entries["bias"])
