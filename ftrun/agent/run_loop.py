@@ -40,6 +40,8 @@ _log = logging.getLogger(__name__)
 
 TICK_S = 0.25
 EAGER_TICK_S = 0.005
+SAME_SIGNAL_S = 0.5
+"""Slurm signals every process of a step, and the stub passes on its own: it is one wish."""
 _WAKING_SIGNALS = (
     signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGQUIT,
     signal.SIGCHLD,
@@ -97,6 +99,7 @@ class RunLoop:
         self._stopped_s = 0.0
         self._oom_kills = oom_kills()
         self._signals: list[int] = []
+        self._last_signal, self._last_signal_s = 0, 0.0
         self._wake_read, self._wake_write = socket.socketpair()
         self._wake_read.setblocking(False)
         self._wake_write.setblocking(False)
@@ -349,6 +352,11 @@ class RunLoop:
     def _on_signal(self, number: int) -> None:
         if number == signal.SIGCHLD:
             return  # it has woken us; a stopped worker is seen in /proc
+        now_s = clock.now_s()
+        is_repeated = number == self._last_signal and now_s - self._last_signal_s < SAME_SIGNAL_S
+        self._last_signal, self._last_signal_s = number, now_s
+        if is_repeated:
+            return
         name = signal_name(number)
         forward = self.spec.profile.stop.forward
         if name in forward or name.removeprefix("SIG") in forward or number == signal.SIGUSR2:

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from ftrun.errors import ExitCode
 from ftrun.ids import RunId
-from ftrun.kernel import hide_memory, name_process
+from ftrun.kernel import hide_memory, ignore_user_signals, name_process
 from ftrun.smp.server import Server, is_served, let_go_of_streams
 
 _log = logging.getLogger(__name__)
@@ -66,12 +66,17 @@ def _seclude() -> None:
 
 @contextlib.contextmanager
 def _signals(server: Server) -> Iterator[None]:
-    """SIGTERM ends the server; what a terminal sends does not matter."""
+    """SIGTERM ends a server that has no agent; what a terminal or Slurm sends does not matter.
+
+    Slurm signals every process of a step: with an agent it is the agent that ends the SMP, after
+    the last checkpoint.
+    """
     ours, kernels = socket.socketpair()
     kernels.setblocking(False)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, lambda *_: server.end())
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_IGN)
+    ignore_user_signals()
+    signal.signal(signal.SIGTERM, lambda *_: server.end_if_alone())
     signal.set_wakeup_fd(kernels.fileno(), warn_on_full_buffer=False)
     server.wake_on(ours)
     try:

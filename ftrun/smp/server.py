@@ -90,6 +90,11 @@ class Server:
         """Leave the loop at its next turn; may be called by a signal handler."""
         self._is_ending = True
 
+    def end_if_alone(self) -> None:
+        """The same, unless an agent is there, which says itself when it is over."""
+        if self._keeper.agent is None:
+            self.end()
+
     def wake_on(self, sock: socket.socket) -> None:
         """Turn once when this becomes readable; a signal handler has done its part by then."""
         self._watch(sock, lambda: sock.recv(4096))

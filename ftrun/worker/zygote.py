@@ -21,7 +21,7 @@ import signal
 import socket
 import sys
 
-from ftrun.kernel import die_with_parent, name_process
+from ftrun.kernel import die_with_parent, ignore_user_signals, name_process
 from ftrun.worker import standby
 
 PRELOAD = (
@@ -110,6 +110,7 @@ def main() -> None:
     die_with_parent(agent_pid)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_IGN)
+    ignore_user_signals()
     # is_available() must not call cuInit here, which would poison every fork.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     missing = preload(PRELOAD + tuple(sys.argv[3:]))

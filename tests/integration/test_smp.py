@@ -443,14 +443,21 @@ def test_shutdown_frees_everything(world: World, role: str) -> None:
     assert world.smp.wait(PATIENCE_S) == 0
 
 
-def test_sigterm_is_a_shutdown_and_the_terminals_signals_are_ignored(world: World) -> None:
+def test_no_signal_ends_it_while_it_has_an_agent_and_sigterm_does_without(world: World) -> None:
     world.start()
     agent, _ = world.train(1)
-    world.smp.send_signal(signal.SIGINT)
-    world.smp.send_signal(signal.SIGHUP)
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM):
+        world.smp.send_signal(number)
     assert offered(world.ask(agent, m.TakeInventory(), m.Inventory)) == {(0, 0, 1), (1, 0, 1)}
-    world.smp.send_signal(signal.SIGTERM)
-    assert world.smp.wait(PATIENCE_S) == 0
+    agent.close()
+    for _ in range(int(PATIENCE_S / 0.1)):
+        world.smp.send_signal(signal.SIGTERM)
+        try:
+            assert world.smp.wait(0.1) == 0
+            break
+        except subprocess.TimeoutExpired:
+            continue  # it has not seen yet that its agent is gone
+    assert world.smp.poll() == 0
     assert not world.socket.exists()
 
 
