@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ftrun.worker.session import Session as Session
     from ftrun.worker.session import attach as attach
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = ["Session", "__version__", "attach"]
 
 

@@ -186,9 +186,11 @@ class RanksDiffer(SnapshotError):
 class SnapshotCorrupt(SnapshotError):
     """A digest does not match: these bytes are not what was captured."""
 
-    def __init__(self, *, what: str, piece: int, pieces: int) -> None:
+    def __init__(self, *, what: str, piece: int, pieces: int, rank: int | None = None) -> None:
         self.what = what
         self.piece = piece
+        self.rank = rank
+        """Whose shard it is, where the bytes are those of another rank."""
         super().__init__(
             f"{what}: the digest of piece {piece} of {pieces} does not match; it is set aside"
         )

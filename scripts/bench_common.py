@@ -159,8 +159,8 @@ def read_journal(folder: Path, run_id: str) -> list[dict[str, Any]]:
 
 
 @contextlib.contextmanager
-def scratch() -> Iterator[Path]:
-    """An empty folder on tmpfs where there is one, removed at the end.
+def scratch(base: Path | None = TMPFS) -> Iterator[Path]:
+    """An empty folder in `base` where there is one, removed at the end; tmpfs costs the least.
 
     SIGTERM and SIGHUP end the benchmark as ^C does, so that the removal happens.
     """
@@ -170,7 +170,8 @@ def scratch() -> Iterator[Path]:
 
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, leave)
-    base = TMPFS if TMPFS.is_dir() and os.access(TMPFS, os.W_OK) else None
+    if base is not None and not (base.is_dir() and os.access(base, os.W_OK)):
+        base = None
     folder = Path(tempfile.mkdtemp(prefix="ftrun-bench-", dir=base))
     try:
         yield folder

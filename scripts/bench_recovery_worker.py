@@ -7,6 +7,7 @@ the measurement. Everything else is the same.
 
 import argparse
 import os
+import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -50,7 +51,7 @@ def main() -> None:
     rank = dist.get_rank()
     generation = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     notes = Notes(args.folder / f"rank{rank}.jsonl")
-    notes.write("begun", generation=generation, pid=os.getpid())
+    notes.write("begun", generation=generation, pid=os.getpid(), node=socket.gethostname())
 
     layers = Layers(int(args.state_mb * 1e6))
     data = torch.ones(1, layers.width)

@@ -15,6 +15,7 @@ Rule 3: when the first process of a pid namespace is killed, the kernel kills al
 
 import contextlib
 import ctypes
+import errno
 import os
 import select
 import signal
@@ -310,9 +311,19 @@ def thaw(group: Path) -> None:
     """Let them go on, back in the cgroup they came from. Also when they, or it, are gone."""
     with contextlib.suppress(FileNotFoundError):
         (group / "cgroup.freeze").write_text("0")
-        while members := _members(group):
-            _move(members, group.parent)
+        _until(lambda: _is_removed(group), f"the end of {group}")
+
+
+def _is_removed(group: Path) -> bool:
+    _move(_members(group), group.parent)
+    try:
         group.rmdir()
+    except OSError as error:
+        # A process that is just ending is listed no more, and still counts.
+        if error.errno != errno.EBUSY:
+            raise
+        return False
+    return True
 
 
 def _cgroup_of(pid: int) -> Path:

@@ -17,6 +17,7 @@ from ftrun.agent.worker_group import WorkerGroup
 from ftrun.agent.zygote_link import ZygoteLink
 from ftrun.config import RunSpec
 from ftrun.errors import PeerError
+from ftrun.ids import Version
 from ftrun.journal import Journal
 from ftrun.wire.pages import Beat
 
@@ -44,6 +45,8 @@ class Caretaker:
         self.smp_is_starting = False
         self.smp_given_up = ""
         """Why there is no SMP any more; empty while there is one."""
+        self.last_commit: Version | None = None
+        """On several nodes: the newest version that the lead has called committed."""
         self._spec = spec
         self._journal = journal
         self._smp = smp
@@ -84,7 +87,10 @@ class Caretaker:
             return
         try:
             self._smp.finish_checkpoint(limit_s, is_cancelled)
-            self._smp.begin_checkpoint(directory, self._spec.profile.checkpoint.keep)
+            if self._spec.nodes is None:
+                self._smp.begin_checkpoint(directory, self._spec.profile.checkpoint.keep)
+            elif self.last_commit is not None:
+                self.write_part(self.last_commit)
             self._smp.finish_checkpoint(limit_s, is_cancelled)
         except PeerError as error:
             self._smp.refused = str(error)
@@ -94,6 +100,17 @@ class Caretaker:
         """Where an SMP is being started, wait until it is up: what it holds is asked for."""
         if self.smp_is_starting:
             self._bring_up_smp(waits=True)
+
+    def write_part(self, wanted: Version) -> None:
+        """On several nodes: this node's part of a version that all of them write now."""
+        directory = self._spec.checkpoint_directory
+        if directory is None or not self._generations.is_member:
+            return
+        keep, token = self._spec.profile.checkpoint.keep, self._generations.token
+        try:
+            self._smp.begin_checkpoint(directory, keep, wanted, token)
+        except PeerError as error:
+            self._journal.write("checkpoint_not_written", why=str(error))
 
     def _bring_up_smp(self, *, waits: bool = False) -> bool:
         if not self.smp_is_starting:
@@ -124,7 +141,8 @@ class Caretaker:
     def _checkpoint(self, now_s: float) -> None:
         settings = self._spec.profile.checkpoint
         directory = self._spec.checkpoint_directory
-        if directory and now_s > self._checkpoint_due_s and self._smp.committed:
+        is_due = now_s > self._checkpoint_due_s and self._spec.nodes is None
+        if directory and is_due and self._smp.committed:
             self._checkpoint_due_s = now_s + settings.every_s
             try:
                 self._smp.begin_checkpoint(directory, settings.keep)

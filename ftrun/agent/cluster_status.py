@@ -24,7 +24,7 @@ def cluster_status(brain: Brain) -> dict[str, Any]:
         "wanted": str(brain.settings.wishes),
     }
     if lead is None:
-        return {**known, "verdict": _without_lead(brain)}
+        return {**known, "state": brain.member.role.value, "verdict": _without_lead(brain)}
     beats = dict(brain.oversight.beats)
     now_s = clock.now_s()
     nodes = [_node(peer, plan, beats, now_s) for peer in list(lead.peers.values())]
@@ -33,10 +33,21 @@ def cluster_status(brain: Brain) -> dict[str, Any]:
         **known,
         "nodes": nodes,
         **protection,
+        "state": _state(brain, lead),
         "paused": lead.paused_why if lead.paused_since_s is not None else "",
         "set_aside": sorted(brain.oversight.set_aside(now_s=now_s)),
         "verdict": _verdict(brain, lead, plan, beats, protection),
     }
+
+
+def _state(brain: Brain, lead: Lead) -> str:
+    if lead.paused_since_s is not None:
+        return "paused"
+    if lead.ballot is not None or lead.plan is None:
+        return "starting"
+    if lead.ending is not None:
+        return "ending"
+    return "stopping" if brain.oversight.is_stopping else "running"
 
 
 def _node(peer: Peer, plan: Plan | None, beats: dict[str, Beat], now_s: float) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from collections import deque
 from dataclasses import asdict, dataclass
 
 import msgspec
+import xxhash
 
 from ftrun import clock
 from ftrun.agent.elastic import FtrunElasticAgent
@@ -86,6 +87,15 @@ class Generations:
     def is_alone(self) -> bool:
         """The generation has this node only."""
         return self.plan is not None and len(self.plan.members) == 1
+
+    @property
+    def token(self) -> str:
+        """Equal on every node of this generation, and in no other generation of any run."""
+        plan = self.plan
+        if plan is None:
+            return ""
+        lives = " ".join(str(card.incarnation) for card in plan.voters)
+        return xxhash.xxh3_64_hexdigest(f"{plan.generation} {lives}".encode())
 
     def adopt(self, agent: FtrunElasticAgent, plan: Plan) -> Version | None:
         """Get ready: void what is later, load a checkpoint if need be, tell the SMP.

@@ -225,6 +225,7 @@ def _settings(spec: RunSpec) -> ClusterSettings:
         erasure_parity=nodes.erasure_parity or 0,
         erasure=nodes.erasure_parity != 0,
         has_checkpoints=has_checkpoints,
+        checkpoint_every_s=profile.checkpoint.every_s if has_checkpoints else 0.0,
     )
 
 

@@ -151,8 +151,11 @@ class RunLoop:
             case commands.HoldRanks() | commands.ReleaseRanks():
                 self._note(order)  # it is done already, see ClusterBrain
             case commands.Commit():
+                self.caretaker.last_commit = order.version
                 with suppress(PeerError):
                     self.smp.commit(order.version)
+            case commands.Checkpoint():
+                self.caretaker.write_part(order.version)
             case commands.Abandon():
                 with suppress(PeerError):
                     self.smp.abandon(self.generations.number, order.step)

@@ -224,10 +224,20 @@ class SmpLink:
             for fd in fds
         )
 
-    def begin_checkpoint(self, directory: str, keep: int) -> None:
-        """Have the newest committed version written; the answer comes with `collect`."""
+    def begin_checkpoint(
+        self, directory: str, keep: int, part_of: Version | None = None, token: str = ""
+    ) -> None:
+        """Have the newest committed version written; the answer comes with `collect`.
+
+        Args:
+            directory: where.
+            keep: how many of them stay.
+            part_of: on several nodes: the version of which this node writes its part.
+            token: equal on all nodes that write it together, and in no other generation.
+        """
         if self.channel is not None and not self.writing:
-            self.channel.send(msg.WriteCheckpoint(directory, keep))
+            pair = (part_of.generation, part_of.step) if part_of is not None else None
+            self.channel.send(msg.WriteCheckpoint(directory, keep, pair, token))
             self.writing = True
 
     def finish_checkpoint(self, limit_s: float, is_cancelled: Callable[[], bool]) -> None:
@@ -316,6 +326,8 @@ class SmpLink:
                 self.committed = version(body.generation, body.step)
                 self.num_commits += 1
                 self._drop_old_layouts()
+            case msg.CheckpointWritten(is_part=True):
+                self.writing, self.refused = False, body.note
             case msg.CheckpointWritten():
                 self.last_checkpoint, self.refused, self.writing = body, "", False
                 self.num_checkpoints += 1

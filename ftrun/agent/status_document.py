@@ -55,11 +55,14 @@ def status_document(run: RunLoop) -> bytes:
         "journal": f"{run.spec.log_folder}/{FILE_NAME}",
     }
     if run.desk is not None and run.spec.nodes is not None:
-        document["cluster"] = run.desk.whole()
+        cluster = document["cluster"] = run.desk.whole()
         document["authenticated"] = run.spec.nodes.secret_file is not None
-        verdict = document["cluster"]["verdict"]
         warning = "" if document["authenticated"] else "; UNAUTHENTICATED"
-        document["verdict"] = f"{verdict}{warning}"
+        document["verdict"] = f"{cluster['verdict']}{warning}"
+        document["state"] = cluster["state"]
+        # What a node's own ranks say is a part of it; a spare's have nothing to say.
+        snapshots["protected"] = bool(cluster.get("survives")) and not cluster.get("unprotected")
+        snapshots["note"] = cluster.get("unprotected") or snapshots["note"]
     return json.dumps(document).encode()
 
 

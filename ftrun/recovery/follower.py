@@ -17,6 +17,7 @@ from ftrun.recovery.commands import (
     Abandon,
     Adopt,
     AskLastSnapshot,
+    Checkpoint,
     Command,
     Commit,
     EndRun,
@@ -172,6 +173,9 @@ class Follower:
                 found.append(RunGeneration(accepted))
         if body.ended and not self.is_ended:
             self.is_ended = True
+            if body.committed is not None and self.is_member:
+                # It is what the last checkpoint is made of.
+                found.append(Commit(version(*body.committed)))
             found.append(EndRun(body.exit_code, body.why, body.cause, body.advice))
             return found
         if body.generation != self.generation or self.vote.promised > body.generation:
@@ -186,6 +190,8 @@ class Follower:
         found: list[Command] = []
         if body.committed is not None and body.committed != done.committed:
             found.append(Commit(version(*body.committed)))
+        if body.checkpoint is not None and body.checkpoint != done.checkpoint:
+            found.append(Checkpoint(version(*body.checkpoint)))
         if body.abandoned_step > done.abandoned_step:
             found.append(Abandon(body.abandoned_step))
         if body.every and (body.every, body.every_from_step) != (done.every, done.every_from_step):

@@ -69,6 +69,7 @@ class Oversight:
         self._problems: set[str] = set()
         self._at_boundary_told = False
         self._rate = 0.0
+        self._checkpoint_s = 0.0
         self._rate_from: tuple[float, int] | None = None
 
     def succeed(self, history: History, *, now_s: float) -> None:
@@ -105,6 +106,7 @@ class Oversight:
         self._problems.clear()
         self._at_boundary_told = False
         self._rate_from = None
+        self._checkpoint_s = now_s
         self.supervisor.world_size = plan.world_size
         restored = version(*plan.restore) if plan.restore is not None else None
         return self._ask(GenerationStarted(Generation(plan.generation), restored), now_s)
@@ -123,6 +125,7 @@ class Oversight:
             return found
         self._note_rate(now_s)
         self._commit(plan)
+        self._name_checkpoint(now_s)
         self._agree_interval(plan)
         self._note_port(plan, node_id, beat.smp_port)
         self._take_exits(beat.exits, now_s)
@@ -227,6 +230,14 @@ class Oversight:
         abandoned = max((beat.abandoned_step for beat in self._members()), default=-1)
         if abandoned > self.orders.abandoned_step:
             self._order(abandoned_step=abandoned)
+
+    def _name_checkpoint(self, now_s: float) -> None:
+        """Now and then the newest committed version goes to disk, on all nodes the same."""
+        every_s, committed = self._settings.checkpoint_every_s, self.orders.committed
+        is_due = every_s > 0 and now_s - self._checkpoint_s >= every_s
+        if is_due and committed is not None and committed != self.orders.checkpoint:
+            self._checkpoint_s = now_s
+            self._order(checkpoint=committed)
 
     def _note_port(self, plan: Plan, node_id: str, port: int) -> None:
         known = {**plan.smp_ports, **self.orders.moved}

@@ -30,5 +30,7 @@ class ClusterSettings:
     erasure: bool = True
     has_checkpoints: bool = False
     """There is a place for checkpoints, so a state that is lost may be there."""
+    checkpoint_every_s: float = 0.0
+    """Between two checkpoints of a run over several nodes; 0: none, or they are not the lead's."""
     same_boundary_s: float = 1.0
     """How far ahead a common boundary is named: longer than a heartbeat and its way."""

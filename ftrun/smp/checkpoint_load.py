@@ -7,6 +7,9 @@ Gives:    a `Loaded` with one fresh arena per rank, or a `CheckpointError` in wo
 `latest` is tried first, then every other whole checkpoint, the one written last first; what is
 set aside on the way is noted, and nothing whose digests do not match is ever offered. The loaded
 version has generation -1: older than anything that generation 0 of the new run will take.
+
+A node loads its own ranks only. Of another world size, where that is allowed, it loads all ranks
+there were, as arenas of the old world: nobody can tell yet which parts its workers will read.
 """
 
 import os
@@ -20,7 +23,8 @@ import xxhash
 from ftrun import clock
 from ftrun.errors import CheckpointError, LayoutUnknown, SnapshotCorrupt
 from ftrun.ids import Rank, Version, version
-from ftrun.smp.checkpoint import LATEST_NAME, Index, ShardFile, read_index, read_indexes
+from ftrun.smp.checkpoint_files import LATEST_NAME
+from ftrun.smp.checkpoint_index import Index, ShardFile, read_index, read_indexes
 from ftrun.smp.memory import create
 from ftrun.wire.arena import Arena, ArenaShape, SlotHeader, SlotState, verify
 from ftrun.wire.crash_points import crash_point
@@ -38,18 +42,28 @@ class Loaded:
     path: Path
     fds: list[int]
     notes: list[str]
+    world_size: int
 
 
 def load_checkpoint(
-    directory: Path, *, world_size: int, ranks: Sequence[Rank], check: Check
+    directory: Path,
+    *,
+    world_size: int,
+    ranks: Sequence[Rank],
+    check: Check,
+    any_world_size: bool = False,
+    only: str = "",
 ) -> Loaded | None:
     """Fill arenas from the newest usable checkpoint; None where there is none at all.
 
     Args:
         directory: need not exist.
-        world_size: of this run; that of the checkpoint must be the same.
+        world_size: of this run.
         ranks: the node's own.
         check: raises MemoryTooSmall where so many bytes do not fit.
+        any_world_size: all ranks of a checkpoint of another world size are loaded; else it is
+            an error.
+        only: name of the one checkpoint that may be used; empty: any.
 
     Raises:
         CheckpointError: there are checkpoints, and none of them can be used.
@@ -57,11 +71,17 @@ def load_checkpoint(
     """
     notes: list[str] = []
     candidates = _candidates(directory, notes)
+    if only:
+        candidates = [directory / only]
     for folder in candidates:
         try:
             index = read_index(folder)
-            _check_world(folder, index, world_size)
-            fds = _load(folder, index, ranks, check)
+            wanted = ranks
+            if index.world_size != world_size:
+                if not any_world_size:
+                    raise _wrong_world(folder, index, world_size)
+                wanted = [Rank(rank) for rank in range(index.world_size)]
+            fds = _load(folder, index, wanted, check)
         except _WrongWorld as error:
             raise CheckpointError(str(error)) from error
         except (CheckpointError, SnapshotCorrupt, LayoutUnknown) as error:
@@ -70,7 +90,7 @@ def load_checkpoint(
         except OSError as error:
             notes.append(f"{folder} is not readable: {error.strerror or error}")
             continue
-        return Loaded(version(LOADED_GENERATION, index.step), folder, fds, notes)
+        return Loaded(version(LOADED_GENERATION, index.step), folder, fds, notes, index.world_size)
     if not notes:
         return None
     raise CheckpointError(
@@ -83,12 +103,11 @@ class _WrongWorld(CheckpointError):
     """An older checkpoint would not do either; the user has to choose."""
 
 
-def _check_world(folder: Path, index: Index, world_size: int) -> None:
-    if index.world_size != world_size:
-        raise _WrongWorld(
-            f"{folder} was written by {index.world_size} ranks and this run has {world_size}. "
-            f"Start {index.world_size} ranks, or name another --checkpoint-dir to begin anew"
-        )
+def _wrong_world(folder: Path, index: Index, world_size: int) -> _WrongWorld:
+    return _WrongWorld(
+        f"{folder} was written by {index.world_size} ranks and this run has {world_size}. "
+        f"Start {index.world_size} ranks, or name another --checkpoint-dir to begin anew"
+    )
 
 
 def _candidates(directory: Path, notes: list[str]) -> list[Path]:

@@ -8,13 +8,17 @@ Gives:    their answers; the arenas of what was loaded.
 import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
 from ftrun.errors import CheckpointError, MemoryTooSmall
-from ftrun.ids import Rank, RunId
-from ftrun.smp.checkpoint import ArenaFds, CheckpointWriter
+from ftrun.ids import Rank, RunId, version
+from ftrun.smp.checkpoint import CheckpointWriter, Written
+from ftrun.smp.checkpoint_folders import sweep_run
 from ftrun.smp.checkpoint_load import Loaded, load_checkpoint
+from ftrun.smp.checkpoint_parts import PartOrder, PartWriter
+from ftrun.smp.checkpoint_shard import ArenaFds
 from ftrun.smp.client import Client
 from ftrun.smp.jobs import Finish, Jobs
 from ftrun.smp.limits import available_memory
@@ -37,23 +41,28 @@ class Checkpoints:
     def __init__(
         self, run_id: RunId, jobs: Jobs, memory: ArenaMemory, loaded: Callable[[Loaded], None]
     ) -> None:
+        self._run_id = run_id
         self._jobs = jobs
         self._memory = memory
         self._loaded = loaded
         self._stop = threading.Event()
-        self._writer = CheckpointWriter(
-            run_id, free_bytes=lambda: available_memory().num_bytes, stop=self._stop
-        )
+        self._writer = CheckpointWriter(run_id, free_bytes=_free_bytes, stop=self._stop)
+        self._parts = PartWriter(run_id, free_bytes=_free_bytes, stop=self._stop)
 
-    def write(self, client: Client, body: m.WriteCheckpoint, world_size: int) -> None:
-        """Write the newest version that all ranks of the world hold, all of them here."""
+    def write(
+        self, client: Client, body: m.WriteCheckpoint, world_size: int, ranks: Sequence[Rank]
+    ) -> None:
+        """Write the version that is named, as far as it is here.
+
+        Without one, all ranks of the world are here, and it is the newest that all hold.
+        """
         fds = {
             rank: [os.dup(arena.fd) for arena in self._memory.of(rank)]
             for rank in self._memory.ranks
         }
         self._jobs.submit(
             "disk",
-            partial(self._write, client, body, fds, world_size),
+            partial(self._write, client, body, fds, world_size, tuple(sorted(ranks))),
             failed=partial(client.tell, m.CheckpointRefused(_BUG)),
         )
 
@@ -67,24 +76,29 @@ class Checkpoints:
         self._stop.set()
 
     def _write(
-        self, client: Client, body: m.WriteCheckpoint, fds: ArenaFds, world_size: int
+        self,
+        client: Client,
+        body: m.WriteCheckpoint,
+        fds: ArenaFds,
+        world_size: int,
+        ranks: tuple[Rank, ...],
     ) -> Finish:
+        directory = Path(body.directory)
         try:
-            done = self._writer.write(
-                fds, world_size=world_size, directory=Path(body.directory), keep=body.keep
-            )
+            if body.version is None:
+                done = self._writer.write(
+                    fds, world_size=world_size, directory=directory, keep=body.keep
+                )
+            else:
+                order = PartOrder(
+                    version(*body.version), ranks, world_size, directory, body.keep, body.token
+                )
+                done = self._parts.write(fds, order)
         except CheckpointError as error:
             return partial(client.tell, m.CheckpointRefused(str(error)))
         finally:
             _close(fds.values())
-        answer = m.CheckpointWritten(
-            generation=done.version.generation,
-            step=done.version.step,
-            path=str(done.path),
-            total_bytes=done.total_bytes,
-            seconds=done.seconds,
-        )
-        return partial(client.tell, answer)
+        return partial(client.tell, _answer(done))
 
     def _load(self, client: Client, body: m.LoadCheckpoint) -> Finish:
         directory = Path(body.directory)
@@ -94,15 +108,19 @@ class Checkpoints:
                 world_size=body.world_size,
                 ranks=[Rank(rank) for rank in body.local_ranks],
                 check=check_available,
+                any_world_size=body.any_world_size,
+                only=body.only,
             )
         except (CheckpointError, MemoryTooSmall) as error:
             return partial(client.tell, m.Refused(str(error)))
+        with suppress(OSError):
+            sweep_run(directory, self._run_id)
         if loaded is None:
             return partial(client.tell, m.CheckpointLoaded(generation=-1, step=-1, path=""))
-        return partial(self._put, client, directory, loaded)
+        return partial(self._put, client, body, loaded)
 
-    def _put(self, client: Client, directory: Path, loaded: Loaded) -> None:
-        self._writer.remember(directory, loaded.version, loaded.path)
+    def _put(self, client: Client, body: m.LoadCheckpoint, loaded: Loaded) -> None:
+        self._writer.remember(Path(body.directory), loaded.version, loaded.path)
         self._loaded(loaded)
         client.tell(
             m.CheckpointLoaded(
@@ -110,8 +128,27 @@ class Checkpoints:
                 step=loaded.version.step,
                 path=str(loaded.path),
                 notes=loaded.notes,
+                world_size=loaded.world_size if loaded.world_size != body.world_size else 0,
             )
         )
+
+
+def _answer(done: Written) -> m.CheckpointWritten:
+    is_part = bool(done.missing_ranks)
+    return m.CheckpointWritten(
+        generation=done.version.generation,
+        step=done.version.step,
+        path="" if is_part else str(done.path),
+        total_bytes=done.total_bytes,
+        seconds=done.seconds,
+        is_part=is_part,
+        missing_ranks=list(done.missing_ranks),
+        note=done.note,
+    )
+
+
+def _free_bytes() -> int:
+    return available_memory().num_bytes
 
 
 def check_available(needed_bytes: int) -> None:

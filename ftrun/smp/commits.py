@@ -21,6 +21,7 @@ Rule 3: a step that a rank here has skipped is abandoned as soon as nothing olde
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from ftrun.ids import Generation, Rank, Version, version
 from ftrun.smp.memory import ArenaMemory
@@ -35,6 +36,24 @@ TellAgent = Callable[..., None]
 _log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class Start:
+    """What the ranks of a generation start from.
+
+    Args:
+        group: protects this node; None: this SMP decides alone.
+        version: None where they start from the beginning.
+        is_resized: another number of ranks took it: it is read where it lies, and what protected
+            it then protects it until something newer is committed.
+        is_new: group or places are not what they were.
+    """
+
+    group: Protecting | None = None
+    version: Version | None = None
+    is_resized: bool = False
+    is_new: bool = True
+
+
 class Commits:
     """Seals in, commits out."""
 
@@ -45,9 +64,10 @@ class Commits:
         self._page: Page | None = None
         self._group: Protecting | None = None
         self._protector: Protector | None = None
-        self._restored: Version | None = None
+        self._start_from: Version | None = None
         self._skipped = -1
         self._abandoned = -1
+        self._after_commit: Callable[[], None] = lambda: None
 
     @property
     def has_begun(self) -> bool:
@@ -57,6 +77,10 @@ class Commits:
         """Have this one protect what is complete, where there is a group."""
         self._protector = protector
 
+    def after_commit(self, told: Callable[[], None]) -> None:
+        """Call this after each commit, when what it has replaced is freed."""
+        self._after_commit = told
+
     # --- a generation ------------------------------------------------------------------------
 
     def begin(
@@ -65,9 +89,7 @@ class Commits:
         generation: Generation,
         ranks: Sequence[Rank],
         world_size: int,
-        *,
-        group: Protecting | None = None,
-        restored: Version | None = None,
+        start: Start,
     ) -> None:
         """Count for these ranks from now on.
 
@@ -76,12 +98,15 @@ class Commits:
             generation: seals of others do not count.
             ranks: the local ones.
             world_size: how many there are in all.
-            group: protects this node; none: this SMP decides alone.
-            restored: version that the ranks start from.
+            start: what they start from, and who protects this node.
         """
         if generation > self.tracker.generation:
             self._skipped = self._abandoned = -1
-        self._page, self._group, self._restored = page, group, restored
+        self._page, self._group = page, start.group
+        if start.is_new:
+            self._start_from = None if start.is_resized else start.version
+        if start.is_resized and page.get(Command.COMMITTED_IN) < generation:
+            page.set(Command.COMMITTED_IN, generation)
         self.begin_again(generation, ranks, world_size)
 
     def begin_again(self, generation: Generation, ranks: Sequence[Rank], world_size: int) -> None:
@@ -102,17 +127,20 @@ class Commits:
             self.protect_complete()
 
     def protect_complete(self) -> None:
-        """Have the group protect what every rank here holds and nobody has committed yet."""
+        """Have the group protect what every rank here holds, if it has not done so yet.
+
+        First of all what they start from; in the middle of a generation, where an SMP of the group
+        was started anew, what is committed.
+        """
         tracker = self.tracker
         if self._group is None or self._protector is None or not tracker.ranks:
             return
         wanted = tracker.complete
-        if self._awaits_recommit:
+        if wanted is None or self._awaits_recommit:
+            wanted = self._start_from
             held = self._memory.held(tracker.world_size)
-            is_here = all(self._restored in held.get(rank, ()) for rank in tracker.ranks)
-            wanted = self._restored if is_here else None
-        if wanted is None:
-            return
+            if wanted is None or any(wanted not in held.get(rank, ()) for rank in tracker.ranks):
+                return
         if wanted.generation == tracker.generation and self._page is not None:
             self._page.set(Command.PROTECTING_STEP, wanted.step)
         fds = {rank: [one.fd for one in self._memory.of(rank)] for rank in tracker.ranks}
@@ -180,7 +208,11 @@ class Commits:
         """Every node of the run is ready for this version."""
         committed = self.tracker.committed
         is_known = committed is not None and wanted <= committed
-        if self._page is None or (is_known and not self._awaits_recommit):
+        if self._page is None:
+            return
+        if is_known and not self._awaits_recommit:
+            if self._protector is not None and wanted == committed:
+                self._protector.committed(wanted)  # protected once more
             return
         self.tracker.commit(wanted)
         self._finish(wanted)
@@ -196,7 +228,7 @@ class Commits:
     @property
     def _awaits_recommit(self) -> bool:
         """The restored version is not committed in this generation yet."""
-        if self._group is None or self._restored is None or self._page is None:
+        if self._group is None or self._start_from is None or self._page is None:
             return False
         return self._page.get(Command.COMMITTED_IN) < self.tracker.generation
 
@@ -209,6 +241,7 @@ class Commits:
         self._memory.free_replaced(
             committed, ranks=self.tracker.ranks, generation=self.tracker.generation
         )
+        self._after_commit()
         crash_point("smp.commit.replaced_freed")
         self._tell_agent(m.VersionCommitted(committed.generation, committed.step))
 

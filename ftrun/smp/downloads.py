@@ -36,6 +36,7 @@ class Item:
         views: where it goes; in all `num_bytes`.
         sources: node ids, the best first.
         digest: of its bytes, where known.
+        is_coded: it could be rebuilt instead.
         key: what the question needs to know: a digest, or a stripe.
     """
 
@@ -45,6 +46,7 @@ class Item:
     views: Sequence[memoryview]
     sources: deque[str]
     digest: int | None = None
+    is_coded: bool = False
     source: str = ""
     problems: list[str] = field(default_factory=list)
 

@@ -19,9 +19,9 @@ from ftrun.errors import LayoutUnknown, MemoryTooSmall, SnapshotCorrupt
 from ftrun.ids import Generation
 from ftrun.smp.filling import Fill, FillEvents, RowOut
 from ftrun.smp.jobs import Finish, Jobs
-from ftrun.smp.links import Frame
+from ftrun.smp.links import PROTECT, Frame
 from ftrun.smp.mirror import mirror_parts
-from ftrun.smp.peers import PROTECT, Peers
+from ftrun.smp.peers import Peers
 from ftrun.smp.protecting import Protecting, record_of
 from ftrun.smp.sending import BlockStream, MirrorStream, OwnBlocks, Sending
 from ftrun.smp.shards import HeldShards
@@ -136,13 +136,7 @@ class Exchange:
         pieces = {int(rank): shard.layout.pieces for rank, shard in shards.shards.items()}
         try:
             space = StripeSpace(record.own, pieces, record.block_bytes)
-            mirror = mirror_parts(
-                shards,
-                self._plan,
-                record.place,
-                protected_in=record.protected_in,
-                members=record.members,
-            )
+            mirror = mirror_parts(shards, record)
             fd = make_vault(record) if needs_memory else -1
         except MemoryTooSmall as error:
             why = (

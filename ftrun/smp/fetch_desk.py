@@ -13,8 +13,8 @@ import threading
 from collections.abc import Callable
 
 from ftrun.errors import LayoutUnknown, ProtocolError, SnapshotCorrupt
-from ftrun.smp.links import Frame
-from ftrun.smp.peers import FETCH, Incoming, Peers
+from ftrun.smp.links import FETCH, Frame
+from ftrun.smp.peers import Incoming, Peers
 from ftrun.smp.requests import Requests
 from ftrun.smp.served import Served
 from ftrun.wire import transfer as t
@@ -44,6 +44,7 @@ class FetchDesk:
         self._set_aside = set_aside
         self._places: dict[str, NodePlace] = {}
         self._greeted: set[str] = set()
+        self._gone: dict[str, str] = {}
         self._own: NodePlace | None = None
         self._on_lost: Callable[[str, str], None] | None = None
         self._lock = threading.Lock()
@@ -63,9 +64,15 @@ class FetchDesk:
         with self._lock:
             self._places.clear()
             self._greeted.clear()
+            self._gone.clear()
             self._own = own
         if before is not None:
             before.close()
+
+    @property
+    def own(self) -> NodePlace | None:
+        """This SMP's place."""
+        return self._own
 
     def on_lost(self, told: Callable[[str, str], None] | None) -> None:
         """Whom to tell of lost links: whoever is fetching."""
@@ -77,11 +84,19 @@ class FetchDesk:
             self._places.update({place.node_id: place for place in places})
 
     def tell(self, node_id: str, frame: Frame) -> bool:
-        """Send something to a node; False where it is not known."""
+        """Send something to a node; False where it is not known.
+
+        What this node asks itself is answered at once, in the thread that asks.
+        """
         with self._lock:
             place, own = self._places.get(node_id), self._own
             if place is None or own is None:
                 return False
+            is_own = node_id == own.node_id
+        if is_own:
+            self._tell_self(own.node_id, frame)
+            return True
+        with self._lock:
             link = self._peers.link(place, FETCH)
             if node_id not in self._greeted:
                 # Whoever is asked must know where to answer to.
@@ -99,38 +114,63 @@ class FetchDesk:
             PeerError: the link is of no more use.
         """
         body = envelope.body
+        self._gone.pop(source.node_id, None)
         if isinstance(body, t.Found | t.NotHeld):
             self.requests.take(source, envelope)
             return
         if envelope.raw_bytes:
             raise ProtocolError(f"a {type(body).__name__} of {source.node_id} comes with bytes")
         crash_point("smp.fetch.asked")
+        self._answer(source.node_id, body)
+
+    def _answer(self, asker: str, body: t.AnyTransfer) -> None:
         match body:
             case t.Meet():
                 self.meet(body.places)
             case t.AskMirror():
-                self._give_mirror(source.node_id, body)
+                self._give_mirror(asker, body)
+            case t.AskHead():
+                self._give_head(asker, body)
             case t.AskPieces():
-                self._give_pieces(source.node_id, body)
+                self._give_pieces(asker, body)
             case t.AskUnit():
-                self._give_unit(source.node_id, body)
+                self._give_unit(asker, body)
             case t.AskRebuilt():
-                self._have_rebuilt(source.node_id, body)
+                self._have_rebuilt(asker, body)
             case _:
                 raise ProtocolError(f"{type(body).__name__} is not for a link to {FETCH}")
 
+    def _tell_self(self, own_id: str, frame: Frame) -> None:
+        if isinstance(frame.body, t.Found | t.NotHeld):
+            self.requests.take_own(frame.body, frame.raw, frame.raw_digest)
+        else:
+            self._answer(own_id, frame.body)
+
+    def why_gone(self, node_id: str) -> str:
+        """Why a node cannot be reached; empty where it can, as far as is known."""
+        return self._gone.get(node_id, "")
+
     def lost(self, node_id: str, why: str) -> None:
+        self._gone[node_id] = why
         told = self._on_lost
         if told is not None:
             told(node_id, why)
 
     def _give_mirror(self, asker: str, ask: t.AskMirror) -> None:
         try:
-            raw = self._serving(ask).mirror(ask)
-        except LayoutUnknown as error:
-            self._refuse(asker, ask, 0, error)
+            parts = self._serving(ask).mirror(ask)
+        except (LayoutUnknown, SnapshotCorrupt) as error:
+            self.refuse(asker, ask, 0, error)
         else:
-            self.tell(asker, Frame(t.Found(ask.request, 0), [raw], digest_of([raw])))
+            self.tell(asker, Frame(t.Found(ask.request, 0), parts, digest_of(parts)))
+
+    def _give_head(self, asker: str, ask: t.AskHead) -> None:
+        try:
+            parts = self._serving(ask).head(ask)
+        except (LayoutUnknown, SnapshotCorrupt) as error:
+            self.refuse(asker, ask, 0, error)
+        else:
+            self.tell(asker, Frame(t.Found(ask.request, 0), parts, digest_of(parts)))
 
     def _give_pieces(self, asker: str, ask: t.AskPieces) -> None:
         digests = memoryview(ask.digests).cast("Q")
@@ -138,7 +178,7 @@ class FetchDesk:
             try:
                 found = self._serving(ask).shards.find(digest)
             except (LayoutUnknown, SnapshotCorrupt) as error:
-                self._refuse(asker, ask, index, error)
+                self.refuse(asker, ask, index, error)
             else:
                 self.tell(asker, Frame(t.Found(ask.request, index), [found], digest))
 
@@ -146,14 +186,14 @@ class FetchDesk:
         try:
             header, views = self._serving(ask).unit(ask)
         except (LayoutUnknown, SnapshotCorrupt) as error:
-            self._refuse(asker, ask, 0, error)
+            self.refuse(asker, ask, 0, error)
         else:
             self.tell(asker, Frame(t.Found(ask.request, 0, header), views))
 
     def _have_rebuilt(self, asker: str, ask: t.AskRebuilt) -> None:
         rebuild = self.rebuild
         if rebuild is None:
-            self._refuse(asker, ask, 0, LayoutUnknown("this node serves nothing"))
+            self.refuse(asker, ask, 0, LayoutUnknown("this node serves nothing"))
         else:
             rebuild(asker, ask)
 
@@ -166,7 +206,8 @@ class FetchDesk:
             raise LayoutUnknown("this node does not serve that version")
         return served
 
-    def _refuse(self, asker: str, ask: t.Ask, index: int, error: Exception) -> None:
+    def refuse(self, asker: str, ask: t.Ask, index: int, error: Exception) -> None:
+        """Say why something is not to be had here; what is damaged is told the agent too."""
         if isinstance(error, SnapshotCorrupt):
             _log.warning("%s", error)
             self._set_aside(str(error))

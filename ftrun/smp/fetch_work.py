@@ -38,7 +38,7 @@ class LostNode:
         group: that protected it.
         place: of the lost node in it.
         ranks: of that node, those that are wanted.
-        own_id: the node that fetches; it does not ask itself.
+        own_id: the node that fetches.
     """
 
     wanted: Version
@@ -54,7 +54,13 @@ class LostNode:
     @property
     def alive(self) -> list[NodePlace]:
         """Nodes of the group that can be asked."""
-        return [n for n in self.group.nodes if n.smp_port > 0 and n.node_id != self.own_id]
+        return [node for node in self.group.nodes if node.smp_port > 0]
+
+    @property
+    def owner(self) -> NodePlace | None:
+        """The node itself, where it is there and a rank of it has only moved."""
+        node = self.group.nodes[self.place]
+        return node if node.smp_port > 0 and node.node_id != self.own_id else None
 
     @property
     def alive_places(self) -> list[int]:
@@ -66,7 +72,8 @@ class LostNode:
         """Nodes that have its small state, as far as they can be asked."""
         count = len(self.group.nodes)
         places = [(self.place + ahead) % count for ahead in range(1, self.group.parity + 1)]
-        return [self.group.nodes[at] for at in places if at in self.alive_places]
+        found = [self.group.nodes[at] for at in places if at in self.alive_places]
+        return found if self.owner is None else [self.owner, *found]
 
     @property
     def group_id(self) -> int:
@@ -110,7 +117,7 @@ class FetchWork:
         self._heads = {head.rank: head for head in mirror.head.ranks}
         self._twins: list[tuple[Item, list[tuple[Rank, int]]]] = []
         self._blocks: dict[int, Item] = {}
-        self._turn = 0
+        self._num_replicas = 0
         head = mirror.head
         pieces = {rank: layout.pieces for rank, layout in mirror.layouts.items()}
         self._space = StripeSpace(head.own, pieces, head.block_bytes)
@@ -120,7 +127,16 @@ class FetchWork:
 
     def items(self) -> list[Item]:
         """All that the mirror did not have, and nobody here has."""
-        return [*self._replica_items(), *self._block_items()]
+        replicas = self._replica_items()
+        if self._lost.owner is None:
+            return replicas + self.block_items()
+        # All of it is still there in one place: nothing has to be rebuilt.
+        return replicas + self._coded_pieces(self._lost.owner)
+
+    @property
+    def has_blocks(self) -> bool:
+        """Blocks were asked for."""
+        return bool(self._blocks)
 
     def copy_twins(self) -> None:
         """What several ranks hold alike was fetched once."""
@@ -139,7 +155,7 @@ class FetchWork:
             table = self._mirror.tables[rank]
             for index, digest in enumerate(table):
                 if xxhash.xxh3_64_intdigest(self._piece(rank, index)) != digest:
-                    blocks = self._space.blocks_with(rank, index)
+                    blocks = self._space.blocks_with(rank, index) if self._blocks else []
                     if not blocks:
                         what = f"rank {rank}, {self._lost.wanted}"
                         raise SnapshotCorrupt(what=what, piece=index, pieces=len(table))
@@ -225,19 +241,32 @@ class FetchWork:
 
     def _replica(self, rank: Rank, index: int, digest: int, holders: Sequence[int]) -> Item:
         lost = self._lost
-        best = [at for at in holders if at in lost.alive_places]
+        best = [at for at in holders if at in lost.alive_places and at != lost.place]
         others = [at for at in lost.alive_places if at not in best]
         view = self._piece(rank, index)
+        self._num_replicas += 1
         return Item(
             kind=PIECE,
             key=digest,
             num_bytes=len(view),
             views=[view],
-            sources=deque(self._names([*self._turned(best), *others])),
+            sources=deque(self._names([*_turned(best, self._num_replicas), *others])),
             digest=digest,
         )
 
-    def _block_items(self) -> list[Item]:
+    def _coded_pieces(self, owner: NodePlace) -> list[Item]:
+        items = []
+        for rank in self._arenas:
+            table = self._mirror.tables[rank]
+            for run in self._mirror.plan_of(rank).coded:
+                for index in range(run.first, run.first + run.count):
+                    view, digest = self._piece(rank, index), table[index]
+                    sources = deque([owner.node_id])
+                    items.append(Item(PIECE, digest, len(view), [view], sources, digest, True))
+        return items
+
+    def block_items(self) -> list[Item]:
+        """All blocks with bytes of the wanted ranks, to be rebuilt."""
         scratch = memoryview(bytearray(self._space.block_bytes))
         wanted = {block for rank in self._arenas for block in self._space.blocks_of(rank)}
         for block in sorted(wanted):
@@ -253,7 +282,7 @@ class FetchWork:
                 key=stripe,
                 num_bytes=sum(extent.num_bytes for extent in extents),
                 views=[self._room(extent, scratch) for extent in extents],
-                sources=deque(self._names(self._turned(keepers))),
+                sources=deque(self._names(_turned(keepers, stripe // self._stripes.n))),
             )
         return [item for _, item in sorted(self._blocks.items())]
 
@@ -269,12 +298,6 @@ class FetchWork:
         piece = self._mirror.layouts[rank].pieces[index]
         at = self._heads[rank].header_bytes + piece.offset
         return self._arenas[rank].image(_SLOT)[at : at + piece.num_bytes]
-
-    def _turned(self, places: list[int]) -> list[int]:
-        """The same in another order each time, so that all are asked equally often."""
-        self._turn += 1
-        at = self._turn % max(1, len(places))
-        return places[at:] + places[:at]
 
     def _names(self, places: Sequence[int]) -> list[str]:
         return [self._lost.group.nodes[place].node_id for place in places]
@@ -300,3 +323,9 @@ def check_mirror(mirror: Mirror, lost: LostNode) -> None:
     )
     if not (is_it and is_sane):
         raise LayoutUnknown(f"a mirror of {head.version} came where {lost.wanted} was asked for")
+
+
+def _turned(places: list[int], times: int) -> list[int]:
+    """The same, begun elsewhere each time, so that all are asked equally often."""
+    at = times % max(1, len(places))
+    return places[at:] + places[:at]

@@ -24,7 +24,7 @@ from ftrun.ids import Generation, Rank, Version
 from ftrun.smp.downloads import Downloads, Item
 from ftrun.smp.fetch_desk import FetchDesk
 from ftrun.smp.fetch_work import FetchWork, LostNode, check_mirror
-from ftrun.smp.links import Frame, calm_thread
+from ftrun.smp.links import Frame
 from ftrun.smp.memory import create
 from ftrun.smp.mirror import Mirror
 from ftrun.wire import transfer as t
@@ -106,7 +106,6 @@ class Fetcher:
     # --- the thread --------------------------------------------------------------------------
 
     def _run(self) -> None:
-        calm_thread()
         fds: dict[Rank, int] = {}
         try:
             for lost in self._lost_nodes():
@@ -239,6 +238,10 @@ class Fetcher:
             failed = self._download(work, items)
             if self._is_cancelled:
                 raise FetchFailed("it was given up")
+            if failed and not work.has_blocks and all(item.is_coded for item in failed):
+                # What the node itself cannot give any more, the others rebuild.
+                items = work.block_items()
+                continue
             if failed:
                 raise FetchFailed(lost.missing(work.describe(failed[0]), failed[0].problems))
             work.copy_twins()

@@ -24,9 +24,11 @@ from ftrun.smp.commits import Commits
 from ftrun.smp.fetch_desk import FetchDesk
 from ftrun.smp.jobs import Jobs
 from ftrun.smp.memory import ArenaMemory
+from ftrun.smp.old_shards import OldShards, OldWorld
 from ftrun.smp.peers import Peers, Session
 from ftrun.smp.protecting import Protecting
 from ftrun.smp.protector import Protector
+from ftrun.smp.range_fetch import RangeFetches
 from ftrun.smp.rebuilder import Rebuilder
 from ftrun.smp.receiving import Receiving
 from ftrun.smp.restores import Restores
@@ -59,6 +61,7 @@ class GroupWork:
         self.set_aside: deque[str] = deque(maxlen=MAX_SET_ASIDE)
         self._run_id = run_id
         self._memory = memory
+        self._commits = commits
         self._tell_agent = tell_agent
         self._maps = ArenaMaps()
         self._peers = Peers()
@@ -78,7 +81,9 @@ class GroupWork:
         self.restores = Restores(
             memory, self._desk, jobs, tell_agent=tell_agent, here=commits.protect_complete
         )
+        self.range_fetches = RangeFetches(jobs)
         commits.protect_with(self._protector)
+        commits.after_commit(self._committed)
         self._peers.tell(Receiving(self._protector, self._desk, jobs))
 
     def listen(self, host: str, fds: tuple[int, ...]) -> m.AnyMessage:
@@ -102,35 +107,63 @@ class GroupWork:
         group: Protecting | None,
         page: Page,
         restored: Version | None,
-    ) -> None:
-        """Go on with this group, from this version; nothing changes where both are the same."""
+    ) -> bool:
+        """Go on with this group, from this version; whether that is another than before."""
         if group is not None and group == self._protector.group:
-            return
+            return False
         self._stop()
         self._maps.keep_only(arena.fd for arena in self._memory.all())
         served = self._served(restored)
-        if group is None:
-            self._desk.begin(served, None)
-            self._protector.begin(None)
-            return
-        kept = restored
-        if page.get(Command.COMMITTED_IN) == body.generation:
-            kept = version(page.get(Command.COMMITTED_GENERATION), page.get(Command.COMMITTED_STEP))
-        self.vaults.keep(kept, body.protected_in)
         if served is not None:
             self._rebuilder = Rebuilder(
                 self._desk,
                 served,
                 run=run_digest(self._run_id),
                 codec_for=codec_for,
-                patience_s=body.patience_s,
+                patience_s=body.patience_s / 3,
             )
-        own = group.nodes[group.place]
+        own = group.nodes[group.place] if group is not None else None
         rebuild = self._rebuilder.ask if self._rebuilder is not None else None
+        if group is None or own is None:
+            self._desk.begin(served, rebuild)
+            self._protector.begin(None)
+            self._read_old(body, served, own)
+            return True
+        kept = restored
+        has_committed = page.get(Command.COMMITTED_STEP) >= 0
+        if has_committed and page.get(Command.COMMITTED_IN) == body.generation:
+            kept = version(page.get(Command.COMMITTED_GENERATION), page.get(Command.COMMITTED_STEP))
+        self.vaults.keep(kept, body.protected_in)
         self._desk.begin(served, rebuild, own)
+        self._read_old(body, served, own)
         identity = PeerIdentity(self._run_id, "smp", own.node_id, own.incarnation)
         self._peers.begin(Session(identity, body.generation, group.number, body.patience_s))
         self._protector.begin(group)
+        return True
+
+    def _read_old(
+        self, body: m.BeginGeneration, served: Served | None, own: m.NodePlace | None
+    ) -> None:
+        """Let workers read the shards of another number of ranks, wherever they are."""
+        is_resized = body.restored_world_size not in (0, body.world_size)
+        if served is None or not is_resized:
+            return
+        world = OldWorld(served.version, body.restore_from, own, body.node_id, body.patience_s)
+        rebuild = self._rebuilder.rebuild if self._rebuilder is not None else None
+        shards = OldShards(world, self._desk, served, rebuild)
+        self._desk.on_lost(shards.note_lost)
+        self.range_fetches.begin(shards)
+
+    def _committed(self) -> None:
+        """Something newer is committed: nobody starts from what is served any more."""
+        served, newest = self._desk.served, self._commits.tracker.committed
+        if served is not None and newest is not None and newest > served.version:
+            self.range_fetches.begin(None)
+            if self._rebuilder is not None:
+                self._rebuilder.stop()
+                self._rebuilder = None
+            self._desk.begin(None, None, self._desk.own)
+        self._maps.keep_only(arena.fd for arena in self._memory.all())
 
     def void_after(self, newest: Version) -> int:
         """Later versions never come back; how many vaults held one."""
@@ -140,6 +173,7 @@ class GroupWork:
     def status(self) -> dict[str, object]:
         return {
             "vault_bytes": self.vaults.allocated_bytes,
+            "sent_bytes": self._peers.num_sent_bytes,
             "protected": msgspec.to_builtins(self.vaults.parts()),
             **self._protector.status(),
         }
@@ -147,6 +181,7 @@ class GroupWork:
     def free(self) -> None:
         """End everything and free the vaults."""
         self._stop()
+        self.restores.stop()
         self._protector.begin(None)
         self._peers.close()
         self._desk.begin(None, None)
@@ -154,7 +189,8 @@ class GroupWork:
         self.vaults.free()
 
     def _stop(self) -> None:
-        self.restores.stop()
+        self.restores.cancel()
+        self.range_fetches.begin(None)
         self._protector.stop()
         if self._rebuilder is not None:
             self._rebuilder.stop()

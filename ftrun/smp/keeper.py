@@ -19,7 +19,7 @@ from ftrun.ids import Generation, Rank, RunId, version
 from ftrun.smp.checkpoint_load import Loaded
 from ftrun.smp.checkpoints import Checkpoints
 from ftrun.smp.client import Client
-from ftrun.smp.commits import Commits
+from ftrun.smp.commits import Commits, Start
 from ftrun.smp.group_work import GroupWork
 from ftrun.smp.images import open_images
 from ftrun.smp.jobs import Finish, Jobs
@@ -119,8 +119,14 @@ class Keeper:
         client.tell(_granted(shape), fds=(fd,))
         crash_point("smp.arena.granted")
 
-    def open_images(self, client: Client, body: m.OpenImages) -> None:
-        open_images(self.memory, client, body)
+    def read_shards(
+        self, client: Client, body: m.OpenImages | m.FetchHeads | m.FetchPieces
+    ) -> None:
+        """Give a worker what another number of ranks has left: from here, or from elsewhere."""
+        if isinstance(body, m.OpenImages):
+            open_images(self.memory, client, body)
+        else:
+            self.group_work.range_fetches.ask(client, body)
 
     # --- agent -----------------------------------------------------------------------------
 
@@ -138,14 +144,18 @@ class Keeper:
         restored = version(*body.restored) if body.restored is not None else None
         if body.generation > before:
             self.memory.forget_promises()
-        self.group_work.begin(body, group, page, restored)
+        is_new = self.group_work.begin(body, group, page, restored)
         self.commits.begin(
             page,
             Generation(body.generation),
             [Rank(rank) for rank in body.local_ranks],
             body.world_size,
-            group=group,
-            restored=restored,
+            Start(
+                group,
+                restored,
+                is_resized=body.restored_world_size not in (0, body.world_size),
+                is_new=is_new,
+            ),
         )
         own = group.nodes[group.place] if group is not None else None
         self.group_work.restores.begin(body, restored, own)
@@ -210,10 +220,11 @@ class Keeper:
 
     def write_checkpoint(self, client: Client, body: m.WriteCheckpoint) -> None:
         tracker = self.commits.tracker
-        if not tracker.sees_all:
-            client.tell(m.CheckpointRefused("not all ranks of the run are on this node"))
+        if body.version is None and not tracker.sees_all:
+            why = "not all ranks of the run are on this node, and no version is named"
+            client.tell(m.CheckpointRefused(why))
         else:
-            self.checkpoints.write(client, body, tracker.world_size)
+            self.checkpoints.write(client, body, tracker.world_size, tracker.ranks)
 
     def _loaded(self, loaded: Loaded) -> None:
         """A checkpoint is in fresh arenas."""

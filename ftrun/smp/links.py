@@ -29,6 +29,10 @@ from ftrun.wire.tcp import dial, tune
 from ftrun.wire.transfer import AnyTransfer, LinkHello
 from ftrun.wire.transfer_socket import Bytes, TransferSocket
 
+PROTECT, FETCH = "protect", "fetch"
+"""What a link is for."""
+
+_NICE = 5
 _FIRST_PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 1.0
 _log = logging.getLogger(__name__)
@@ -104,11 +108,13 @@ class Link:
     def tell(self, frame: Frame) -> None:
         """Queue a frame."""
         with self._lock:
-            if self._is_closed:
-                _release(frame)
-                return
-            self._messages.append(frame)
-        self.wake()
+            is_closed = self._is_closed
+            if not is_closed:
+                self._messages.append(frame)
+        if is_closed:
+            _release(frame)  # which may have something to say over this very link
+        else:
+            self.wake()
 
     def add(self, stream: Stream) -> None:
         """Send what the stream gives, between messages, until it is over."""
@@ -133,17 +139,24 @@ class Link:
     # --- the link's thread -----------------------------------------------------------------
 
     def _run(self) -> None:
-        calm_thread()
+        if self._ends.hello.purpose == PROTECT:
+            calm_thread()
         times = 0
+        pause_s = _FIRST_PAUSE_S
         try:
             while self._connect():
                 times += 1
                 if times > 1:
                     self._linked()
+                began_s = clock.now_s()
                 try:
                     self._send_all()
                 except PeerError as error:
                     self._disconnect(str(error))
+                # A peer that turns us away, because it is in another generation, does so at once.
+                is_brief = clock.now_s() - began_s < _LONGEST_PAUSE_S
+                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S) if is_brief else _FIRST_PAUSE_S
+                self._pause(pause_s)
         except Exception:  # noqa: BLE001
             # One of the process loops: a bug in a stream must not be silence.
             _log.exception("the link to %s ended in a bug of ftrun", self.place.node_id)
@@ -280,9 +293,9 @@ class Link:
 
 
 def calm_thread() -> None:
-    """Let the training go first: this thread has time."""
+    """Let the training go first: this thread has time. Not for a restore, which all wait for."""
     with contextlib.suppress(OSError):
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 

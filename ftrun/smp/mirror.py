@@ -21,6 +21,7 @@ from ftrun.snapshot.manifest import NodeManifest
 from ftrun.snapshot.redundancy import NodePlan, Plan, RankPlan
 from ftrun.wire.arena import ArenaShape, table_digest
 from ftrun.wire.protected import GroupMember
+from ftrun.wire.vault import VaultRecord
 
 _LENGTH = struct.Struct("<I")
 _SLACK_BYTES = 4096
@@ -73,6 +74,9 @@ class MirrorHead(msgspec.Struct, frozen=True, array_like=True):
         return version(self.generation, self.step)
 
 
+_HEAD = msgspec.msgpack.Decoder(MirrorHead)
+
+
 class Mirror:
     """A mirror that has come back: its head, and for each rank its bytes.
 
@@ -84,7 +88,7 @@ class Mirror:
         try:
             (length,) = _LENGTH.unpack_from(raw)
             at = _LENGTH.size + length
-            self.head = msgspec.msgpack.decode(raw[_LENGTH.size : at], type=MirrorHead)
+            self.head = _HEAD.decode(raw[_LENGTH.size : at])
         except (struct.error, msgspec.MsgspecError) as error:
             raise LayoutUnknown(f"a mirror of {len(raw)} bytes has no head: {error}") from error
         self.headers: dict[int, memoryview] = {}
@@ -130,27 +134,25 @@ class Mirror:
         return at + size
 
 
-def mirror_parts(
-    shards: HeldShards, plan: Plan, place: int, *, protected_in: int, members: list[GroupMember]
-) -> list[bytes | memoryview]:
-    """The mirror of the node at `place`, in parts; pieces are checked on the way.
+def mirror_parts(shards: HeldShards, record: VaultRecord) -> list[bytes | memoryview]:
+    """The mirror of this node, in parts; pieces are checked on the way.
 
     Raises:
         SnapshotCorrupt: a piece is not what was captured.
         LayoutUnknown: a rank is not here.
     """
-    own = plan.nodes[place]
+    own = record.own
     manifest = shards.manifest([Rank(one.rank) for one in own.ranks])
     head = MirrorHead(
-        generation=shards.version.generation,
-        step=shards.version.step,
-        protected_in=protected_in,
-        members=members,
-        parity=plan.parity,
-        place=place,
-        block_bytes=plan.block_bytes,
-        coded_bytes=plan.coded_bytes,
-        holders=plan.holders,
+        generation=record.generation,
+        step=record.step,
+        protected_in=record.protected_in,
+        members=record.members,
+        parity=record.parity,
+        place=record.place,
+        block_bytes=record.block_bytes,
+        coded_bytes=record.coded_bytes,
+        holders=record.holders,
         own=own,
         ranks=_rank_heads(manifest),
     )

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ftrun.errors import PeerError, PeerLost, ProtocolError
-from ftrun.smp.links import Link, LinkEnds, calm_thread
+from ftrun.smp.links import FETCH, PROTECT, Link, LinkEnds, calm_thread
 from ftrun.wire.handshake import HANDSHAKE_S, accept_handshake
 from ftrun.wire.identity import PeerIdentity
 from ftrun.wire.protected import NodePlace
@@ -28,7 +28,6 @@ from ftrun.wire.tcp import listen_tcp, tune
 from ftrun.wire.transfer import LinkHello, TransferEnvelope
 from ftrun.wire.transfer_socket import TransferSocket
 
-PROTECT, FETCH = "protect", "fetch"
 _MAX_HANDSHAKES = 128
 _PARK_S = 60.0
 _log = logging.getLogger(__name__)
@@ -205,7 +204,6 @@ class Peers:
             ).start()
 
     def _meet(self, sock: socket.socket) -> None:
-        calm_thread()
         try:
             incoming = self._greet(sock)
         except PeerError as error:
@@ -217,6 +215,8 @@ class Peers:
             sock.close()
             return
         threading.current_thread().name = f"ftrun-from-{incoming.node_id}"[:15]
+        if incoming.hello.purpose == PROTECT:
+            calm_thread()
         try:
             self._receive(incoming)
         finally:

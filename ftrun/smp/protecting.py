@@ -129,6 +129,7 @@ def record_of(
         block_bytes=plan.block_bytes,
         coded_bytes=plan.coded_bytes,
         own=plan.nodes[group.place],
+        holders=plan.holders,
         mirrors=[(place, rooms[place]) for place in group.mirrored_here],
         num_rows=stripes.num_parity_blocks(group.place, num_stripes),
     )

@@ -32,8 +32,8 @@ from ftrun.ids import Rank, RunId, Version, version
 from ftrun.smp.exchange import Exchange, ExchangeEvents, ExchangeTools
 from ftrun.smp.filling import Fill
 from ftrun.smp.jobs import Finish, Jobs
-from ftrun.smp.links import Frame
-from ftrun.smp.peers import PROTECT, Peers
+from ftrun.smp.links import PROTECT, Frame
+from ftrun.smp.peers import Peers
 from ftrun.smp.protecting import Protecting, rooms_for
 from ftrun.smp.rounds import Round
 from ftrun.smp.shards import ArenaMaps, HeldShards, hold
@@ -98,6 +98,7 @@ class Protector:
         self._over: Version | None = None
         self._committed: Version | None = None
         self._troubled: set[str] = set()
+        self._last_problem = ""
 
     # --- the server's thread: what the keeper wants ------------------------------------------
 
@@ -158,9 +159,9 @@ class Protector:
         )
 
     def is_ready(self, wanted: Version) -> bool:
-        """VersionReady was sent, and stands."""
+        """VersionReady was sent."""
         round_ = self._rounds.get(wanted)
-        return round_ is not None and round_.is_ready
+        return round_ is not None and round_.was_ready
 
     def abandon(self, newest: Version) -> None:
         """Versions of the same generation, up to this one, are not protected any more."""
@@ -338,9 +339,10 @@ class Protector:
     def _ready(self, round_: Round, problem: str = "") -> None:
         group = self.group
         assert group is not None
-        round_.is_ready = True
+        round_.is_ready = round_.was_ready = True
         self.last_s = clock.now_s() - round_.began_s
         survives = 0 if problem else group.parity
+        self._last_problem = problem
         crash_point("smp.protect.ready")
         at = round_.version
         if at == self._committed:
@@ -358,8 +360,10 @@ class Protector:
         round_.stop()
         round_.problem = why
         if round_.is_sealed and not round_.is_ready:
-            _log.warning("%s is not protected: %s", round_.version, why)
-            self._tell_agent(m.SmpNotice("unprotected", f"{round_.version}: {why}"))
+            if why != self._last_problem:
+                self._last_problem = why
+                _log.warning("%s is not protected: %s", round_.version, why)
+                self._tell_agent(m.SmpNotice("unprotected", f"{round_.version}: {why}"))
             self._ready(round_, why)
 
     def _corrupt_here(self, round_: Round, why: str) -> None:

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 
+from ftrun import clock
 from ftrun.erasure.codec import Codec
 from ftrun.erasure.fragments import Fragment, StripeId
 from ftrun.erasure.rebuild import StripeFacts, rebuild_stripe
@@ -20,7 +21,7 @@ from ftrun.errors import LayoutUnknown, SnapshotCorrupt, StripeLost
 from ftrun.ids import Generation
 from ftrun.smp.fetch_desk import FetchDesk
 from ftrun.smp.filling import num_stripes_of, stripes_of
-from ftrun.smp.links import Frame, calm_thread
+from ftrun.smp.links import Frame
 from ftrun.smp.served import Served, group_of
 from ftrun.wire import transfer as t
 from ftrun.wire.crash_points import crash_point
@@ -28,6 +29,7 @@ from ftrun.wire.transfer_socket import digest_of
 from ftrun.wire.vault import VaultRecord
 
 NUM_THREADS = 2
+_TICK_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +70,7 @@ class Rebuilder:
     Args:
         served: this node's slots and vaults.
         codec_for: the codec of a k and m.
-        patience_s: how long a node may take for one block.
+        patience_s: how long a node may take for one block; less than whoever asks us has with us.
     """
 
     def __init__(
@@ -87,6 +89,7 @@ class Rebuilder:
         self._patience_s = patience_s
         self._asks: queue.SimpleQueue[tuple[str, t.AskRebuilt] | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
+        self._silent: set[str] = set()
         self._is_stopped = False
         self._lock = threading.Lock()
 
@@ -106,18 +109,17 @@ class Rebuilder:
             self._asks.put(None)
 
     def _work(self) -> None:
-        calm_thread()
         while not self._is_stopped and (one := self._asks.get()) is not None:
             asker, ask = one
             try:
-                raw = self._rebuild(ask)
+                raw = self.rebuild(ask)
             except (LayoutUnknown, SnapshotCorrupt) as error:
-                self._desk.tell(asker, Frame(t.NotHeld(ask.request, 0, str(error))))
+                self._desk.refuse(asker, ask, 0, error)
             else:
                 crash_point("smp.fetch.rebuilt")
                 self._desk.tell(asker, Frame(t.Found(ask.request, 0), [raw], digest_of([raw])))
 
-    def _rebuild(self, ask: t.AskRebuilt) -> memoryview:
+    def rebuild(self, ask: t.AskRebuilt) -> memoryview:
         """The block of the lost node.
 
         Raises:
@@ -142,6 +144,7 @@ class Rebuilder:
             for node in (*senders, *stripes.parity_nodes(ask.stripe))
             if node in ask.alive and node not in (ask.place, record.place)
         ]
+        candidates.sort(key=lambda node: self._is_doubtful(record.members[node].node_id))
         needed = stripes.k - 1 - len(facts.empty)
         out = bytearray(record.block_bytes)
         problems: list[str] = []
@@ -156,6 +159,10 @@ class Rebuilder:
             fragments.close()
         _, size = stripes.span(block, record.coded_bytes[ask.place])
         return memoryview(out)[:size]
+
+    def _is_doubtful(self, node_id: str) -> bool:
+        """It has not answered before, so others are asked first."""
+        return node_id in self._silent or bool(self._desk.why_gone(node_id))
 
     def _facts(self, record: VaultRecord, stripe: int, senders: tuple[int, ...]) -> StripeFacts:
         stripes = stripes_of(record)
@@ -182,33 +189,54 @@ class Rebuilder:
         answers: queue.SimpleQueue[_Answer] = queue.SimpleQueue()
         stripes = stripes_of(record)
         left, needed = others
+        waiting: dict[int, float] = {}
         numbers: list[int] = []
-        waiting = 0
         try:
             while True:
-                while left and waiting < max(needed, 1):
+                while left and len(waiting) < max(needed, 1):
                     node = left.pop(0)
+                    waiting[node] = clock.now_s()
                     numbers.append(self._ask(ask, record, node, answers))
-                    waiting += 1
                 if not waiting:
                     return
-                try:
-                    answer = answers.get(timeout=self._patience_s)
-                except queue.Empty:
-                    problems.append(f"{waiting} nodes: silent for {self._patience_s:.0f} s")
-                    waiting = 0
-                    continue
-                waiting -= 1
-                name = record.members[answer.place].node_id
-                if answer.payload is None:
-                    problems.append(f"{name}: {answer.why}")
-                else:
-                    needed -= 1
-                    index = stripes.index(ask.stripe, answer.place)
-                    yield Fragment(name, index, answer.header, answer.payload)
+                for answer in self._next(record, waiting, answers):
+                    name = record.members[answer.place].node_id
+                    if answer.payload is None:
+                        problems.append(f"{name}: {answer.why}")
+                    else:
+                        needed -= 1
+                        index = stripes.index(ask.stripe, answer.place)
+                        yield Fragment(name, index, answer.header, answer.payload)
         finally:
             for number in numbers:
                 self._desk.requests.close(number)
+
+    def _next(
+        self,
+        record: VaultRecord,
+        waiting: dict[int, float],
+        answers: "queue.SimpleQueue[_Answer]",
+    ) -> list[_Answer]:
+        """The next answer, or those that will not come; taken out of `waiting`."""
+        try:
+            answer = answers.get(timeout=_TICK_S)
+        except queue.Empty:
+            found = []
+            for place, since_s in list(waiting.items()):
+                name = record.members[place].node_id
+                why = self._desk.why_gone(name)
+                if not why and clock.now_s() - since_s > self._patience_s:
+                    self._silent.add(name)
+                    why = f"silent for {self._patience_s:.0f} s"
+                if why:
+                    found.append(_Answer(place, why=why))
+        else:
+            if answer.payload is not None:
+                self._silent.discard(record.members[answer.place].node_id)
+            found = [answer] if answer.place in waiting else []
+        for answer in found:
+            del waiting[answer.place]
+        return found
 
     def _ask(
         self,

@@ -15,13 +15,16 @@ import msgspec
 from ftrun.errors import FragmentRefused, ProtocolError
 from ftrun.smp.fetch_desk import FetchDesk
 from ftrun.smp.jobs import Jobs
-from ftrun.smp.peers import FETCH, PROTECT, Incoming
+from ftrun.smp.links import FETCH, PROTECT
+from ftrun.smp.peers import Incoming
 from ftrun.smp.protector import Protector
 from ftrun.snapshot.manifest import NodeManifest
 from ftrun.snapshot.redundancy import MAX_BLOCK_BYTES
 from ftrun.wire import transfer as t
 
 MAX_MANIFEST_BYTES = 1 << 28
+# Made once, here: two threads that make one for the same types at once crash msgspec 0.22.
+_MANIFEST = msgspec.msgpack.Decoder(NodeManifest)
 _log = logging.getLogger(__name__)
 
 
@@ -115,7 +118,7 @@ class Receiving:
             self._damaged(source, body, f"the manifest of {source.node_id} is not what it sent")
             return
         try:
-            manifest = msgspec.msgpack.decode(raw, type=NodeManifest)
+            manifest = _MANIFEST.decode(raw)
         except msgspec.MsgspecError as error:
             raise ProtocolError(f"the manifest of {source.node_id} is none: {error}") from error
         session, node_id = source.hello.session, source.node_id

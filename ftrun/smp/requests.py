@@ -14,6 +14,7 @@ from typing import Protocol
 
 from ftrun.smp.peers import Incoming
 from ftrun.wire import transfer as t
+from ftrun.wire.transfer_socket import Bytes
 
 
 class Sink(Protocol):
@@ -74,6 +75,24 @@ class Requests:
         finally:
             if sink is not None:
                 self._leave(body.request)
+
+    def take_own(self, body: t.Found | t.NotHeld, raw: Sequence[Bytes], digest: int | None) -> None:
+        """Handle an answer of this node to itself."""
+        with self._changed:
+            sink = self._sinks.get(body.request)
+        if sink is None:
+            return
+        if isinstance(body, t.NotHeld):
+            sink.refused(body.index, body.why)
+            return
+        room = sink.room(body.index, sum(map(len, raw)))
+        if room is not None:
+            joined = raw[0] if len(raw) == 1 else b"".join(raw)
+            at = 0
+            for view in room:
+                view[:] = memoryview(joined)[at : at + len(view)]
+                at += len(view)
+            sink.arrived(body.index, body.header, digest)
 
     def _hand_over(self, source: Incoming, envelope: t.TransferEnvelope, sink: Sink | None) -> None:
         body = envelope.body

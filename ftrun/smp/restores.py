@@ -33,6 +33,7 @@ class _Restore:
     wanted: Version
     generation: Generation
     ranks: Sequence[Rank]
+    world_size: int
     groups: Sequence[m.OldGroup]
     missing: set[Rank] = field(default_factory=set)
     fetcher: Fetcher | None = None
@@ -78,14 +79,19 @@ class Restores:
         """
         if self._is_under_way(body, wanted):
             return
-        self.stop()
+        self.cancel()
+        self._refuse(lambda waited: waited != wanted, "a new generation begins from elsewhere")
         if wanted is None:
             return
-        ranks = [Rank(rank) for rank in body.local_ranks]
         restore = _Restore(
-            wanted, Generation(body.generation), ranks, body.restore_from, began_s=clock.now_s()
+            wanted,
+            Generation(body.generation),
+            _ranks_of(body),
+            body.world_size,
+            body.restore_from,
+            began_s=clock.now_s(),
         )
-        restore.missing = {rank for rank in ranks if self._holder(rank, wanted) is None}
+        restore.missing = self._missing(restore)
         self._restore = restore
         if not restore.missing:
             self._ready(restore)
@@ -123,18 +129,20 @@ class Restores:
             and restore.fetcher is not None
             and not restore.failed
             and (restore.wanted, restore.generation) == (wanted, body.generation)
-            and restore.ranks == body.local_ranks
+            and restore.ranks == _ranks_of(body)
             and restore.groups == body.restore_from
         )
 
-    def stop(self) -> None:
-        """Give up what is being fetched; whoever waits for it is told."""
+    def cancel(self) -> None:
+        """Give up what is being fetched; workers that wait for it wait on."""
         if self._restore is not None and self._restore.fetcher is not None:
             self._restore.fetcher.cancel()
         self._restore = None
-        waiting, self._waiting = self._waiting, []
-        for client, _, wanted in waiting:
-            client.tell(m.Refused(f"{wanted} is not restored any more: a new generation begins"))
+
+    def stop(self) -> None:
+        """Give up, and tell who waits."""
+        self.cancel()
+        self._refuse(lambda _: True, "the SMP ends")
 
     def grant(self, client: Client, rank: Rank, wanted: Version) -> None:
         """Give a worker its arena, when it is here."""
@@ -153,9 +161,8 @@ class Restores:
         """Arenas have come in another way."""
         restore = self._restore
         if restore is not None and restore.missing and restore.fetcher is None:
-            left = {r for r in restore.missing if self._holder(r, restore.wanted) is None}
-            restore.missing = left
-            if not left:
+            restore.missing = self._missing(restore)
+            if not restore.missing:
                 self._ready(restore)
 
     def _fetched(self, restore: _Restore, fds: Mapping[Rank, int], num_bytes: int) -> None:
@@ -185,9 +192,27 @@ class Restores:
         restore.failed = why
         _log.warning("%s", why)
         self._tell_agent(m.RestoreFailed(restore.generation, why))
+        self._refuse(lambda _: True, why)
+
+    def _refuse(self, chosen: Callable[[Version], bool], why: str) -> None:
+        """Let workers wait no longer that wait for such a version."""
         waiting, self._waiting = self._waiting, []
-        for client, _, _ in waiting:
-            client.tell(m.Refused(why))
+        for client, rank, wanted in waiting:
+            if chosen(wanted):
+                client.tell(m.Refused(f"{wanted} of rank {rank} does not come: {why}"))
+            else:
+                self._waiting.append((client, rank, wanted))
+
+    def _missing(self, restore: _Restore) -> set[Rank]:
+        held = self._memory.held(restore.world_size)
+        return {rank for rank in restore.ranks if restore.wanted not in held.get(rank, ())}
 
     def _holder(self, rank: Rank, wanted: Version) -> HeldArena | None:
         return next((one for one in self._memory.of(rank) if one.holds(wanted)), None)
+
+
+def _ranks_of(body: m.BeginGeneration) -> list[Rank]:
+    """Whose shards have to be here. Those of another number of ranks are read where they lie."""
+    if body.restored_world_size not in (0, body.world_size):
+        return []
+    return [Rank(rank) for rank in body.local_ranks]

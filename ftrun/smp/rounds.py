@@ -36,6 +36,8 @@ class Round:
     exchange: Exchange | None = None
     protected_in: int = -1
     is_ready: bool = False
+    was_ready: bool = False
+    """The agent has been told so; that cannot be taken back."""
     problem: str = ""
     began_s: float = 0.0
 

@@ -18,11 +18,14 @@ from ftrun.erasure.groups import Group
 from ftrun.errors import LayoutUnknown, SnapshotCorrupt
 from ftrun.ids import Generation, Rank, Version, version
 from ftrun.smp.filling import stripes_of
+from ftrun.smp.mirror import mirror_parts
 from ftrun.smp.sending import OwnBlocks
 from ftrun.smp.shards import ArenaMaps, HeldShards, hold
 from ftrun.smp.vaults import Vaults
 from ftrun.snapshot.stripe_space import StripeSpace
 from ftrun.wire import transfer as t
+from ftrun.wire.shard_heads import PackedHead, pack_head
+from ftrun.wire.transfer_socket import Bytes
 from ftrun.wire.vault import Vault, VaultRecord
 
 
@@ -82,17 +85,34 @@ class Served:
             )
         return found, record
 
-    def mirror(self, ask: t.AskMirror) -> memoryview:
-        """A node's small state.
+    def mirror(self, ask: t.AskMirror) -> Sequence[Bytes]:
+        """A node's small state; also our own, which a rank that has moved is fetched by.
 
         Raises:
             LayoutUnknown: it is not here, or damaged.
+            SnapshotCorrupt: our own is damaged.
         """
         vault, record = self.vault(ask)
+        if ask.place == record.place:
+            return mirror_parts(self.shards, record)
         found = vault.mirror(ask.place) if ask.place in dict(record.mirrors) else None
         if found is None:
             raise LayoutUnknown(f"the mirror of place {ask.place} is not here, or damaged")
-        return found
+        return [found]
+
+    def head(self, ask: t.AskHead) -> Sequence[Bytes]:
+        """Header and digest table of a slot, see wire/shard_heads.py.
+
+        Raises:
+            LayoutUnknown: this rank has none here.
+            SnapshotCorrupt: they are not what was sealed.
+        """
+        shard = self.shards.shard(ask.rank)
+        about = shard.manifest()
+        header = shard.image[: shard.start]
+        return pack_head(
+            PackedHead(header, shard.table, about.image_bytes, about.layout_id, about.table_digest)
+        )
 
     def unit(self, ask: t.AskUnit) -> tuple[bytes, list[memoryview]]:
         """This node's block of a stripe: the fragment's header and its bytes.

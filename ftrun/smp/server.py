@@ -37,6 +37,8 @@ _ALLOWED: dict[Role, tuple[type[m.Message], ...]] = {
         m.ShardSkipped,
         m.AwaitRestored,
         m.OpenImages,
+        m.FetchHeads,
+        m.FetchPieces,
     ),
     Role.AGENT: (
         m.ListenForPeers,
@@ -63,6 +65,8 @@ _OfWorker = (
     | m.ShardSkipped
     | m.AwaitRestored
     | m.OpenImages
+    | m.FetchHeads
+    | m.FetchPieces
 )
 _log = logging.getLogger(__name__)
 
@@ -76,7 +80,7 @@ class Server:
         self._orphan_s = orphan_s
         self._awaits_adoption = adopt
         self._orphaned_since_s: float | None = clock.now_s()
-        self._is_ending = False
+        self._is_ending = self._is_told_to_end = False
         self._clients: set[Client] = set()
         self._selector = selectors.DefaultSelector()
         self._jobs = Jobs()
@@ -91,9 +95,11 @@ class Server:
         self._is_ending = True
 
     def end_if_alone(self) -> None:
-        """The same, unless an agent is there, which says itself when it is over."""
-        if self._keeper.agent is None:
-            self.end()
+        """The same, unless an agent is there, which says itself when it is over.
+
+        Decided at the next turn: an agent may have gone a moment ago, and nobody has seen it yet.
+        """
+        self._is_told_to_end = True
 
     def wake_on(self, sock: socket.socket) -> None:
         """Turn once when this becomes readable; a signal handler has done its part by then."""
@@ -106,6 +112,8 @@ class Server:
                 for key, _ in self._selector.select(self._timeout_s()):
                     key.data()
                 self._sweep()
+                self._is_ending |= self._is_told_to_end and self._keeper.agent is None
+                self._is_told_to_end = False
                 self._check_orphan()
         finally:
             self._finish()
@@ -251,8 +259,8 @@ class Server:
             case m.AwaitRestored():
                 wanted = version(body.generation, body.step)
                 keeper.group_work.restores.grant(client, rank, wanted)
-            case m.OpenImages():
-                keeper.open_images(client, body)
+            case m.OpenImages() | m.FetchHeads() | m.FetchPieces():
+                keeper.read_shards(client, body)
 
     def _serve_agent(self, client: Client, received: Received) -> m.AnyMessage | None:  # noqa: C901, PLR0912
         keeper = self._keeper

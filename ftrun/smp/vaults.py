@@ -114,6 +114,15 @@ class Vaults:
         if vault is not None:
             vault.mark(VaultState.COMMITTED)
         self.keep(version, protected_in)
+        if vault is None:
+            # This node has no part in it, and what it has is of versions that are over.
+            self._free_before(version)
+
+    def _free_before(self, newest: Version) -> None:
+        for slot, vault in enumerate(self._slots):
+            if vault is not None and vault.record is not None and vault.record.version < newest:
+                vault.close()
+                self._slots[slot] = None
 
     def void_after(self, newest: Version) -> int:
         """Later versions never come back; how many there were."""

@@ -119,6 +119,28 @@ def span_of(chunk: Shape, starts: Shape, shape: Shape) -> Span:
     return Span(first, last - first + 1, shape, strides)
 
 
+def cut_to(chunk: Shape, part: Box, most_items: int) -> list[Box]:
+    """A part of a chunk in pieces whose runs are no longer than so many items, in order.
+
+    Args:
+        chunk: shape of the chunk.
+        part: in the chunk's own offsets; not empty.
+        most_items: at least 1.
+    """
+    if span_of(chunk, part.offsets, part.shape).count <= most_items:
+        return [part]
+    # There is such a dimension: a single item is a run of one.
+    dim = next(at for at, size in enumerate(part.shape) if size > 1)
+    rows = max(1, most_items // strides_of(chunk)[dim])
+    found: list[Box] = []
+    for at in range(0, part.shape[dim], rows):
+        offsets, shape = list(part.offsets), list(part.shape)
+        offsets[dim] += at
+        shape[dim] = min(rows, part.shape[dim] - at)
+        found += cut_to(chunk, Box(tuple(offsets), tuple(shape)), most_items)
+    return found
+
+
 def _between(starts: Iterable[int], ends: Iterable[int]) -> Box:
     begin = tuple(starts)
     return Box(begin, tuple(end - at for at, end in zip(begin, ends, strict=True)))

@@ -284,6 +284,8 @@ class LeadBeat(Message, frozen=True):
     stop_after_step: int = -1
     signal: int = 0
     signal_count: int = 0
+    checkpoint: VersionPair | None = None
+    """Every node writes its part of this version to disk."""
     moved: dict[str, int] = {}
     """SMPs that listen elsewhere than the plan says, by node id."""
     killed: bool = False

@@ -9,6 +9,12 @@ receiver drops what is older than what it knows. Descriptors travel beside a mes
 
 import msgspec
 
+from ftrun.wire.checkpoint_messages import CheckpointLoaded as CheckpointLoaded
+from ftrun.wire.checkpoint_messages import CheckpointRefused as CheckpointRefused
+from ftrun.wire.checkpoint_messages import CheckpointWritten as CheckpointWritten
+from ftrun.wire.checkpoint_messages import LoadCheckpoint as LoadCheckpoint
+from ftrun.wire.checkpoint_messages import WriteCheckpoint as WriteCheckpoint
+from ftrun.wire.message import Message as Message
 from ftrun.wire.protected import GroupMember as GroupMember
 from ftrun.wire.protected import NodePlace as NodePlace
 from ftrun.wire.protected import OldGroup as OldGroup
@@ -16,10 +22,6 @@ from ftrun.wire.protected import Protected as Protected
 from ftrun.wire.protected import ShardOffer as ShardOffer
 
 PROTOCOL_VERSION = 1
-
-
-class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
-    """Base of all messages; the tag on the wire is the name of the class."""
 
 
 class Hello(Message, frozen=True):
@@ -142,6 +144,49 @@ class ImagesOpened(Message, frozen=True):
     ranks: list[int]
 
 
+class FetchHeads(Message, frozen=True):
+    """Worker -> SMP: heads of shards of a version that are on other nodes, or were on lost ones.
+
+    Answer: HeadsFetched with a memfd for each of them (see wire/shard_heads.py), or Refused.
+
+    Args:
+        ranks: of the old world.
+    """
+
+    rank: int
+    generation: int
+    step: int
+    ranks: list[int]
+
+
+class HeadsFetched(Message, frozen=True):
+    """SMP -> worker, with one memfd per entry."""
+
+    ranks: list[int]
+
+
+class FetchPieces(Message, frozen=True):
+    """Worker -> SMP: pieces of such shards, after their heads; no more than 64 MiB in all.
+
+    Answer: PiecesFetched with a memfd that holds them one after the other, or Refused. The
+    worker compares each with its digest.
+
+    Args:
+        wanted: (old rank, first piece, how many).
+    """
+
+    rank: int
+    generation: int
+    step: int
+    wanted: list[tuple[int, int, int]]
+
+
+class PiecesFetched(Message, frozen=True):
+    """SMP -> worker, with one memfd."""
+
+    num_bytes: int
+
+
 # --- agent -> SMP ---------------------------------------------------------------------------
 
 
@@ -173,7 +218,11 @@ class BeginGeneration(Message, frozen=True):
         node_id: this node's own.
         parity: m, so many nodes of the group may go; below the number of nodes.
         small_state_bytes: unique state of a rank up to so much is mirrored, not coded.
-        restored: generation and step of the version that all ranks start from.
+        restored: generation and step of the version that all ranks start from. In the middle of
+            a generation: the newest that is committed.
+        restored_world_size: how many ranks took it. Where it is another number than starts now,
+            it is read where it lies and not protected again; `restore_from` names all the groups
+            that held it. 0: as many as start now.
         protected_in: the generation whose protection of it the restore relies on; kept until the
             version is committed again. -1: the newest one that was committed.
         restore_from: where that version comes from for local ranks that have no slot of it.
@@ -191,6 +240,7 @@ class BeginGeneration(Message, frozen=True):
     restored: tuple[int, int] | None = None
     protected_in: int = -1
     restore_from: list[OldGroup] = []
+    restored_world_size: int = 0
     patience_s: float = 10.0
 
 
@@ -336,53 +386,6 @@ class KeepRunState(Message, frozen=True):
     run_state: bytes
 
 
-class WriteCheckpoint(Message, frozen=True):
-    """Agent -> SMP: write the newest committed version there.
-
-    Answer, when it is durable: CheckpointWritten, or CheckpointRefused.
-    """
-
-    directory: str
-    keep: int
-
-
-class CheckpointWritten(Message, frozen=True):
-    """SMP -> agent."""
-
-    generation: int
-    step: int
-    path: str
-    total_bytes: int
-    seconds: float
-
-
-class CheckpointRefused(Message, frozen=True):
-    """SMP -> agent: it is not written, and why. Not `Refused`: other answers may come first."""
-
-    why: str
-
-
-class LoadCheckpoint(Message, frozen=True):
-    """Agent -> SMP: fill the arenas from a checkpoint. Answer: CheckpointLoaded or Refused."""
-
-    directory: str
-    world_size: int
-    local_ranks: list[int]
-
-
-class CheckpointLoaded(Message, frozen=True):
-    """SMP -> agent: the arenas now hold this version; each came as an ArenaGranted before.
-
-    Its generation is -1: older than all that this run will take. An empty `path` (step -1) means
-    that the directory holds no checkpoint. `notes` name what was set aside, for the journal.
-    """
-
-    generation: int
-    step: int
-    path: str
-    notes: list[str] = []
-
-
 class VersionCommitted(Message, frozen=True):
     """SMP -> agent, unasked: this version is committed, and shown on the command page."""
 
@@ -425,6 +428,10 @@ AnyMessage = (
     | AwaitRestored
     | OpenImages
     | ImagesOpened
+    | FetchHeads
+    | HeadsFetched
+    | FetchPieces
+    | PiecesFetched
     | ListenForPeers
     | ListeningForPeers
     | BeginGeneration

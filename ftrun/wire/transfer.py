@@ -118,6 +118,12 @@ class AskMirror(Ask, frozen=True):
     place: int
 
 
+class AskHead(Ask, frozen=True):
+    """Header and digest table of a rank's slot. Answer: Found with index 0."""
+
+    rank: int
+
+
 class AskPieces(Ask, frozen=True):
     """Pieces by their digests, u64 each, from any slot. Found or NotHeld for each index."""
 
@@ -171,6 +177,7 @@ AnyTransfer = (
     | Unable
     | Meet
     | AskMirror
+    | AskHead
     | AskPieces
     | AskUnit
     | AskRebuilt

@@ -30,6 +30,8 @@ from ftrun.wire.transfer import AnyTransfer, TransferEnvelope
 MAX_RAW_BYTES = 1 << 31
 _MAX_VECTORS = 512
 _SCRATCH_BYTES = 1 << 18
+# Made once, here: two threads that make one for the same types at once crash msgspec 0.22.
+_DECODER = msgspec.msgpack.Decoder(TransferEnvelope)
 
 Bytes = bytes | bytearray | memoryview
 
@@ -47,7 +49,6 @@ class TransferSocket:
         self._sock = sock
         self._session = session
         self._patience_s = patience_s
-        self._decoder = msgspec.msgpack.Decoder(TransferEnvelope)
         self._sequence = 0
         self._timeout_s: float | None = None
         self.num_bytes = 0
@@ -112,7 +113,7 @@ class TransferSocket:
         self._read([memoryview(body)])
         check_body(self._session.receive_key, prefix, body)
         self._sequence += 1
-        envelope = decode_body(self._decoder, bytes(body))
+        envelope = decode_body(_DECODER, bytes(body))
         if not 0 <= envelope.raw_bytes <= MAX_RAW_BYTES:
             raise ProtocolError(f"{self.peer} announces {envelope.raw_bytes} bytes")
         return envelope

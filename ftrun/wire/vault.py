@@ -60,6 +60,7 @@ class VaultRecord(msgspec.Struct, frozen=True):
         place: of the node whose vault it is.
         coded_bytes: of each node, by place.
         own: its own plan, to find its blocks in its ranks' slots.
+        holders: sets of nodes, by place, that hold the same sections.
         mirrors: places whose small state goes here, and the room for each in bytes.
         num_rows: parity rows.
     """
@@ -74,12 +75,16 @@ class VaultRecord(msgspec.Struct, frozen=True):
     block_bytes: int
     coded_bytes: list[int]
     own: NodePlan
+    holders: list[list[int]]
     mirrors: list[tuple[int, int]]
     num_rows: int
 
     @property
     def version(self) -> Version:
         return version(self.generation, self.step)
+
+
+_RECORD = msgspec.msgpack.Decoder(VaultRecord)
 
 
 class _Areas:
@@ -236,7 +241,7 @@ class Vault:
         raw = bytes(self._memory[PAGE_BYTES : PAGE_BYTES + length])
         if xxhash.xxh3_64_intdigest(raw) != digest:
             return
-        record = msgspec.msgpack.decode(raw, type=VaultRecord)
+        record = _RECORD.decode(raw)
         areas = _Areas(record, raw)
         if areas.total <= self.size:
             self.record, self._areas, self._raw = record, areas, raw

@@ -87,7 +87,10 @@ class Feed:
             self._started_with = None if self._is_stateful else self._random_states()
             iterator = iter(self._clone if self._clone is not None else self.loader)
         else:
+            # Inside `steps()` the loop has begun already, and its random numbers must go on.
+            now = rng.take_all()
             iterator = self._again(resume)
+            rng.put_back(now)
         self._has_begun = True
         after_start()
         for batch in iterator:

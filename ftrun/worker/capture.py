@@ -15,7 +15,9 @@ Rule 2: what belongs to an optimizer is copied lazily only as long as that is pr
         so exact whatever happens, and compared by digest just before the optimizer steps.
 Rule 3: a slot is overwritten only once what it holds is committed and superseded, or abandoned:
         withdrawn by this rank or by another that has none of that step.
-Rule 4: a fault in here costs protection, never the run.
+Rule 4: nothing is waited for while the SMPs protect the last snapshot across nodes, nor after a
+        restore before the restored version is committed again: what falls due then is skipped.
+Rule 5: a fault in here costs protection, never the run.
 
 Source: the lazy copy behind forward and backward is DataStates-LLM's (arXiv 2406.10707).
 """
@@ -75,6 +77,7 @@ class Capture:
         self._is_asked = False
         self._is_patient = True
         self._is_off = False
+        self._trouble = ""
         self._hook = register_optimizer_step_pre_hook(self._before_optimizer_step)
 
     # --- training thread -------------------------------------------------------------------
@@ -100,18 +103,20 @@ class Capture:
             self._is_asked |= self._cadence.was_asked()
             if force or (allowed and (self._is_asked or self._cadence.is_due(step))):
                 self._is_asked = False
-                self._take(step, collect, wait_s=self._commit_wait_s(force))
+                self._take(step, collect, is_last=force)
                 if force:
                     self._thread.wait()
         except PeerError as error:
             # The agent starts another SMP; until then there is no memory to ask for.
             self._page.add(Beat.SKIPPED_COUNT, 1)
-            _log.warning("no snapshot of step %d: %s", step, error)
+            if str(error) != self._trouble:  # said once, not at each step
+                self._trouble = str(error)
+                _log.warning("no snapshot of step %d, nor until that is over: %s", step, error)
         except MemoryTooSmall as error:
             self._give_up(error)
             if self._context.settings.required:
                 raise
-        except Exception as error:  # noqa: BLE001 - rule 4
+        except Exception as error:  # noqa: BLE001 - rule 5
             self._give_up(error)
         self._count_blocked(began_ns)
         self._last_boundary_ns = clock.now_ns()
@@ -157,9 +162,6 @@ class Capture:
         self._blocked_ns += blocked_ns
         self._page.add(Beat.BLOCKED_NS, blocked_ns)
 
-    def _commit_wait_s(self, force: bool) -> float:
-        return _LAST_COMMIT_WAIT_S if force else self._context.settings.commit_wait_s
-
     def _close_window(self) -> None:
         """End the time in which lazy sources had to stay as they were."""
         self._thread.wait()
@@ -183,10 +185,11 @@ class Capture:
         self._is_typical = True
         self._blocked_ns = 0
 
-    def _take(self, step: int, collect: Callable[[], State], *, wait_s: float) -> None:
-        if not self._may_overwrite(wait_s):
+    def _take(self, step: int, collect: Callable[[], State], *, is_last: bool) -> None:
+        if not self._may_overwrite(is_last=is_last):
             # Not withdrawn: the SMP may still commit the last one, and no rank may overwrite it.
             self._page.add(Beat.SKIPPED_COUNT, 1)
+            self._link.tell_skipped(step)
             return
         crash_point("worker.capture.begun")
         state = collect()
@@ -216,21 +219,47 @@ class Capture:
         taken, self._num_taken = self._num_taken, self._num_taken + 1
         return taken < settings.proof_first or (taken + 1) % settings.proof_every == 0
 
-    def _may_overwrite(self, wait_s: float) -> bool:
-        """Whether the last seal is committed, waiting a little for that, or else withdrawn."""
-        last = self._newest_sealed
-        if last is None:
-            return True
+    def _may_overwrite(self, *, is_last: bool) -> bool:
+        """Whether the last seal is committed, waiting a little for that, or else withdrawn.
+
+        Args:
+            is_last: this rank is about to stop, and has time.
+        """
+        wait_s = _LAST_COMMIT_WAIT_S if is_last else self._context.settings.commit_wait_s
         # A rank that is slower than this one seals in a while, and this one would wait for it in
         # the next collective anyway. Once nothing has come, nothing is waited for until it does.
-        give_up_s = clock.now_s() + (wait_s if self._is_patient else 0.0)
-        while not self._is_over(last):
+        give_up_s = clock.now_s() + (wait_s if is_last or self._is_patient else 0.0)
+        while not self._is_free():
+            if self._is_under_way() and (not is_last or clock.now_s() >= give_up_s):
+                return False
             if clock.now_s() >= give_up_s:
                 self._is_patient = False
-                return self._link.withdraw(last.step) or self._is_over(last)
+                last = self._newest_sealed
+                return last is not None and (self._link.withdraw(last.step) or self._is_over(last))
             clock.sleep(_POLL_S)
         self._is_patient = True
         return True
+
+    def _is_free(self) -> bool:
+        """Nothing that this rank holds has still to be committed."""
+        last = self._newest_sealed
+        return last is None or (not self._awaits_recommit() and self._is_over(last))
+
+    def _is_under_way(self) -> bool:
+        """All ranks of the node hold it, and other nodes are about to: it must not be waited for.
+
+        That takes as long as the network does; the training goes on meanwhile.
+        """
+        last = self._newest_sealed
+        is_ours = last is not None and last.generation == self._context.generation
+        protecting = self._context.commands.get(Command.PROTECTING_STEP)
+        return self._awaits_recommit() or (is_ours and last is not None and protecting >= last.step)
+
+    def _awaits_recommit(self) -> bool:
+        """The restored version is not committed in this generation yet: nothing new before it."""
+        if self._restored is None:
+            return False
+        return self._context.commands.get(Command.COMMITTED_IN) < self._context.generation
 
     def _is_over(self, last: Version) -> bool:
         """Whether a seal of this rank is committed, or never will be."""
@@ -286,7 +315,7 @@ class Capture:
             self._page.add(Beat.SEALED_COUNT, 1)
             self._link.tell_sealed(step=step, layout_id=slots.layout_id)
             crash_point("worker.capture.told")
-        except Exception as error:  # noqa: BLE001 - rule 4
+        except Exception as error:  # noqa: BLE001 - rule 5
             self._give_up(error)
         finally:
             self._copy_s = (clock.now_ns() - began_ns) / 1e9

@@ -10,6 +10,7 @@ Survives: the SMP: a lost line is opened anew at the next call, for its successo
 import contextlib
 import os
 import threading
+from collections.abc import Sequence
 
 from ftrun.errors import LayoutUnknown, MemoryTooSmall, PeerError, ProtocolError
 from ftrun.ids import Rank, Version
@@ -19,14 +20,19 @@ from ftrun.wire.messages import (
     ArenaGranted,
     AwaitRestored,
     Done,
+    FetchHeads,
+    FetchPieces,
+    HeadsFetched,
     Hello,
     ImagesOpened,
     MemoryRefused,
     OpenImages,
+    PiecesFetched,
     Refused,
     RequestArena,
     ReserveMemory,
     ShardSealed,
+    ShardSkipped,
     WithdrawShard,
 )
 from ftrun.worker.context import WorkerContext
@@ -90,6 +96,19 @@ class MemoryLink:
                     self._untold = None
                     return
 
+    def tell_skipped(self, step: int) -> None:
+        """Tell that this rank has none of a step. Never raises for a missing SMP.
+
+        One that is started anew begins with no rank's skips: whoever waits gives up by itself.
+        """
+        context = self._context
+        with self._lock, contextlib.suppress(PeerError):
+            try:
+                body = ShardSkipped(context.rank, context.generation, step)
+                self._connected().send(body, deadline_s=_CONNECT_S)
+            except PeerError:
+                self._drop()
+
     def withdraw(self, step: int) -> bool:
         """Take back a seal that was not committed; whether the SMP agrees to forget it."""
         context = self._context
@@ -135,6 +154,36 @@ class MemoryLink:
         if not isinstance(received.body, ImagesOpened):
             raise ProtocolError(f"the SMP answered {received.body!r} to a question about shards")
         return dict(zip(map(Rank, received.body.ranks), received.fds, strict=True))
+
+    def fetch_heads(self, wanted: Version, ranks: Sequence[Rank]) -> tuple[int, ...]:
+        """Descriptors of the heads of shards that are elsewhere, in this order.
+
+        Raises:
+            LayoutUnknown: one of them is not to be had.
+            PeerError: the SMP cannot be asked.
+        """
+        rank = self._context.rank
+        body = FetchHeads(rank, wanted.generation, wanted.step, list(ranks))
+        return self._fetch(body, HeadsFetched, len(ranks))
+
+    def fetch_pieces(self, wanted: Version, pieces: Sequence[tuple[int, int, int]]) -> int:
+        """A descriptor of pieces of such shards, one after the other; raises as `fetch_heads`.
+
+        Args:
+            wanted: the version.
+            pieces: (rank, first, how many).
+        """
+        rank = self._context.rank
+        body = FetchPieces(rank, wanted.generation, wanted.step, list(pieces))
+        return self._fetch(body, PiecesFetched, 1)[0]
+
+    def _fetch(self, body: AnyMessage, kind: type[object], num_fds: int) -> tuple[int, ...]:
+        received = self._ask(body, deadline_s=_FETCH_S)
+        if isinstance(received.body, Refused):
+            raise LayoutUnknown(received.body.why)
+        if not isinstance(received.body, kind) or len(received.fds) != num_fds:
+            raise ProtocolError(f"the SMP answered {received.body!r} to a question about shards")
+        return received.fds
 
     def close(self) -> None:
         with self._lock:

@@ -19,18 +19,19 @@ import torch
 
 from ftrun import clock
 from ftrun.errors import ShapeChanged, SnapshotCorrupt
-from ftrun.ids import Rank
+from ftrun.ids import Rank, Version
 from ftrun.snapshot.plain import TensorRef
 from ftrun.snapshot.world_index import WholeTensor
 from ftrun.wire.crash_points import crash_point
 from ftrun.wire.pages import Beat
 from ftrun.worker.attached import Attached
 from ftrun.worker.context import WorkerContext
-from ftrun.worker.image_source import LocalImages
+from ftrun.worker.image_source import ImageSource, LocalImages
 from ftrun.worker.memory_link import MemoryLink
 from ftrun.worker.parts import box_of
 from ftrun.worker.regroup import Resize
 from ftrun.worker.reload import add_groups, freeze, groups_for, load_objects, load_optimizer
+from ftrun.worker.remote_images import JoinedImages, RemoteImages
 from ftrun.worker.replicas import check_replicas
 from ftrun.worker.saved_world import SavedWorld
 from ftrun.worker.state_tree import Lasting, StateTree
@@ -73,11 +74,18 @@ def open_resized(context: WorkerContext, link: MemoryLink) -> ResizedState:
     resize = Resize(context.rank, old_size, context.world_size)
     fds = link.open_images(context.restore, old_size)
     with telling_of_corruption(context):
-        saved = SavedWorld(LocalImages(fds, context.restore), context.restore, resize)
+        saved = SavedWorld(_images(fds, link, context.restore, old_size), context.restore, resize)
     if context.rank == 0:
         for note in saved.notes():
             _log.warning("%s", note)
     return ResizedState(saved)
+
+
+def _images(fds: dict[Rank, int], link: MemoryLink, wanted: Version, old_size: int) -> ImageSource:
+    """Shards of this node where they lie, and those of others as they are read."""
+    here = LocalImages(fds, wanted)
+    elsewhere = [Rank(rank) for rank in range(old_size) if rank not in fds]
+    return JoinedImages(here, RemoteImages(link, wanted, elsewhere)) if elsewhere else here
 
 
 def reload_resized(saved: SavedWorld, tree: StateTree, context: WorkerContext) -> None:

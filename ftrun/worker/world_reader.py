@@ -32,11 +32,14 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from ftrun.errors import SnapshotCorrupt
-from ftrun.snapshot.boxes import Span, span_of
+from ftrun.snapshot.boxes import Box, Span, cut_to, span_of
 from ftrun.snapshot.layout import ITEM_BYTES
 from ftrun.snapshot.world_index import Chunk, Holder, WholeTensor
 from ftrun.worker.image_source import CheckedImages, Range
 from ftrun.worker.tensors import DTYPES
+
+MOST_BYTES = 16 << 20
+"""Of one read: whatever is read from another node has to be held meanwhile."""
 
 _log = logging.getLogger(__name__)
 
@@ -72,11 +75,13 @@ class _Read:
 
     Args:
         holders: the one to read from, and those who hold the same.
+        at: where it goes in what is planned for the item.
     """
 
     item: ReadItem
     holders: tuple[Holder, ...]
     span: Span
+    at: Box
 
     @property
     def dtype(self) -> str:
@@ -116,7 +121,9 @@ class WorldReader(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        reads = [self._read_of(item) for item in plan.items if 0 not in item.lengths]
+        reads = [
+            read for item in plan.items if 0 not in item.lengths for read in self._reads_of(item)
+        ]
         reads.sort(key=lambda read: (read.ranges[0].rank, read.ranges[0].offset))
         self._images.expect([read.ranges[0] for read in reads])
         for read in reads:
@@ -124,9 +131,12 @@ class WorldReader(StorageReader):
             source = readable(raw, DTYPES[read.dtype])
             source = source.as_strided(read.span.shape, read.span.strides)
             target = planner.resolve_tensor(read.item).detach()
+            for dim, (at, size) in enumerate(zip(read.at.offsets, read.at.shape, strict=True)):
+                target = target.narrow(dim, at, size)
             target.copy_(source)
-            planner.commit_tensor(read.item, target)
             self.num_bytes += len(raw)
+        for item in plan.items:
+            planner.commit_tensor(item, planner.resolve_tensor(item))
         done: Future[None] = Future()
         done.set_result(None)
         return done
@@ -147,12 +157,20 @@ class WorldReader(StorageReader):
         assert first is not None
         raise first
 
-    def _read_of(self, item: ReadItem) -> _Read:
+    def _reads_of(self, item: ReadItem) -> list[_Read]:
+        """An item, cut so that no read is long."""
+        saved = self._saved[item.storage_index.fqn]
         chunk = self._chunk(item.storage_index)
-        starts, shape = tuple(item.storage_offsets), tuple(item.lengths)
         # What each rank has for itself is nobody else's, however equal it looks.
-        same = chunk.holders if self._saved[item.storage_index.fqn].is_shared else chunk.holders[:1]
-        return _Read(item, same, span_of(chunk.box.shape, starts, shape))
+        same = chunk.holders if saved.is_shared else chunk.holders[:1]
+        starts = tuple(item.storage_offsets)
+        part = Box(starts, tuple(item.lengths))
+        found = []
+        for box in cut_to(chunk.box.shape, part, MOST_BYTES // ITEM_BYTES[saved.dtype]):
+            offsets = tuple(a - b for a, b in zip(box.offsets, starts, strict=True))
+            span = span_of(chunk.box.shape, box.offsets, box.shape)
+            found.append(_Read(item, same, span, Box(offsets, box.shape)))
+        return found
 
     def _chunk(self, index: MetadataIndex) -> Chunk:
         chunks = self._saved[index.fqn].chunks

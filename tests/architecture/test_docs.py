@@ -43,6 +43,7 @@ def test_every_page_is_there() -> None:
         "failure-modes.md",
         "getting-started.md",
         "glossary.md",
+        "many-nodes.md",
         "operations.md",
         "papers.md",
     }
@@ -134,8 +135,11 @@ def test_every_flag_of_its_own_is_there() -> None:
 
 def test_every_kind_of_journal_line_is_there() -> None:
     kinds = {k for text in PACKAGE.values() for k in re.findall(r'\.write\(\s*"(\w+)",', text)}
-    kinds |= {kind.__name__ for kind in (*events.Event.__args__, *commands.Command.__args__)}
-    kinds.remove("Tick")
+    written = re.findall(r'\bNote\(\s*"(\w+)",', "".join(PACKAGE.values()))
+    parts = (*events.PartEvent.__args__, *commands.PartCommand.__args__)
+    orders = (commands.KillWorkers, commands.HoldRanks, commands.ReleaseRanks, commands.MovePeers)
+    ends = (commands.AskLastSnapshot, commands.SignalWorkers, commands.EndRun)
+    kinds |= {*written, *(kind.__name__ for kind in (*parts, *orders, *ends))}
     assert {kind for kind in kinds if f"`{kind}`" not in DOCS["operations.md"]} == set()
 
 

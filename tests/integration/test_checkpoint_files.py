@@ -11,7 +11,8 @@ import xxhash
 
 from ftrun.errors import CheckpointError, MemoryTooSmall
 from ftrun.ids import Rank, RunId, version
-from ftrun.smp.checkpoint import TRIES, CheckpointWriter, read_index
+from ftrun.smp.checkpoint import TRIES, CheckpointWriter
+from ftrun.smp.checkpoint_index import read_index
 from ftrun.smp.checkpoint_load import Loaded, load_checkpoint
 from ftrun.snapshot.layout import PAGE_BYTES, Entry, When, make_layout
 from ftrun.wire.arena import (

@@ -69,9 +69,10 @@ def test_unknown_profile_key(tmp_path: Path) -> None:
     assert nothing_started(tmp_path)
 
 
-def test_several_nodes(tmp_path: Path) -> None:
+def test_several_nodes_without_a_place_to_meet(tmp_path: Path) -> None:
     (tmp_path / "train.py").touch()
-    assert "one node" in refused(ftrun("--nnodes", "2", "train.py", cwd=tmp_path))
+    assert "--rdzv-endpoint HOST" in refused(ftrun("--nnodes", "2", "train.py", cwd=tmp_path))
+    assert nothing_started(tmp_path)
 
 
 def test_run_that_is_alive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,7 +112,7 @@ def test_help_teaches(words: list[str], tmp_path: Path) -> None:
     assert done.returncode == 0
     own, torchruns = done.stdout.index("ftrun's own"), done.stdout.index("torchrun's options")
     assert own < done.stdout.index("--snapshot-every") < torchruns
-    assert torchruns < done.stdout.index("--rdzv-endpoint")
+    assert torchruns < done.stdout.index("--rdzv-backend")
     assert "Examples:" in done.stdout
     assert max(len(line) for line in done.stdout.splitlines()) <= 100
 

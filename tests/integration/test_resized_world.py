@@ -93,7 +93,13 @@ class Node:
         if before is not None:
             self.ask(m.VoidAfter(before.generation, before.step))
         ranks = list(range(world_size))
-        body = m.BeginGeneration(self.generation, world_size, ranks)
+        body = m.BeginGeneration(
+            self.generation,
+            world_size,
+            ranks,
+            restored=(before.generation, before.step) if before is not None else None,
+            restored_world_size=old_size,
+        )
         self.ask(body, self.commands[self.generation])
         shared = {
             "WORLD_SIZE": str(world_size),
@@ -143,7 +149,7 @@ class Node:
         self.agent.send(body, fds=fds)
         while True:
             received = self.agent.receive(deadline_s=PATIENCE_S)
-            if isinstance(received.body, m.ArenaGranted | m.VersionCommitted):
+            if isinstance(received.body, m.ArenaGranted | m.VersionCommitted | m.RestoreReady):
                 for fd in received.fds:
                     os.close(fd)
                 continue
@@ -308,7 +314,7 @@ def test_shards_that_are_not_here_are_named(node: Node) -> None:
         os.close(fd)
     assert all(node.run(2, 4))
     assert error_of(node, 0).startswith("LayoutUnknown")
-    assert "rank 1 is missing" in error_of(node, 0)
+    assert "rank 1, step 2" in error_of(node, 0)
 
 
 def test_a_snapshot_of_an_older_ftrun_is_refused_in_words(node: Node) -> None:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from ftrun.snapshot.boxes import (
     Box,
     Part,
+    cut_to,
     first_hole,
     overlap,
     parse_part,
@@ -79,6 +80,21 @@ def test_a_part_lies_in_the_run_that_is_told(case: tuple[tuple[int, ...], Box]) 
     strides = [step * run.itemsize for step in span.strides]
     found = np.lib.stride_tricks.as_strided(run, span.shape, strides)
     assert np.array_equal(found, chunk[tuple(map(slice, box.offsets, box.end))])
+
+
+@settings(deadline=None)
+@given(
+    shapes.flatmap(lambda shape: st.tuples(st.just(shape), boxes(shape, can_be_empty=False))),
+    st.integers(1, 40),
+)
+def test_a_part_is_cut_into_runs_that_are_short_enough(
+    case: tuple[tuple[int, ...], Box], most_items: int
+) -> None:
+    shape, part = case
+    cut = cut_to(shape, part, most_items)
+    assert sum(box.num_items for box in cut) == part.num_items
+    assert set().union(*map(items, cut)) == items(part)
+    assert all(span_of(shape, box.offsets, box.shape).count <= most_items for box in cut)
 
 
 def test_a_box_is_written_as_ranges_and_a_part_comes_back_from_its_text() -> None:

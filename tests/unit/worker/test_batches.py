@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRandomSampler
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from ftrun.snapshot.plain import decode, encode
 from ftrun.worker import rng
 from ftrun.worker.batches import Feed
+from ftrun.worker.regroup import Resize, loader
 
 
 class Counted(Dataset[int]):
@@ -77,6 +79,26 @@ def test_shuffled_batches_go_on_and_nothing_is_loaded_twice(after: int) -> None:
     assert loader.dataset.loaded == (8 - after) * 3
 
 
+def test_a_loop_that_has_begun_before_its_loader_draws_what_it_would_have_drawn() -> None:
+    def make() -> DataLoader[int]:
+        return DataLoader(Counted(), batch_size=3, shuffle=True)
+
+    seed()
+    feed = Feed("loader", make())
+    batches = feed.batches(None, lambda: None)
+    for _ in range(2):
+        next(batches)
+        torch.rand(1)
+    state, randomness = decode(encode([feed.state(), rng.take_all()]))
+    expected = [(next(batches).tolist(), torch.rand(1).item()) for _ in range(2)]
+    torch.manual_seed(99)
+    again = Feed("loader", make())
+    again.load_state(state)
+    rng.put_back(randomness)  # as the first turn of steps() does
+    rest = again.batches(None, lambda: None)
+    assert [(next(rest).tolist(), torch.rand(1).item()) for _ in range(2)] == expected
+
+
 def test_a_generator_of_the_loader_is_taken_along() -> None:
     def make() -> DataLoader[int]:
         generator = torch.Generator().manual_seed(5)
@@ -126,3 +148,40 @@ def test_the_sampler_is_told_the_epoch() -> None:
     assert sampler.epoch == 7
     list(feed.batches(None, lambda: None))
     assert sampler.epoch == 1
+
+
+def resized(make: Any, used: list[int], rank: int, size: int) -> list[int]:
+    """What one rank of a new world goes on with, after old ranks have used so many batches."""
+    states = []
+    for old_rank, count in enumerate(used):
+        feed = Feed("loader", make(old_rank, len(used)))
+        batches = feed.batches(None, lambda: None)
+        for _ in range(count):
+            next(batches)
+        states.append(decode(encode(feed.state())))
+        batches.close()
+    again = Feed("loader", make(rank, size))
+    again.load_state(loader(states, Resize(rank, len(used), size)))
+    return [index for batch in again.batches(None, lambda: None) for index in batch.tolist()]
+
+
+def dealt(kind: type[DataLoader[int]]) -> Any:
+    """A loader of a world's ranks that deals one order out to them."""
+
+    def make(rank: int, size: int) -> DataLoader[int]:
+        sampler = torch.utils.data.DistributedSampler(Counted(), size, rank, seed=4)
+        return kind(Counted(), batch_size=1, sampler=sampler)
+
+    return make
+
+
+@pytest.mark.filterwarnings("ignore:.set_vital. is deprecated")
+@pytest.mark.parametrize("kind", [DataLoader, StatefulDataLoader])
+@pytest.mark.parametrize(("used", "size"), [([2, 2, 2], 2), ([3, 3], 4), ([1, 1, 1, 1], 3)])
+def test_another_number_of_ranks_goes_on_behind_what_was_used(
+    kind: type[DataLoader[int]], used: list[int], size: int
+) -> None:
+    order = list(torch.utils.data.DistributedSampler(Counted(), 1, 0, seed=4))
+    rest = [resized(dealt(kind), used, rank, size) for rank in range(size)]
+    skipped = -(-sum(used) // size) * size
+    assert sorted(index for indices in rest for index in indices) == sorted(order[skipped:])

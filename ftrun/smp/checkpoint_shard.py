@@ -1,0 +1,178 @@
+"""One rank's sealed slot, and its files in a checkpoint.
+
+Runs in:  the SMP, in its disk lane's thread.
+Takes in: duplicates of the arenas' descriptors.
+Gives:    `Shard`s; files whose digests are those of the bytes written, or SnapshotCorrupt.
+"""
+
+import os
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import xxhash
+
+from ftrun.errors import CheckpointError, LayoutUnknown, SnapshotCorrupt
+from ftrun.ids import Rank, Version
+from ftrun.smp.checkpoint_files import replaced
+from ftrun.smp.checkpoint_index import ShardFile
+from ftrun.snapshot.layout import PAGE_BYTES, parse_header
+from ftrun.snapshot.versions import newest_common
+from ftrun.wire.arena import (
+    Arena,
+    ArenaShape,
+    SlotHeader,
+    SlotState,
+    read_shape,
+    read_slot_headers,
+    table_digest,
+)
+
+_READ_BYTES = 1 << 22
+
+ArenaFds = Mapping[Rank, Sequence[int]]
+
+
+class Shard:
+    """One sealed slot, read through its descriptor: without a mapping, without the GIL."""
+
+    def __init__(self, fd: int, slot: int, header: SlotHeader, shape: ArenaShape) -> None:
+        self.shape = shape
+        self.header = header
+        self.what = f"rank {shape.rank}, {header.version}"
+        self._fd = fd
+        self._slot = slot
+        self._table_at = PAGE_BYTES + slot * shape.slot_bytes + PAGE_BYTES
+        self._image_at = self._table_at + shape.table_bytes
+        self._copy: memoryview | None = None
+        self._table: bytes | None = None
+
+    @property
+    def is_copied(self) -> bool:
+        return self._copy is not None
+
+    def is_unchanged(self) -> bool:
+        return read_slot_headers(self._fd)[self._slot] == self.header
+
+    @property
+    def content(self) -> tuple[int, int, str, str]:
+        """As that of its `ShardFile` will be."""
+        return (
+            self.shape.rank,
+            self.shape.image_bytes,
+            f"{self.shape.layout_id:016x}",
+            f"{self.header.table_digest:016x}",
+        )
+
+    def copy_now(self) -> None:
+        """Copy the image, so that what happens to the slot afterwards does not matter."""
+        size = self.shape.image_bytes
+        self._table = os.pread(self._fd, 8 * self.shape.num_pieces, self._table_at)
+        copy = memoryview(bytearray(size))
+        at = 0
+        while at < size:
+            at += os.preadv(self._fd, [copy[at : at + _READ_BYTES]], self._image_at + at)
+        self._copy = copy
+
+    def table(self) -> memoryview:
+        """The digest of each piece: u64."""
+        if self._table is None:
+            self._table = os.pread(self._fd, 8 * self.shape.num_pieces, self._table_at)
+        return memoryview(self._table).cast("Q")
+
+    def pieces(self) -> Iterator[memoryview]:
+        """The bytes of the image: first its header, then each piece of the layout.
+
+        Raises:
+            SnapshotCorrupt: the header is not readable.
+        """
+        arena = Arena(self._fd, writable=False)
+        image = arena.image(self._slot) if self._copy is None else self._copy
+        try:
+            layout, start = parse_header(image)
+        except LayoutUnknown as error:
+            raise SnapshotCorrupt(
+                what=f"{self.what}, header: {error}", piece=0, pieces=self.shape.num_pieces
+            ) from error
+        finally:
+            del image
+            arena.close()
+        yield self._read(0, start)
+        for piece in layout.pieces:
+            yield self._read(start + piece.offset, piece.num_bytes)
+
+    def _read(self, at: int, size: int) -> memoryview:
+        if self._copy is not None:
+            return self._copy[at : at + size]
+        return memoryview(os.pread(self._fd, size, self._image_at + at))
+
+
+def copy_where_it_fits(shards: Sequence[Shard], free_bytes: int) -> bool:
+    """Copy all of them, or none; False: a slot was overwritten meanwhile."""
+    if sum(shard.shape.image_bytes for shard in shards) <= free_bytes:
+        for shard in shards:
+            shard.copy_now()
+    return all(shard.is_unchanged() for shard in shards)
+
+
+def newest_version(fds: ArenaFds, world_size: int) -> Version | None:
+    """The newest version that every rank of the world has sealed in one of its arenas."""
+    held = {
+        rank: [
+            header.version
+            for fd in some
+            if read_shape(fd).world_size == world_size
+            for header in read_slot_headers(fd)
+            if header.state is SlotState.SEALED
+        ]
+        for rank, some in fds.items()
+    }
+    return newest_common(held, [Rank(rank) for rank in range(world_size)])
+
+
+def find_shards(fds: ArenaFds, version: Version, world_size: int) -> list[Shard]:
+    """The slots that hold this version of a world of this size, by rank."""
+    found = {
+        rank: Shard(fd, slot, header, read_shape(fd))
+        for rank, some in sorted(fds.items())
+        for fd in some
+        if read_shape(fd).world_size == world_size
+        for slot, header in enumerate(read_slot_headers(fd))
+        if header.state is SlotState.SEALED and header.version == version
+    }
+    return list(found.values())
+
+
+def write_shard(folder: Path, shard: Shard, stop: threading.Event) -> ShardFile:
+    """Both files of a rank, durable; equal ones of an earlier try are replaced.
+
+    Raises:
+        SnapshotCorrupt: what was read does not match its digests: corrupt, or overwritten.
+        CheckpointError: it was told to stop.
+    """
+    name = f"rank-{shard.shape.rank:05d}"
+    table = shard.table()
+    if table_digest(table) != shard.header.table_digest:
+        raise SnapshotCorrupt(what=f"{shard.what}, digest table", piece=0, pieces=len(table))
+    with replaced(folder / f"{name}.safetensors") as write:
+        pieces = shard.pieces()
+        header = next(pieces)
+        write(header)
+        for index, piece in enumerate(pieces):
+            if stop.is_set():
+                raise CheckpointError("the checkpoint is given up: the run is being stopped")
+            if index >= len(table) or xxhash.xxh3_64_intdigest(piece) != table[index]:
+                raise SnapshotCorrupt(what=shard.what, piece=index, pieces=len(table))
+            write(piece)
+    with replaced(folder / f"{name}.digests") as write:
+        write(table)
+    return ShardFile(
+        rank=shard.shape.rank,
+        file=f"{name}.safetensors",
+        digests=f"{name}.digests",
+        num_bytes=shard.shape.image_bytes,
+        num_pieces=shard.shape.num_pieces,
+        layout_id=f"{shard.shape.layout_id:016x}",
+        table_digest=f"{shard.header.table_digest:016x}",
+        header_digest=xxhash.xxh3_64_hexdigest(header),
+    )

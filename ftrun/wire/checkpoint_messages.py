@@ -1,0 +1,88 @@
+"""What agent and SMP say to each other about checkpoints.
+
+Runs in: agent and SMP. Pure; part of the messages in `messages.py`.
+"""
+
+from ftrun.wire.message import Message
+
+
+class WriteCheckpoint(Message, frozen=True):
+    """Agent -> SMP: write the newest committed version there.
+
+    Answer, when it is durable: CheckpointWritten, or CheckpointRefused.
+
+    Args:
+        directory: absolute; with several nodes a shared one.
+        keep: so many checkpoints stay, the newest included.
+        version: generation and step of just the one to write. Needed where ranks are on several
+            nodes: each is asked for the same, in any order, again where need be.
+        token: with a version: equal on all nodes that write it together and different in another
+            life of the run or another generation; parts with different ones never mix.
+    """
+
+    directory: str
+    keep: int
+    version: tuple[int, int] | None = None
+    token: str = ""
+
+
+class CheckpointWritten(Message, frozen=True):
+    """SMP -> agent: the checkpoint is durable, or this node's part of it is.
+
+    Args:
+        path: of the finished checkpoint; empty where others are still missing.
+        total_bytes: of the checkpoint, or of the part; 0 where all was there already.
+        is_part: others are missing; whoever comes last finishes it.
+        missing_ranks: those of the others.
+        note: what is odd about that, for the journal; empty: nothing.
+    """
+
+    generation: int
+    step: int
+    path: str
+    total_bytes: int
+    seconds: float
+    is_part: bool = False
+    missing_ranks: list[int] = []
+    note: str = ""
+
+
+class CheckpointRefused(Message, frozen=True):
+    """SMP -> agent: it is not written, and why. Not `Refused`: other answers may come first."""
+
+    why: str
+
+
+class LoadCheckpoint(Message, frozen=True):
+    """Agent -> SMP: fill the arenas from a checkpoint. Answer: CheckpointLoaded or Refused.
+
+    Args:
+        directory: absolute.
+        world_size: of this run.
+        local_ranks: those of this node; their arenas are filled.
+        any_world_size: a checkpoint of another world size will do. All its ranks are then loaded,
+            on each node that is asked, as arenas of the old world: OpenImages serves them.
+        only: name of the one checkpoint that will do (the end of `CheckpointLoaded.path`); empty:
+            the newest usable. For nodes that found different ones usable.
+    """
+
+    directory: str
+    world_size: int
+    local_ranks: list[int]
+    any_world_size: bool = False
+    only: str = ""
+
+
+class CheckpointLoaded(Message, frozen=True):
+    """SMP -> agent: the arenas now hold this version; each came as an ArenaGranted before.
+
+    Its generation is -1: older than all that this run will take. An empty `path` (step -1) means
+    that the directory holds no checkpoint. `notes` name what was set aside, for the journal.
+    `world_size` is that of the checkpoint where it is another than was asked for; else 0.
+    """
+
+    generation: int
+    step: int
+    path: str
+    notes: list[str] = []
+    world_size: int = 0

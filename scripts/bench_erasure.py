@@ -1,0 +1,391 @@
+#!/usr/bin/env python3
+"""What protection across nodes costs on a link of 1 Gbit/s, and how soon a lost node is restored.
+
+    python scripts/bench_erasure.py --json erasure.json
+
+Real SMPs on the nodes of a virtual cluster, each with a state of its own and a cable that is
+limited in both directions. This process plays their agents and their workers; there is no torch.
+
+encode      from the seals until every node's version is protected: beside what the cable allows,
+            which is its rate, measured in the same run, / (1 + (m - 1) / k)
+restore     a node is lost; from the new generation until its successor has the state: beside the
+            cable's rate
+parity      memory for others' parity on a node: beside 2 m / k of its own state
+"""
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+from bench_common import (
+    BenchError,
+    Deadline,
+    conditions,
+    parser_of,
+    run_bench,
+    scratch,
+    show_conditions,
+    show_table,
+    write_json,
+)
+from nodes_run import environment
+from virtual_cluster import VirtualCluster, available
+
+from ftrun.ids import Version, version
+from ftrun.snapshot.layout import Entry, Layout, When, make_layout
+from ftrun.wire import messages as msg
+from ftrun.wire.arena import Arena, SlotHeader, SlotState, table_digest
+from ftrun.wire.channel import Channel, Received, connect
+from ftrun.wire.pages import create_command_page
+
+RUN_ID = "bench-erasure"
+SHAPES = ((3, 1), (4, 2))
+LINK = "1gbit"
+WAIT_S = 60.0
+LINK_BYTES = 100_000_000
+PORT = 5201
+
+RECEIVER = f"""
+import socket, time
+with socket.create_server(("", {PORT})) as server:
+    print("ready", flush=True)
+    connection, _ = server.accept()
+    buffer, total = bytearray(1 << 20), len(connection.recv(1 << 20))
+    began_s = time.monotonic()
+    while count := connection.recv_into(buffer):
+        total += count
+    print(total / (time.monotonic() - began_s))
+"""
+SENDER = f"""
+import socket, sys
+with socket.create_connection((sys.argv[1], {PORT})) as connection:
+    connection.sendall(bytes({LINK_BYTES}))
+"""
+
+
+@dataclass
+class SmpNode:
+    """An SMP on a node of the cluster, with the agent and the one worker that talk to it."""
+
+    cluster: VirtualCluster
+    rank: int
+    layout: Layout
+    folder: Path
+    deadline: Deadline
+    starts: int = 0
+    port: int = 0
+    page_fd: int = -1
+    arena_fd: int = -1
+    vaults: dict[int, int] = field(default_factory=dict)
+    told: list[msg.AnyMessage] = field(default_factory=list)
+
+    @property
+    def place(self) -> msg.NodePlace:
+        host = self.cluster.address(self.rank)
+        return msg.NodePlace(f"node{self.rank}", 1, host, self.port, [self.rank])
+
+    def start(self) -> None:
+        self.starts += 1
+        path = self.folder / f"{self.rank}-{self.starts}.sock"
+        words = ["--run-id", RUN_ID, "--socket", str(path), "--orphan-s", "600"]
+        with path.with_suffix(".log").open("wb") as log:
+            self.process = self.cluster.run(
+                self.rank,
+                [sys.executable, "-m", "ftrun.smp", *words],
+                env=environment(),
+                stderr=log,
+            )
+        self.wait_for("its socket", path.exists)
+        self.agent = self.connect("agent")
+        host = self.cluster.address(self.rank)
+        answer = self.ask(msg.ListenForPeers(host))
+        if not isinstance(answer, msg.ListeningForPeers):
+            raise BenchError(f"the SMP of node{self.rank} does not listen: {answer}")
+        self.port = answer.port
+
+    def connect(self, role: str) -> Channel:
+        return connect(
+            self.folder / f"{self.rank}-{self.starts}.sock",
+            run_id=RUN_ID,
+            peer=f"the SMP of node{self.rank}",
+            hello=msg.Hello(role=role, pid=os.getpid(), rank=self.rank if role == "worker" else -1),
+            deadline_s=WAIT_S,
+        )
+
+    def ask(self, body: msg.AnyMessage, *fds: int) -> msg.AnyMessage:
+        """The answer; what is said unasked is kept."""
+        self.agent.send(body, fds=fds, deadline_s=WAIT_S)
+        while self._keep(received := self.agent.receive(deadline_s=WAIT_S)):
+            pass
+        return received.body
+
+    def has_told(self, kind: type[msg.AnyMessage], at: Version) -> bool:
+        for received in self.agent.receive_ready():
+            self._keep(received)
+        wanted = (at.generation, at.step)
+        return any(
+            isinstance(one, kind) and (one.generation, one.step) == wanted for one in self.told
+        )
+
+    def begin(self, generation: int, body: msg.BeginGeneration) -> None:
+        if self.page_fd >= 0:
+            os.close(self.page_fd)
+        self.page_fd = create_command_page()
+        self.agent.generation = generation
+        answer = self.ask(body, self.page_fd)
+        if not isinstance(answer, msg.Done):
+            raise BenchError(f"node{self.rank} does not begin generation {generation}: {answer}")
+
+    def employ(self, generation: int, world_size: int) -> None:
+        """The worker, with its arena."""
+        self.worker = self.connect("worker")
+        self.worker.generation = generation
+        layout = self.layout
+        body = msg.RequestArena(
+            self.rank, world_size, layout.image_bytes, len(layout.pieces), self.layout_id
+        )
+        answer = self.worker.ask(body, deadline_s=WAIT_S)
+        if not isinstance(answer.body, msg.ArenaGranted):
+            raise BenchError(f"no arena for rank {self.rank}: {answer.body}")
+        (self.arena_fd,) = answer.fds
+
+    @property
+    def layout_id(self) -> int:
+        return xxhash.xxh3_64_intdigest(self.layout.header)
+
+    def capture(self, at: Version, data: "np.ndarray[Any, Any]") -> None:
+        """Fill a slot with these bytes, other ones in each node and version, and seal it."""
+        arena, slot = Arena(self.arena_fd, writable=True), at.step % 2
+        try:
+            arena.write_header(slot, SlotHeader(SlotState.COPYING, at.generation, at.step, 0, 0, 0))
+            start = len(self.layout.header)
+            image = np.frombuffer(arena.image(slot), np.uint8)
+            image[:start] = np.frombuffer(self.layout.header, np.uint8)
+            np.copyto(image[start:], np.roll(data, at.step * 100 + self.rank)[: image.size - start])
+            table = arena.table(slot)
+            for index, piece in enumerate(self.layout.pieces):
+                begin = start + piece.offset
+                table[index] = xxhash.xxh3_64_intdigest(image[begin : begin + piece.num_bytes])
+            digest, num_bytes = table_digest(table), image.size
+            del image, table
+            arena.write_header(
+                slot,
+                SlotHeader(
+                    SlotState.SEALED, at.generation, at.step, num_bytes, digest, time.monotonic_ns()
+                ),
+            )
+        finally:
+            arena.close()
+
+    def tell_sealed(self, at: Version) -> None:
+        self.worker.send(msg.ShardSealed(self.rank, at.generation, at.step, self.layout_id))
+
+    def lose(self) -> None:
+        """Its SMP is killed, and nobody keeps its memory."""
+        self.process.kill()
+        self.process.wait(WAIT_S)
+        self.worker.close()
+        self.agent.close()
+        for fd in (self.page_fd, self.arena_fd, *self.vaults.values()):
+            if fd >= 0:
+                os.close(fd)
+        self.vaults, self.told, self.arena_fd, self.page_fd = {}, [], -1, -1
+
+    def wait_for(self, what: str, is_so: Callable[[], object]) -> None:
+        while not is_so():
+            if self.process.poll() is not None:
+                log = (self.folder / f"{self.rank}-{self.starts}.log").read_text()[-1000:]
+                raise BenchError(f"the SMP of node{self.rank} has ended, no {what}:\n{log}")
+            self.deadline.check(f"{what} of node{self.rank}")
+            time.sleep(0.002)
+
+    def _keep(self, received: Received) -> bool:
+        body = received.body
+        match body:
+            case msg.ArenaGranted():
+                for fd in received.fds:
+                    os.close(fd)
+            case msg.VaultMade():
+                if body.slot in self.vaults:
+                    os.close(self.vaults[body.slot])
+                (self.vaults[body.slot],) = received.fds
+            case (
+                msg.VersionReady()
+                | msg.VersionCommitted()
+                | msg.AbandonVersion()
+                | msg.RestoreReady()
+                | msg.RestoreFailed()
+                | msg.SmpNotice()
+            ):
+                self.told.append(body)
+            case _:
+                return False
+        return True
+
+
+class Group:
+    """One protection group."""
+
+    def __init__(self, nodes: list[SmpNode], parity: int, num_bytes: int) -> None:
+        self.nodes, self.parity, self.generation = nodes, parity, -1
+        self._data = np.random.default_rng(1).integers(0, 256, num_bytes + (1 << 20), np.uint8)
+
+    def begin(self, restored: Version | None = None, lost: SmpNode | None = None) -> None:
+        self.generation += 1
+        places = [node.place for node in self.nodes]
+        old = [
+            place if lost is None or place.ranks != [lost.rank] else gone(place) for place in places
+        ]
+        for node in self.nodes:
+            body = msg.BeginGeneration(
+                generation=self.generation,
+                world_size=len(self.nodes),
+                local_ranks=[node.rank],
+                group=places,
+                node_id=f"node{node.rank}",
+                parity=self.parity,
+                restored=(restored.generation, restored.step) if restored else None,
+                protected_in=self.generation - 1 if restored else -1,
+                restore_from=[msg.OldGroup(old, self.parity, self.generation - 1)]
+                if node is lost
+                else [],
+            )
+            node.begin(self.generation, body)
+
+    def protect(self, step: int) -> float:
+        """Seconds from the seals until all nodes say that the version is protected."""
+        at = version(self.generation, step)
+        for node in self.nodes:
+            node.capture(at, self._data)
+        began_s = time.monotonic()
+        for node in self.nodes:
+            node.tell_sealed(at)
+        for node in self.nodes:
+            node.wait_for(f"{at}", lambda node=node: node.has_told(msg.VersionReady, at))
+        took_s = time.monotonic() - began_s
+        for node in self.nodes:
+            node.agent.send(msg.CommitVersion(at.generation, at.step))
+        for node in self.nodes:
+            node.wait_for(
+                f"commit of {at}", lambda node=node: node.has_told(msg.VersionCommitted, at)
+            )
+        return took_s
+
+    def restore(self, lost: SmpNode, at: Version) -> float:
+        """Lose a node; seconds until its successor has the state of this version."""
+        lost.lose()
+        lost.start()
+        for node in self.nodes:
+            node.ask(msg.VoidAfter(at.generation, at.step))
+        began_s = time.monotonic()
+        self.begin(at, lost)
+        lost.wait_for("the restored state", lambda: lost.has_told(msg.RestoreReady, at))
+        return time.monotonic() - began_s
+
+
+def gone(place: msg.NodePlace) -> msg.NodePlace:
+    return msg.NodePlace(place.node_id, place.incarnation, place.host, 0, place.ranks)
+
+
+def main() -> int:
+    args = parse_arguments()
+    if why := available():
+        raise BenchError(f"no virtual cluster: {why}")
+    found = conditions()
+    deadline = Deadline(args.timeout)
+    rows = [measure(k, m, args, deadline) for k, m in args.shape or SHAPES]
+    report(rows, args, found)
+    return 0
+
+
+def measure(k: int, m: int, args: argparse.Namespace, deadline: Deadline) -> dict[str, Any]:
+    num_bytes = int(args.mb * 1e6)
+    entries = [Entry("own", "F32", (num_bytes // 4,), When.LAZY)]
+    layout = make_layout(entries, plain_bytes=100, metadata={})
+    with scratch(base=None) as folder, VirtualCluster(k + m) as cluster:
+        for at in range(k + m):
+            cluster.slow(at, LINK)
+        link = link_rate(cluster)
+        nodes = [SmpNode(cluster, rank, layout, folder, deadline) for rank in range(k + m)]
+        for node in nodes:
+            node.start()
+        group = Group(nodes, m, num_bytes)
+        group.begin()
+        for node in nodes:
+            node.employ(0, k + m)
+        encoded_s = [group.protect(step) for step in range(1, args.rounds + 2)][1:]
+        parity_bytes = sum(os.fstat(fd).st_size for fd in nodes[0].vaults.values())
+        restored_s = group.restore(nodes[0], version(0, args.rounds + 1))
+        for node in nodes:
+            node.lose()
+    encode_s = statistics.median(encoded_s)
+    return {
+        "data": k,
+        "parity": m,
+        "link_mb_per_s": link / 1e6,
+        "encode_s": encode_s,
+        "encode_over_limit": num_bytes * (1 + (m - 1) / k) / encode_s / link,
+        "restore_s": restored_s,
+        "restore_over_link": num_bytes / restored_s / link,
+        "parity_over_ideal": parity_bytes / (2 * m / k * num_bytes),
+        "encode_all_s": encoded_s,
+    }
+
+
+def link_rate(cluster: VirtualCluster) -> float:
+    """Bytes per second from node 0 to node 1, by one connection."""
+    receiver = cluster.run(
+        1, [sys.executable, "-c", RECEIVER], stdout=subprocess.PIPE, stdin=subprocess.DEVNULL
+    )
+    assert receiver.stdout is not None
+    receiver.stdout.readline()
+    sender = cluster.run(0, [sys.executable, "-c", SENDER, cluster.address(1)])
+    output, _ = receiver.communicate(timeout=WAIT_S)
+    sender.wait(WAIT_S)
+    return float(output)
+
+
+def report(rows: list[dict[str, Any]], args: argparse.Namespace, found: dict[str, Any]) -> None:
+    names = ["link_mb_per_s", "encode_s", "encode_over_limit", "restore_s", "restore_over_link"]
+    names.append("parity_over_ideal")
+    show_table(
+        f"{args.mb:g} MB of its own on each node, every cable limited to {LINK}",
+        ["", *(f"{row['data']}+{row['parity']}" for row in rows)],
+        [[name, *(f"{row[name]:.2f}" for row in rows)] for name in names],
+    )
+    show_conditions(found)
+    figures = {
+        "restore_over_link": min(row["restore_over_link"] for row in rows),
+        "encode_over_limit": min(row["encode_over_limit"] for row in rows),
+        "parity_over_ideal": max(row["parity_over_ideal"] for row in rows),
+        "shapes": rows,
+        "mb": args.mb,
+        "conditions": found,
+    }
+    write_json(args.json, figures)
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = parser_of(__doc__, timeout_s=300)
+    parser.add_argument("--mb", type=float, default=256, help="per node (default %(default)s)")
+    parser.add_argument("--rounds", type=int, default=3, help="versions (default %(default)s)")
+    parser.add_argument(
+        "--shape",
+        action="append",
+        type=lambda text: tuple(int(part) for part in text.split("+")),
+        metavar="K+M",
+    )
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    run_bench(main)

@@ -1,0 +1,251 @@
+#!/usr/bin/env python3
+"""How long a lost rank or node stops a training over two nodes with a spare; torchrun beside it.
+
+    python scripts/bench_nodes.py --json nodes.json
+
+One rank on each of two members and a spare, on a virtual cluster. One fault after the other; each
+time until every rank has completed a step of the next life, with its state restored.
+
+rank kill       SIGKILL of a rank, in turns
+node reset      a node's processes die and its kernel says so; the spare takes its place
+node power-off  a node is gone without a word, which its peers believe after the deadline
+lead power-off  the same with the node that leads
+
+A node that was lost is started again and becomes the spare. Beside it torchrun with its c10d
+rendezvous over two such nodes, for the rank kill alone: it does not replace nodes. It watches
+every 0.02 s and reads its state with torch.load from files in the page cache.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from bench_common import (
+    ROOT,
+    BenchError,
+    Deadline,
+    conditions,
+    parser_of,
+    run_bench,
+    scratch,
+    show_conditions,
+    show_table,
+    spread,
+    write_json,
+)
+from nodes_run import PORT, RUN_ID, NodesRun
+from virtual_cluster import VirtualCluster, available
+
+MEMBERS, SPARES = 2, 1
+DEADLINE_S = 3.0
+STEPS_BETWEEN = 20
+REFILL_S = 2.0
+TORCHRUN_KILLS = 3
+WORKER = ROOT / "scripts" / "bench_recovery_worker.py"
+SIMULATE = ROOT / "scripts" / "simulate.py"
+FLAGS = (
+    *("--set", "restart.budget=100000", "--set", "nodes.failures_per_hour=100000"),
+    *("--set", f"nodes.deadline_s={DEADLINE_S}"),
+)
+
+Fault = Callable[[NodesRun, int], int]
+"""Breaks something, given the number of the turn; the time just before, in nanoseconds."""
+
+
+class Torchrun(NodesRun):
+    """The same with torchrun in the place of ftrun."""
+
+    def command(self, flags: Sequence[object] = ()) -> list[str]:
+        endpoint = f"{self.cluster.address(0)}:{PORT}"
+        found = [sys.executable, "-m", "torch.distributed.run", "--nnodes", self.members]
+        found += ["--nproc-per-node", 1, "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint]
+        found += ["--rdzv-id", RUN_ID, "--max-restarts", 1_000_000, "--monitor-interval", 0.02]
+        return [str(word) for word in (*found, *flags)]
+
+
+def main() -> int:
+    args = parse_arguments()
+    if why := available():
+        raise BenchError(f"no virtual cluster: {why}")
+    found = conditions()
+    deadline = Deadline(args.timeout)
+    times: dict[str, list[float]] = {}
+    with scratch(base=None) as folder:  # /dev/shm is each node's own
+        measure_ftrun(folder / "ftrun", args, deadline, times)
+        if "rank kill" in args.only:
+            times["torchrun rank kill"] = measure_torchrun(folder / "torchrun", args, deadline)
+    traffic = control_traffic(args.traffic)
+    report(times, traffic, found, args)
+    return 0
+
+
+def measure_ftrun(
+    folder: Path, args: argparse.Namespace, deadline: Deadline, times: dict[str, list[float]]
+) -> None:
+    with VirtualCluster(MEMBERS + SPARES) as cluster:
+        run = NodesRun(
+            cluster,
+            folder,
+            worker_words(folder, args),
+            deadline,
+            members=MEMBERS,
+            spares=SPARES,
+            flags=FLAGS,
+        )
+        run.start_all()
+        for name in args.only:
+            times[name] = measure(name, FAULTS[name], run, args.faults)
+
+
+def measure_torchrun(folder: Path, args: argparse.Namespace, deadline: Deadline) -> list[float]:
+    with VirtualCluster(MEMBERS) as cluster:
+        words = worker_words(folder, args)
+        run = Torchrun(cluster, folder, words, deadline, members=MEMBERS)
+        # It leaves folders of logs there, and reuses one store for all restarts unless told so.
+        env = {"TMPDIR": str(folder), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        run.start_all(dict.fromkeys(range(MEMBERS), env))
+        return measure("torchrun rank kill", rank_kill, run, min(args.faults, TORCHRUN_KILLS))
+
+
+def worker_words(folder: Path, args: argparse.Namespace) -> list[object]:
+    return [WORKER, "--folder", folder, "--state-mb", args.state_mb]
+
+
+def measure(name: str, fault: Fault, run: NodesRun, count: int) -> list[float]:
+    """So often; seconds each."""
+    found = []
+    for number in range(count):
+        rest(run)
+        at_ns = fault(run, number)
+        found.append(next_step_s(run, at_ns))
+        print(f"{name} {number + 1}: {found[-1]:7.3f} s", flush=True)
+        for node in sorted(run.lost):
+            run.bring_back(node)
+    return found
+
+
+def next_step_s(run: NodesRun, at_ns: int) -> float:
+    run.wait_for("the next step", lambda: run.next_step_ns(at_ns))
+    stepped_ns = run.next_step_ns(at_ns)
+    assert stepped_ns is not None
+    return (stepped_ns - at_ns) / 1e9
+
+
+def rest(run: NodesRun) -> None:
+    """Steps enough for a protected version, time enough for new standbys."""
+    run.wait_for_generation(0)
+    run.wait_for_more_steps(STEPS_BETWEEN)
+    end_s = time.monotonic() + REFILL_S
+    run.wait_for("a pause", lambda: time.monotonic() >= end_s)
+
+
+# --- faults -----------------------------------------------------------------------------------
+
+
+def rank_kill(run: NodesRun, number: int) -> int:
+    return run.signal(run.node_of(number % MEMBERS), "rank")
+
+
+def node_reset(run: NodesRun, number: int) -> int:
+    return run.fault("reset", follower(run))
+
+
+def node_power_off(run: NodesRun, number: int) -> int:
+    return run.fault("kill", follower(run))
+
+
+def lead_power_off(run: NodesRun, number: int) -> int:
+    return run.fault("kill", run.lead())
+
+
+def follower(run: NodesRun) -> int:
+    """A member's node that does not lead."""
+    lead = run.lead()
+    return next(node for node in map(run.node_of, range(MEMBERS)) if node != lead)
+
+
+FAULTS: dict[str, Fault] = {
+    "rank kill": rank_kill,
+    "node reset": node_reset,
+    "node power-off": node_power_off,
+    "lead power-off": lead_power_off,
+}
+
+
+# --- results ----------------------------------------------------------------------------------
+
+
+def control_traffic(is_wanted: bool) -> list[dict[str, Any]]:
+    """Bytes of control messages per node and second by number of nodes, from the simulation."""
+    if not is_wanted or not SIMULATE.exists():
+        return []
+    with scratch() as folder:
+        path = folder / "traffic.json"
+        command = [sys.executable, SIMULATE, "--traffic", "--json", path]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            raise BenchError(f"{SIMULATE.name} ended with {done.returncode}:\n{done.stderr}")
+        rows: list[dict[str, Any]] = json.loads(path.read_text())["control_bytes_per_node_s"]
+        return rows
+
+
+def report(
+    times: dict[str, list[float]],
+    traffic: list[dict[str, Any]],
+    found: dict[str, Any],
+    args: argparse.Namespace,
+) -> None:
+    spreads = {name: spread(values) for name, values in times.items()}
+    show_table(
+        f"From the fault to the next step on all {MEMBERS} ranks, {args.state_mb:g} MB of state; "
+        f"deadline {DEADLINE_S:g} s; in seconds",
+        ["fault", "median", "min", "max", "count"],
+        [
+            [name, *(f"{one[key]:.3f}" for key in ("median", "min", "max")), one["count"]]
+            for name, one in spreads.items()
+        ],
+    )
+    if traffic:
+        head = list(traffic[0])
+        show_table(
+            "Control messages, by the simulation",
+            head,
+            [[row[key] for key in head] for row in traffic],
+        )
+    show_conditions(found)
+    figures: dict[str, Any] = {
+        f"{name.replace(' ', '_').replace('-', '_')}_s": one["median"]
+        for name, one in spreads.items()
+    }
+    figures |= {
+        "spreads": {name: {**one, "all_s": times[name]} for name, one in spreads.items()},
+        "control_bytes_per_node_s": traffic,
+        "deadline_s": DEADLINE_S,
+        "state_mb": args.state_mb,
+        "conditions": found,
+    }
+    write_json(args.json, figures)
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = parser_of(__doc__, timeout_s=900)
+    parser.add_argument(
+        "--state-mb", type=float, default=64, help="of parameters and moments (default %(default)s)"
+    )
+    parser.add_argument("--faults", type=int, default=5, help="of each (default %(default)s)")
+    parser.add_argument("--only", action="append", choices=FAULTS)
+    parser.add_argument("--traffic", action=argparse.BooleanOptionalAction, default=True)
+    args = parser.parse_args()
+    if args.faults < 1 or args.state_mb <= 0:
+        parser.error("--faults and --state-mb are positive")
+    args.only = args.only or list(FAULTS)
+    return args
+
+
+if __name__ == "__main__":
+    run_bench(main)

@@ -1,0 +1,329 @@
+"""The faults of drill_nodes.py: what is done to a run's nodes, when, and what must follow.
+
+A fault starts the run, breaks something at a step or at a named point of ftrun's own code, waits
+until the training goes on, and looks at what only this fault has to show: who came back, as what.
+Node 0 is the endpoint, the lead and the host of rank 0 and of the store, unless said otherwise;
+members come first, spares last.
+"""
+
+import signal
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from bench_common import BenchError
+from nodes_run import NodesRun
+
+BREAK_AT = 30
+STEPS_AFTER = 15
+FLAP_S = 1.2
+FREEZE_S = 6.0
+SLOW_RATE = "100mbit"
+DELAY_MS, LOSS_PERCENT = 2.0, 1.0
+
+
+@dataclass
+class Breaking:
+    """One run, and what was done to it when."""
+
+    run: NodesRun
+    kind: str
+    """ddp or fsdp2."""
+    hits: list[tuple[int, int]] = field(default_factory=list)
+    """Of each: the generation that was hit, the time in nanoseconds."""
+    end_ns: int = 0
+    """Until when a run that is not to be started again was watched."""
+
+    def begin(self, env_of: Mapping[int, Mapping[str, str]] | None = None) -> None:
+        self.run.start_all(env_of)
+        self.run.wait_for_step(BREAK_AT)
+
+    def hit(self, what: str, node: int, *words: object, **more: object) -> None:
+        generation = self.run.generation
+        self.hits.append((generation, self.run.fault(what, node, *words, **more)))
+
+    def signal(self, node: int, part: str, number: signal.Signals = signal.SIGKILL) -> None:
+        generation = self.run.generation
+        self.hits.append((generation, self.run.signal(node, part, number)))
+
+    def recovered(self) -> None:
+        """Until the training goes on in a new generation, for some steps."""
+        self.run.wait_for_generation(self.hits[-1][0] + 1)
+        self.run.wait_for_more_steps(STEPS_AFTER)
+
+    def unharmed(self) -> None:
+        """Until it has gone on for some steps in the same generation.
+
+        Raises:
+            BenchError: it was started again.
+        """
+        self.run.wait_for_more_steps(STEPS_AFTER)
+        self.end_ns = time.monotonic_ns()
+        if self.run.generation != self.hits[0][0]:
+            whys = [line["why"] for line in self.run.journals("Generation")]
+            raise BenchError(f"the run was started again, and had no reason to: {whys}")
+
+    def crash_env(self, point: str) -> dict[str, str]:
+        """For a node: the first process there that comes to this point kills itself."""
+        return {"FTRUN_CRASH_AT": point, "FTRUN_CRASH_ONCE": str(self.run.folder / "crashed")}
+
+    def wait_for_crash(self) -> None:
+        once = self.run.folder / "crashed"
+        self.run.wait_for("a process to come to the point where it is killed", once.exists)
+
+    def joined_again(self, node: int) -> None:
+        """Until a lead has taken this node in again."""
+        self.run.wait_for(f"node{node} to join again", lambda: self.run.times_joined(node))
+
+    def seconds(self) -> float:
+        """See drill_nodes.py."""
+        if self.end_ns:
+            return self._longest_pause_s()
+        return max((self._next_step_ns(at) - ns) / 1e9 for at, ns in self.hits)
+
+    def _next_step_ns(self, generation: int) -> int:
+        for later in range(generation + 1, self.run.generation + 1):
+            if firsts := self.run.first_steps(later):
+                return max(int(line["ns"]) for line in firsts)
+        raise BenchError(f"no step was made after generation {generation}")
+
+    def _longest_pause_s(self) -> float:
+        pauses_ns = []
+        for rank in range(self.run.members):
+            times = [int(line["ns"]) for line in self.run.steps(rank) if line["ns"] <= self.end_ns]
+            pauses_ns += [b - a for a, b in pairwise(times) if b > self.hits[0][1]]
+        return max(pauses_ns) / 1e9
+
+
+# --- a node is gone -----------------------------------------------------------------------------
+
+
+def power_off(it: Breaking) -> None:
+    it.begin()
+    it.hit("kill", 1)
+    it.recovered()
+
+
+def reset(it: Breaking) -> None:
+    it.begin()
+    it.hit("reset", 1)
+    it.recovered()
+
+
+def lead_power_off(it: Breaking) -> None:
+    it.begin()
+    it.hit("kill", 0)
+    it.recovered()
+
+
+def store_host(it: Breaking) -> None:
+    """The store is with rank 0; here that is node 1, and node 0 leads."""
+    for node, place in enumerate((1, 0, 2)):
+        it.run.start(node, flags=("--node-rank", place))
+    it.run.wait_for_step(BREAK_AT)
+    if it.run.node_of(0) != 1:
+        raise BenchError(f"rank 0 is on node{it.run.node_of(0)}, and should be on node1")
+    it.hit("kill", 1)
+    it.recovered()
+
+
+def spare_lost(it: Breaking) -> None:
+    it.begin()
+    it.hit("kill", 2)
+    it.run.wait_for("the loss to be seen", lambda: it.run.journals("NodeLost"))
+    it.unharmed()
+
+
+def two_at_once(it: Breaking) -> None:
+    it.begin()
+    it.hit("kill", 1)
+    it.run.fault("kill", 2)
+    it.recovered()
+
+
+# --- a node is there, and not heard -------------------------------------------------------------
+
+
+def freeze(it: Breaking) -> None:
+    it.begin()
+    it.hit("freeze", 1)
+    it.run.wait_for_generation(1)
+    it.run.cluster.thaw(1)
+    it.joined_again(1)
+    it.recovered()
+
+
+def cut(it: Breaking) -> None:
+    it.begin()
+    it.hit("cut", 1)
+    it.run.may_end(1)
+    it.recovered()
+
+
+def lead_cut(it: Breaking) -> None:
+    """The others go on; the old lead holds its ranks, and comes back as a spare."""
+    it.begin()
+    it.hit("cut", 0)
+    it.run.wait_for_generation(1)
+    if not it.run.journal(0, "Held"):
+        raise BenchError("the lead that was cut off did not stop its ranks")
+    it.run.cluster.heal(0)
+    it.joined_again(0)
+    it.recovered()
+
+
+def stale_rejoin(it: Breaking) -> None:
+    """What a node brings back from an old generation is not used, and the node itself is."""
+    it.begin()
+    it.hit("cut", 1)
+    it.run.wait_for_generation(1)
+    it.run.wait_for_more_steps(STEPS_AFTER)
+    it.run.cluster.heal(1)
+    it.joined_again(1)
+    it.hit("reset", 2)
+    it.recovered()
+    if it.run.node_of(1) != 1:
+        raise BenchError(f"rank 1 is on node{it.run.node_of(1)}, and should be back on node1")
+
+
+def flap(it: Breaking) -> None:
+    it.begin()
+    it.hit("cut", 1)
+    _let_pass(it, FLAP_S)
+    it.run.cluster.heal(1)
+    it.unharmed()
+
+
+def slow_link(it: Breaking) -> None:
+    it.begin()
+    it.hit("slow", 1, SLOW_RATE)
+    it.unharmed()
+    it.run.cluster.slow(1, "off")
+
+
+def lossy_link(it: Breaking) -> None:
+    it.begin()
+    it.hit("delay", 1, DELAY_MS, loss_percent=LOSS_PERCENT)
+    it.unharmed()
+    it.run.cluster.delay(1, 0)
+
+
+# --- at a point of time -------------------------------------------------------------------------
+
+
+def capture(it: Breaking) -> None:
+    it.run.start_all({1: it.crash_env(f"worker.capture.copied:{BREAK_AT}")})
+    it.wait_for_crash()
+    it.hit("kill", 1)
+    it.recovered()
+
+
+def encoding(it: Breaking) -> None:
+    is_encoded = it.kind == "fsdp2"  # what DDP has, other nodes have as well
+    point = "smp.protect.block_added:60" if is_encoded else "smp.protect.mirror_kept:30"
+    it.run.start_all({1: it.crash_env(point)})
+    it.wait_for_crash()
+    it.hit("kill", 1)
+    it.recovered()
+
+
+def recovery(it: Breaking) -> None:
+    """The lead's agent dies while it restarts its ranks for a node that was lost."""
+    it.begin({0: it.crash_env("agent.restart.launched:2")})
+    it.hit("reset", 1)
+    it.wait_for_crash()
+    it.joined_again(0)
+    it.recovered()
+
+
+def two_nodes(it: Breaking) -> None:
+    """The node that has taken the lost one's place is lost while it restores."""
+    it.begin({2: it.crash_env("worker.restore.tensors_loaded")})
+    it.hit("reset", 1)
+    it.wait_for_crash()
+    it.run.fault("kill", 2)
+    it.recovered()
+
+
+# --- a part of a node ---------------------------------------------------------------------------
+
+
+def rank_kill(it: Breaking) -> None:
+    it.begin()
+    it.signal(1, "rank")
+    it.recovered()
+
+
+def smp_kill(it: Breaking) -> None:
+    it.begin()
+    it.signal(1, "smp")
+    it.unharmed()
+
+
+def agent_kill(it: Breaking) -> None:
+    it.begin()
+    it.signal(1, "agent")
+    it.joined_again(1)
+    it.recovered()
+
+
+def agent_stopped(it: Breaking) -> None:
+    """It wakes up when its place is taken."""
+    it.begin()
+    it.signal(1, "agent", signal.SIGSTOP)
+    it.run.wait_for_generation(1)
+    it.run.signal(1, "agent", signal.SIGCONT)
+    it.joined_again(1)
+    it.recovered()
+
+
+def _let_pass(it: Breaking, seconds: float) -> None:
+    end_s = time.monotonic() + seconds
+    it.run.wait_for("a pause", lambda: time.monotonic() >= end_s)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One of the catalogue."""
+
+    name: str
+    what: str
+    act: Callable[[Breaking], None]
+    members: int = 2
+    spares: int = 1
+    flags: tuple[str, ...] = ()
+
+
+_ALL = (
+    Fault("power-off", "a node without a word", power_off),
+    Fault("reset", "a node; its kernel tells the others", reset),
+    Fault("freeze", "a node stands still; thawed when replaced", freeze),
+    Fault("cut", "a node's cable, for good", cut),
+    Fault("stale-rejoin", "cut, replaced, healed; then its successor is reset", stale_rejoin),
+    Fault("lead-power-off", "the lead's node", lead_power_off),
+    Fault("lead-cut", "the lead's cable; healed when replaced", lead_cut),
+    Fault("store-host", "the node of rank 0, which does not lead", store_host),
+    Fault("capture", "a node, in the middle of a capture", capture),
+    Fault("encoding", "a node, in the middle of the protection of a version", encoding),
+    Fault("recovery", "a node; then the lead's agent, in the recovery", recovery),
+    Fault("two-nodes", "a node; then its successor, while it restores", two_nodes, spares=2),
+    Fault(
+        "two-at-once",
+        "two members of three",
+        two_at_once,
+        members=3,
+        spares=2,
+        flags=("--erasure", "1+2"),
+    ),
+    Fault("spare-lost", "the spare", spare_lost),
+    Fault("flap", f"a cable, for {FLAP_S:g} s", flap),
+    Fault("slow-link", f"a cable of {SLOW_RATE}", slow_link),
+    Fault("lossy-link", f"{DELAY_MS:g} ms more, {LOSS_PERCENT:g} % of the frames lost", lossy_link),
+    Fault("rank-kill", "a rank, by SIGKILL", rank_kill),
+    Fault("smp-kill", "a node's SMP, by SIGKILL", smp_kill),
+    Fault("agent-kill", "a node's agent, by SIGKILL", agent_kill),
+    Fault("agent-stopped", "a node's agent, by SIGSTOP; SIGCONT when replaced", agent_stopped),
+)
+
+FAULTS = {fault.name: fault for fault in _ALL}

@@ -1,0 +1,138 @@
+"""Nodes die, freeze, are cut off and come back, and the result stays that of a quiet run.
+
+Real agents, ranks and networks, on a virtual cluster. One fault of each kind runs always; the rest
+of the catalogue, which is in scripts/drill_faults.py, in scripts/test --full.
+"""
+
+import secrets
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from bench_common import Deadline
+from drill_faults import FAULTS
+from drill_nodes import KINDS, Undisturbed, drill, job_words
+from nodes_run import NodesRun
+from virtual_cluster import VirtualCluster, available
+
+if reason := available():
+    pytest.skip(f"needs namespaces: {reason}", allow_module_level=True)
+
+pytestmark = [pytest.mark.chaos, pytest.mark.slow, pytest.mark.timeout(300)]
+
+WAIT_S = 90.0
+NO_ZYGOTE = ("--set", "start.mode=fresh")
+"""Where no rank is ever started, and time is dear."""
+
+ALWAYS = [
+    ("power-off", "fsdp2"),
+    ("lead-power-off", "ddp"),
+    ("rank-kill", "fsdp2"),
+    ("stale-rejoin", "fsdp2"),
+    ("agent-kill", "ddp"),
+]
+IN_FULL = [(name, kind) for name in FAULTS for kind in KINDS if (name, kind) not in ALWAYS]
+
+Start = Callable[..., NodesRun]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
+    return Undisturbed(tmp_path_factory.mktemp("undisturbed"))
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> Iterator[Start]:
+    """A run with so many members, not started yet, on a cluster with nodes to spare."""
+    clusters = []
+
+    def make(members: int, *flags: object, others: int = 0) -> NodesRun:
+        clusters.append(cluster := VirtualCluster(members + others))
+        cluster.up()
+        words = job_words("ddp", tmp_path)
+        return NodesRun(cluster, tmp_path, words, Deadline(WAIT_S), members=members, flags=flags)
+
+    yield make
+    for cluster in clusters:
+        cluster.down()
+
+
+def secret_file(folder: Path, name: str) -> Path:
+    path = folder / name
+    path.write_bytes(secrets.token_bytes(32))
+    path.chmod(0o600)
+    return path
+
+
+@pytest.mark.parametrize(("name", "kind"), ALWAYS)
+def test_fault_changes_no_byte(
+    name: str, kind: str, tmp_path: Path, undisturbed: Undisturbed
+) -> None:
+    row = drill(FAULTS[name], kind, tmp_path, undisturbed)
+    assert row.equal, row.problem
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("name", "kind"), IN_FULL)
+def test_other_fault_changes_no_byte(
+    name: str, kind: str, tmp_path: Path, undisturbed: Undisturbed
+) -> None:
+    row = drill(FAULTS[name], kind, tmp_path, undisturbed)
+    assert row.equal, row.problem
+
+
+def test_survivor_of_two_pauses_and_gives_up_with_76(nodes: Start) -> None:
+    run = nodes(2, "--pause-limit", 3)
+    run.start_all()
+    run.wait_for_step(5)
+    run.fault("kill", 1)
+    assert run.wait_for_code(0) == 76
+    assert "PAUSED" in run.text(0)
+    assert "gives up after 3 s" in run.text(0)
+
+
+def test_node_with_another_secret_or_none_is_refused_in_words(nodes: Start, tmp_path: Path) -> None:
+    right, wrong = (secret_file(tmp_path, name) for name in ("right", "wrong"))
+    run = nodes(2, *NO_ZYGOTE, others=1)
+    run.start(0, flags=("--secret-file", right))
+    run.start(1, flags=("--secret-file", wrong))
+    run.start(2)
+    run.may_end(1, 2)
+    for node in (1, 2):
+        assert run.wait_for_code(node) == 2
+        assert "secret" in run.text(node)
+        assert "Traceback" not in run.text(node)
+    assert "UNAUTHENTICATED" in run.text(2)
+    assert "UNAUTHENTICATED" not in run.text(0)
+
+
+def test_run_that_requires_a_secret_does_not_start_without_one(nodes: Start) -> None:
+    run = nodes(2)
+    run.start(0, flags=("--set", "security.require_secret=true"))
+    assert run.wait_for_code(0) == 2
+    assert "security.require_secret" in run.text(0)
+    assert "head -c 32 /dev/urandom" in run.text(0)
+
+
+def test_second_node_of_one_name_is_turned_away(nodes: Start) -> None:
+    run = nodes(3, *NO_ZYGOTE)
+    run.start(0)
+    run.start(1, flags=("--node-id", "twin"))
+    run.start(2, flags=("--node-id", "twin"))
+    run.may_end(1, 2)
+    run.wait_for("one of them to be turned away", lambda: any(run.codes().values()))
+    codes = run.codes()
+    turned_away = 1 if codes[2] is None else 2
+    assert codes == {node: 2 if node == turned_away else None for node in range(3)}
+    assert "twin" in run.text(turned_away)
+    assert "Traceback" not in run.text(turned_away)
+
+
+def test_node_with_another_number_of_nodes_is_turned_away(nodes: Start) -> None:
+    run = nodes(2, *NO_ZYGOTE)
+    run.start(0)
+    run.start(1, flags=("--nnodes", 3))
+    assert run.wait_for_code(1) == 2
+    assert "Give the same to every node" in run.text(1)
+    assert "Traceback" not in run.text(1)
+    assert run.codes()[0] is None

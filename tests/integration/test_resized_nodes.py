@@ -1,0 +1,339 @@
+"""A version comes back bit by bit in another number of nodes, whether its nodes live or not.
+
+Real ranks with gloo, forked by one warm process, and a real SMP for each node; the test is their
+agents and their lead. A lost node is an SMP that was killed and whose memory nobody has kept.
+"""
+
+import contextlib
+import json
+import os
+import select
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ftrun import clock
+from ftrun.errors import PeerError
+from ftrun.ids import RunId, Version, version
+from ftrun.wire import environment as env
+from ftrun.wire import messages as m
+from ftrun.wire.channel import Channel, Received, connect
+from ftrun.wire.pages import Command, Page, create_command_page, create_page
+
+RUN = RunId("resized-nodes")
+SCRIPT = Path(__file__).parent / "scripts" / "resizable_training.py"
+MOST_NODES = 4
+MOST_GENERATIONS = 4
+PATIENCE_S = 90.0
+LINK_PATIENCE_S = 5.0
+SMALL_STATE_BYTES = 1 << 16
+M = Any
+
+
+class Node:
+    """One SMP, and the agent's line to it."""
+
+    def __init__(self, at: int, folder: Path, ends: contextlib.ExitStack) -> None:
+        self.node_id = f"n{at}"
+        self.host = f"127.0.0.{30 + at}"
+        self.socket = folder / f"{self.node_id}.sock"
+        self.process = ends.enter_context(
+            process(
+                *(sys.executable, "-m", "ftrun.smp", "--run-id", RUN),
+                *("--socket", str(self.socket), "--orphan-s", "60"),
+                stderr=ends.enter_context((folder / f"{self.node_id}.log").open("wb")),
+            )
+        )
+        wait_until(self.socket.exists, f"the SMP of {self.node_id} listens")
+        hello = m.Hello(role="agent", pid=os.getpid())
+        self.agent: Channel = connect(
+            self.socket, run_id=RUN, peer=self.node_id, hello=hello, deadline_s=10
+        )
+        ends.callback(self.agent.close)
+        self.ready: set[Version] = set()
+        self.failed: list[str] = []
+        answer = self.ask(m.ListenForPeers(self.host))
+        assert isinstance(answer, m.ListeningForPeers)
+        self.port = answer.port
+
+    @property
+    def is_up(self) -> bool:
+        return self.process.poll() is None
+
+    def place(self, ranks: list[int]) -> m.NodePlace:
+        return m.NodePlace(self.node_id, 1, self.host, self.port if self.is_up else 0, ranks)
+
+    def ask(self, body: m.AnyMessage, *fds: int) -> m.AnyMessage:
+        self.agent.send(body, fds=fds)
+        while True:
+            received = self.agent.receive(deadline_s=PATIENCE_S)
+            if not self.took(received):
+                return received.body
+
+    def hear(self) -> None:
+        with contextlib.suppress(PeerError):
+            for received in self.agent.receive_ready():
+                assert self.took(received), received.body
+
+    def took(self, received: Received) -> bool:
+        """Whether it was said unasked."""
+        for fd in received.fds:
+            os.close(fd)  # nobody but the SMP keeps a node's memory
+        match received.body:
+            case m.VersionReady() as body:
+                self.ready.add(version(body.generation, body.step))
+            case m.RestoreFailed() as body:
+                self.failed.append(body.why)
+            case (
+                m.ArenaGranted()
+                | m.VaultMade()
+                | m.VersionCommitted()
+                | m.AbandonVersion()
+                | m.RestoreReady()
+                | m.SmpNotice()
+            ):
+                pass
+            case _:
+                return False
+        return True
+
+    def lose(self) -> None:
+        self.process.kill()
+        self.process.wait(20)
+
+    def num_arena_bytes(self) -> int:
+        answer = self.ask(m.AskStatus())
+        assert isinstance(answer, m.Status)
+        return int(json.loads(answer.document)["bytes"])
+
+
+class Cluster:
+    """Nodes with one rank each, and who leads them."""
+
+    def __init__(self, folder: Path, ends: contextlib.ExitStack) -> None:
+        self.folder = folder
+        self.ends = ends
+        pages = [create_command_page() for _ in range(MOST_GENERATIONS * MOST_NODES)]
+        beats = [create_page("beat") for _ in range(MOST_GENERATIONS * MOST_NODES)]
+        for fd in (*pages, *beats):
+            ends.callback(os.close, fd)
+        self.pages, self.beats = iter(pages), iter(beats)
+        self.warm = ends.enter_context(
+            process(
+                *(sys.executable, "-u", str(SCRIPT), str(folder)),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=ends.enter_context((folder / "ranks.err").open("wb")),
+                pass_fds=[*pages, *beats],
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                text=True,
+            )
+        )
+        self.nodes: list[Node] = []
+        self.members: list[Node] = []
+        self.shown: list[Page] = []
+        self.generation = -1
+        self.newest: Version | None = None
+        wait_until(self.warm_has_said, self.log)
+        assert json.loads(self.warm.stdout.readline()) == "ready"
+
+    def add(self) -> Node:
+        self.nodes.append(Node(len(self.nodes), self.folder, self.ends))
+        return self.nodes[-1]
+
+    def log(self) -> str:
+        texts = [path.read_text() for path in sorted(self.folder.glob("*.log"))]
+        return "\n".join([(self.folder / "ranks.err").read_text(), *texts])
+
+    def warm_has_said(self) -> bool:
+        return bool(select.select([self.warm.stdout], [], [], 0)[0])
+
+    def run(self, members: list[Node], kind: str, steps: int) -> list[int]:
+        """One generation of these nodes to this step; exit statuses by rank."""
+        self.generation += 1
+        old = [node.place([rank]) for rank, node in enumerate(self.members)]
+        old_generation = self.generation - 1
+        protection = m.OldGroup(old, min(1, len(old) - 1), old_generation)
+        group = [node.place([rank]) for rank, node in enumerate(members)]
+        restored = self.newest
+        self.shown, variables = [], []
+        for rank, node in enumerate(members):
+            page_fd = next(self.pages)
+            self.shown.append(Page(page_fd))
+            if restored is not None:
+                assert node.ask(m.VoidAfter(restored.generation, restored.step)) == m.Done()
+            body = m.BeginGeneration(
+                generation=self.generation,
+                world_size=len(members),
+                local_ranks=[rank],
+                group=group if len(members) > 1 else [],
+                node_id=node.node_id,
+                parity=1,
+                small_state_bytes=SMALL_STATE_BYTES,
+                restored=(restored.generation, restored.step) if restored else None,
+                protected_in=old_generation if restored else -1,
+                restore_from=[protection] if restored else [],
+                restored_world_size=len(self.members),
+                patience_s=LINK_PATIENCE_S,
+            )
+            node.agent.generation = self.generation
+            assert node.ask(body, page_fd) == m.Done()
+            variables.append(self.variables(rank, len(members), node, page_fd))
+        order = {
+            "generation": self.generation,
+            "kind": kind,
+            "steps": steps,
+            "variables": variables,
+        }
+        self.members = members
+        self.warm.stdin.write(json.dumps(order) + "\n")
+        self.warm.stdin.flush()
+        wait_until(lambda: self.lead() or self.warm_has_said(), self.log)
+        statuses: list[int] = json.loads(self.warm.stdout.readline())
+        if not any(statuses):
+            wanted = version(self.generation, steps)
+            wait_until(lambda: self.lead() or self.is_committed(wanted), self.log)
+            self.newest = wanted
+        return statuses
+
+    def variables(self, rank: int, size: int, node: Node, page_fd: int) -> dict[str, str]:
+        found = {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(size),
+            env.RUN_ID: RUN,
+            env.GENERATION: str(self.generation),
+            env.INCARNATION: str(self.generation),
+            env.COMMAND_FD: str(page_fd),
+            env.HEARTBEAT_FD: str(next(self.beats)),
+            env.SMP_SOCKET: str(node.socket),
+            env.SNAPSHOT: json.dumps({"every": 1, "commit_wait_s": 20}),
+        }
+        if self.newest is not None:
+            found[env.RESTORE] = f"{self.newest.generation}:{self.newest.step}"
+            found[env.RESTORE_WORLD_SIZE] = str(len(self.members))
+        return found
+
+    def lead(self) -> bool:
+        """Commit what all nodes are ready with; always False, for the sake of `or`."""
+        for node in self.members:
+            node.hear()
+        if len(self.members) > 1:
+            for ready in set.intersection(*(node.ready for node in self.members)):
+                for node in self.members:
+                    node.agent.send(m.CommitVersion(ready.generation, ready.step))
+                    node.ready.discard(ready)
+        return False
+
+    def is_committed(self, wanted: Version) -> bool:
+        return all(
+            (page.get(Command.COMMITTED_GENERATION), page.get(Command.COMMITTED_STEP))
+            == (wanted.generation, wanted.step)
+            for page in self.shown
+        )
+
+    def saved(self, what: str, rank: int) -> Any:
+        path = self.folder / f"{what}.{self.generation}.{rank}.pt"
+        return torch.load(path, weights_only=False)
+
+
+def wait_until(claim: Callable[[], bool], what: str | Callable[[], str]) -> None:
+    end_s = clock.now_s() + PATIENCE_S
+    while not claim():
+        if clock.now_s() > end_s:
+            text = what if isinstance(what, str) else what()
+            pytest.fail(f"not within {PATIENCE_S} s: {text}")
+        select.select([], [], [], 0.002)
+
+
+@contextlib.contextmanager
+def process(*argv: str, **options: Any) -> Iterator[Any]:
+    """A process that ends with the block."""
+    with subprocess.Popen(argv, **options) as started:
+        try:
+            yield started
+        finally:
+            started.kill()
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    with contextlib.ExitStack() as ends:
+        yield Cluster(tmp_path, ends)
+
+
+def assert_same(found: object, expected: object, path: str) -> None:
+    """Equal to the last bit."""
+    if isinstance(expected, torch.Tensor):
+        assert isinstance(found, torch.Tensor), path
+        assert found.dtype == expected.dtype, path
+        assert torch.equal(found, expected), path
+    elif isinstance(expected, dict):
+        assert isinstance(found, dict), path
+        assert found.keys() == expected.keys(), path
+        for key, value in expected.items():
+            assert_same(found[key], value, f"{path}.{key}")
+    else:
+        assert found == expected, path
+
+
+def assert_restored(cluster: Cluster, ends: list[Any]) -> None:
+    """Every rank has what the ranks before had at the restore point."""
+    for rank in range(len(cluster.members)):
+        found = cluster.saved("restored", rank)
+        old = ends[rank % len(ends)]
+        for what in ("step", "parameters", "optimizer", "groups", "scheduler"):
+            assert_same(found[what], ends[0][what], f"rank {rank}: {what}")
+        assert_same(found["buffers"], old["buffers"], f"rank {rank}: buffers")
+
+
+def ends_of(cluster: Cluster) -> list[Any]:
+    return [cluster.saved("end", rank) for rank in range(len(cluster.members))]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_a_lost_node_is_done_without_and_another_one_comes(cluster: Cluster, kind: str) -> None:
+    first, second, third = cluster.add(), cluster.add(), cluster.add()
+    assert cluster.run([first, second, third], kind, 2) == [0] * 3, cluster.log()
+    ends = ends_of(cluster)
+    second.lose()
+    assert cluster.run([first, third], kind, 4) == [0] * 2, cluster.log()
+    assert_restored(cluster, ends)
+    ends = ends_of(cluster)
+    fourth = cluster.add()
+    assert cluster.run([first, fourth, third], kind, 5) == [0] * 3, cluster.log()
+    assert_restored(cluster, ends)
+    assert not [node.failed for node in cluster.nodes if node.failed]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_the_last_node_of_two_goes_on_alone(cluster: Cluster) -> None:
+    first, second = cluster.add(), cluster.add()
+    assert cluster.run([first, second], "fsdp", 2) == [0] * 2, cluster.log()
+    ends = ends_of(cluster)
+    held = first.num_arena_bytes()
+    first.lose()
+    assert cluster.run([second], "plain", 3) == [0], cluster.log()
+    assert_restored(cluster, ends)
+    assert second.num_arena_bytes() < 2.2 * held  # the whole state, and nothing of the old world
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_what_two_lost_nodes_held_is_named(cluster: Cluster) -> None:
+    nodes = [cluster.add() for _ in range(3)]
+    assert cluster.run(nodes, "fsdp", 2) == [0] * 3, cluster.log()
+    nodes[0].lose()
+    nodes[1].lose()
+    assert all(cluster.run([nodes[2]], "plain", 3))
+    text = (cluster.folder / f"error.{cluster.generation}.0").read_text()
+    assert text.startswith("LayoutUnknown: ")
+    assert "rank 0" in text
+    assert "n1" in text
