@@ -6,13 +6,6 @@ Gives:    `Command`s for the network and for this node's hands.
 Survives: its lead: the next agent in order takes over, and every agent knows the order.
 Source:   the design's membership section; Hashicorp's Lifeguard for doubting oneself first.
 
-    JOINING    looks for the run, at the endpoint or at an address it was told
-    GATHERING  listens at the endpoint itself, and knows of no run
-    FOLLOWING  has a lead: as a member, as a spare, or beside the generation
-    SEEKING    has lost its lead, and waits for the next one in order to propose
-    LEADING    leads, or proposes itself
-    ENDED      was told that the run is over, or has given up
-
 Rule 1: the first generation needs all nodes, and each must say that it knows no generation. A
         newcomer at the endpoint waits for a lead that looks for it before it begins a run.
 Rule 2: an agent that does not hear its lead stops its ranks before it may have been replaced.
@@ -22,7 +15,6 @@ Rule 3: an agent that has stood still doubts itself, not the others: silence cou
 
 from collections import deque
 from collections.abc import Callable
-from enum import Enum
 
 from ftrun.errors import ExitCode
 from ftrun.recovery.ballots import identity
@@ -30,9 +22,7 @@ from ftrun.recovery.commands import (
     Command,
     Dial,
     EndRun,
-    HoldRanks,
     Note,
-    ReleaseRanks,
     RunGeneration,
     Send,
 )
@@ -49,24 +39,13 @@ from ftrun.recovery.happenings import (
     Passing,
     Quiesced,
 )
+from ftrun.recovery.holding import Hold
 from ftrun.recovery.lead import Lead, Peer
 from ftrun.recovery.oversight import Oversight
+from ftrun.recovery.patience import Patience
+from ftrun.recovery.roles import Role
 from ftrun.recovery.settings import ClusterSettings
 from ftrun.wire import cluster as say
-
-SAY_EVERY_S = 15.0
-"""Between two lines about what a start is waiting for."""
-
-
-class Role(Enum):
-    """What an agent is doing about the others."""
-
-    JOINING = "joining"
-    GATHERING = "gathering"
-    FOLLOWING = "following"
-    SEEKING = "seeking"
-    LEADING = "leading"
-    ENDED = "ended"
 
 
 class Member:
@@ -87,7 +66,7 @@ class Member:
         self.follower = Follower(me, kept, took_effect=took_effect)
         self.lead: Lead | None = None
         self.lead_card: say.NodeCard | None = None
-        self.is_held = False
+        self._hold = Hold()
         self._settings = settings
         self._oversight = oversight
         self._links: set[str] = {me.node_id}
@@ -96,7 +75,7 @@ class Member:
         self._gatherer: Gatherer | None = None
         self._heard_s = self._since_s = self._last_s = now_s
         self._beat_due_s = self._dial_due_s = now_s
-        self._say_due_s = now_s + SAY_EVERY_S
+        self._patience = Patience(settings, now_s=now_s)
         self._lost: set[str] = set()
         self._reach = "nobody has answered yet"
         if kept is not None:
@@ -104,6 +83,11 @@ class Member:
         elif me.endpoint:
             self.role = Role.GATHERING
             self._gatherer = Gatherer(me, settings, now_s=now_s)
+
+    @property
+    def is_held(self) -> bool:
+        """The ranks of this node are stopped until it is clear who leads."""
+        return self._hold.is_on
 
     @property
     def reach(self) -> str:
@@ -270,10 +254,10 @@ class Member:
         if body.generation > self.follower.generation and not is_known:
             found.append(Send(sender, self._join()))
         if self.is_held and not self._must_hold(now_s):
-            found += self._release()
+            found += self._hold.take_off()
         orders = self.follower.obey(body)
         if any(isinstance(order, RunGeneration) for order in orders):
-            self.is_held = False
+            self._hold.is_on = False
         if self.follower.is_ended:
             # The lead waits for this word before it ends itself.
             found.append(Send(sender, say.with_state(self._beat(), "ended")))
@@ -421,9 +405,9 @@ class Member:
             found += self._next_in_order(now_s)
         found += self._dial_if_due(now_s)
         if self._must_hold(now_s) and not self.is_held:
-            found += self._hold("the other nodes are not heard")
+            found += self._hold.put_on("the other nodes are not heard")
         elif self.is_held and self.lead is not None and not self._must_hold(now_s):
-            found += self._release()
+            found += self._hold.take_off()
         if now_s >= self._beat_due_s:
             self._beat_due_s = now_s + self._settings.heartbeat_s
             found += self._tell(now_s)
@@ -459,28 +443,8 @@ class Member:
         return [*joined, Dial(host, port)] if port else joined
 
     def _wait_to_begin(self, now_s: float) -> list[Command]:
-        """Say now and then what is waited for; give up after a while."""
-        waited_s = now_s - self._since_s
-        if waited_s >= self._settings.join_wait_s:
-            code = ExitCode.TRY_AGAIN if self._gatherer is None else ExitCode.NOT_ENOUGH_NODES
-            return [EndRun(code, self._nobody(waited_s))]
-        if now_s < self._say_due_s:
-            return []
-        self._say_due_s = now_s + SAY_EVERY_S
-        return [Note("Waiting", f"waiting for {waited_s:.0f} s: {self.reach}", say=True)]
-
-    def _nobody(self, waited_s: float) -> str:
-        host, port = self._settings.endpoint
-        if self._gatherer is not None:
-            return (
-                f"the run has not begun within {waited_s:.0f} s: {self.reach}. Check that ftrun "
-                f"runs on the others, with the same --rdzv-endpoint and --rdzv-id, and that port "
-                f"{port} of this node is open to them"
-            )
-        return (
-            f"no run has taken this node in within {waited_s:.0f} s: {self._reach}. Check that "
-            f"ftrun runs on {host}, that it was given the same --rdzv-endpoint, and that port "
-            f"{port} is open between the nodes"
+        return self._patience.wait(
+            now_s - self._since_s, self.reach, gathers=self._gatherer is not None, now_s=now_s
         )
 
     def _tell(self, now_s: float) -> list[Command]:
@@ -513,14 +477,6 @@ class Member:
             return self.lead.ballot is None and self.lead.may_be_replaced(now_s=now_s)
         return now_s - self._heard_s >= self._settings.cut_off_s
 
-    def _hold(self, why: str) -> list[Command]:
-        self.is_held = True
-        return [HoldRanks(why), Note("Held", f"the ranks of this node wait: {why}", say=True)]
-
-    def _release(self) -> list[Command]:
-        self.is_held = False
-        return [ReleaseRanks("the lead is heard again")]
-
     def _mind_the_gap(self, now_s: float) -> list[Command]:
         """Whether this process itself has stood still."""
         gap_s = now_s - self._last_s
@@ -531,11 +487,11 @@ class Member:
         self._since_s += gap_s
         if self.lead is not None:
             self.lead.missed(gap_s)
-        if gap_s < self._settings.cut_off_s or not self.follower.is_member or self.is_held:
+        plan = self.follower.plan
+        is_one_of_many = self.follower.is_member and plan is not None and len(plan.voters) > 1
+        if gap_s < self._settings.cut_off_s or not is_one_of_many:
             return []
-        if self.follower.plan is not None and len(self.follower.plan.voters) == 1:
-            return []
-        return self._hold(f"this node stood still for {gap_s:.1f} s")
+        return self._hold.put_on(f"this node stood still for {gap_s:.1f} s")
 
     # --- small things -------------------------------------------------------------------------
 

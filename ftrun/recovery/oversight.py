@@ -13,7 +13,6 @@ Rule 3: a version is committed when every member says that it holds and protects
 
 import math
 from collections.abc import Sequence
-from signal import SIGTERM
 
 import msgspec
 
@@ -49,6 +48,7 @@ EVERY_AHEAD_STEPS = 64
 
 _ENDS_ITSELF = (Kind.EXCEPTION, Kind.EXIT_CODE)
 _NODE_LOST_CODE = 76
+_SIGTERM = 15
 _HOUR_S = 3600.0
 
 
@@ -119,7 +119,7 @@ class Oversight:
         stops = max(has.stops for has in self.beats.values())
         while self._stops_handled < stops:
             self._stops_handled += 1
-            number = beat.stop_signal or SIGTERM
+            number = beat.stop_signal or _SIGTERM
             found += self._ask(StopAsked(number, f"a signal on {node_id}", beat.attached), now_s)
         if plan is None or beat.generation != plan.generation or plan.member(node_id) is None:
             return found

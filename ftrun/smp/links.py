@@ -168,14 +168,16 @@ class Link:
         """Dial until it works; False when the link is closed first."""
         pause_s = _FIRST_PAUSE_S
         report_s = clock.now_s() + self._ends.patience_s
+        told = ""
         while not self._is_closed:
             try:
                 self._take_socket(self._dial())
                 return not self._is_closed
             except (PeerError, UsageError) as error:
-                if isinstance(error, HandshakeRefused) or clock.now_s() > report_s:
-                    report_s = float("inf")
-                    self._lost(str(error))
+                is_final = isinstance(error, HandshakeRefused) or clock.now_s() > report_s
+                if is_final and str(error) != told:
+                    told = str(error)
+                    self._lost(told)
             self._pause(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
         return False

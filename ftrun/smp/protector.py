@@ -18,7 +18,6 @@ Rule 4: a node that cannot keep its part says why, and the version is ready all 
         against no loss of a node: training goes on, and the status says UNPROTECTED.
 """
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
@@ -37,7 +36,9 @@ from ftrun.smp.peers import Peers
 from ftrun.smp.protecting import Protecting, rooms_for
 from ftrun.smp.rounds import Round
 from ftrun.smp.shards import ArenaMaps, HeldShards, hold
+from ftrun.smp.troubles import Troubles
 from ftrun.smp.vaults import Vaults
+from ftrun.smp.watch import Watch
 from ftrun.snapshot.group_plan import GroupPlan
 from ftrun.snapshot.manifest import NodeManifest
 from ftrun.snapshot.redundancy import Plan
@@ -53,7 +54,6 @@ MAX_ATTEMPTS = 8
 """So often a version is begun again because of damaged blocks."""
 
 TellAgent = Callable[..., None]
-_log = logging.getLogger(__name__)
 
 
 class Protector:
@@ -97,8 +97,8 @@ class Protector:
         self._codec: Codec | None = None
         self._over: Version | None = None
         self._committed: Version | None = None
-        self._troubled: set[str] = set()
-        self._last_problem = ""
+        self._troubles = Troubles(tell_agent)
+        self._watch = Watch(jobs, self._look)
 
     # --- the server's thread: what the keeper wants ------------------------------------------
 
@@ -109,7 +109,7 @@ class Protector:
         self._over = self._committed = None
         self._plan = None
         self._rooms = {}
-        self._troubled.clear()
+        self._troubles.clear()
         if group is not None and group.is_possible:
             k = len(group.nodes) - group.parity
             if self._codec is None or (self._codec.k, self._codec.m) != (k, group.parity):
@@ -122,9 +122,11 @@ class Protector:
             )
             for place in group.others:
                 self._peers.link(place, PROTECT)
+            self._watch.start(group.patience_s)
 
     def stop(self) -> None:
         """Give up all that is under way."""
+        self._watch.stop()
         for round_ in self._rounds.values():
             round_.stop()
         self._rounds.clear()
@@ -280,21 +282,10 @@ class Protector:
         if settled.plan is None:
             return
         if settled.differ:
-            self._tell_difference(round_, settled.differ)
+            self._troubles.replicas_differ(round_.version, group, settled.differ)
         if set(round_.manifests) == set(range(len(group.nodes))):
             self._rooms = rooms_for(settled.plan, round_.manifests, group)
         self._begin_exchange(round_, settled.plan)
-
-    def _tell_difference(self, round_: Round, places: frozenset[int]) -> None:
-        group = self.group
-        assert group is not None
-        nodes = [group.nodes[place].node_id for place in sorted(places)]
-        why = (
-            f"{round_.version}: what was equal on several nodes is not any more; different on "
-            f"{', '.join(nodes)}. It is encoded from now on"
-        )
-        _log.warning("%s", why)
-        self._tell_agent(m.SmpNotice("replicas_differ", why, nodes))
 
     def _begin_exchange(self, round_: Round, plan: Plan) -> None:
         group, codec = self.group, self._codec
@@ -342,7 +333,8 @@ class Protector:
         round_.is_ready = round_.was_ready = True
         self.last_s = clock.now_s() - round_.began_s
         survives = 0 if problem else group.parity
-        self._last_problem = problem
+        if not problem:
+            self._troubles.protected()
         crash_point("smp.protect.ready")
         at = round_.version
         if at == self._committed:
@@ -360,10 +352,7 @@ class Protector:
         round_.stop()
         round_.problem = why
         if round_.is_sealed and not round_.is_ready:
-            if why != self._last_problem:
-                self._last_problem = why
-                _log.warning("%s is not protected: %s", round_.version, why)
-                self._tell_agent(m.SmpNotice("unprotected", f"{round_.version}: {why}"))
+            self._troubles.unprotected(round_.version, why)
             self._ready(round_, why)
 
     def _corrupt_here(self, round_: Round, why: str) -> None:
@@ -423,7 +412,7 @@ class Protector:
         if group is None or round_ is None or session != group.number or round_.is_ready:
             return
         if body.attempt == round_.attempt:
-            self._tell_agent(m.SmpNotice("source_set_aside", why, [node_id]))
+            self._troubles.damaged(why, node_id)
             if round_.attempt < MAX_ATTEMPTS:
                 self._begin_again(round_, round_.attempt + 1)
             else:
@@ -431,13 +420,12 @@ class Protector:
 
     def lost(self, node_id: str, why: str) -> None:
         """There is no link to a node, or none from it."""
-        if self.group is not None and node_id not in self._troubled:
-            self._troubled.add(node_id)
-            self._tell_agent(m.SmpNotice("peer_lost", f"node {node_id}: {why}", [node_id]))
+        if self.group is not None:
+            self._troubles.lost(node_id, why)
 
     def linked(self, node_id: str) -> None:
         """A lost link is there again."""
-        self._troubled.discard(node_id)
+        self._troubles.linked(node_id)
         for round_ in list(self._rounds.values()):
             if not round_.is_ready:
                 self._begin_again(round_, round_.attempt + 1)
@@ -450,6 +438,15 @@ class Protector:
             return None
         fill = round_.exchange.fill if round_.exchange is not None else None
         return (fill, group) if fill is not None and round_.attempt == body.attempt else None
+
+    def _look(self) -> None:
+        """Name the nodes that hold a version up: all have sealed it, and nothing moves."""
+        group = self.group
+        for round_ in self._rounds.values():
+            if group is None or round_.is_ready or len(round_.told) < len(group.nodes):
+                continue
+            if not round_.has_moved():
+                self._troubles.stalled(round_.version, group, round_.stored)
 
     # --- details -----------------------------------------------------------------------------
 

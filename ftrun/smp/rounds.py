@@ -40,6 +40,8 @@ class Round:
     """The agent has been told so; that cannot be taken back."""
     problem: str = ""
     began_s: float = 0.0
+    seen: tuple[object, ...] = ()
+    """How far it was when it was last looked at."""
 
     def begin_again(self, attempt: int) -> None:
         """Forget all but what the version is."""
@@ -48,6 +50,15 @@ class Round:
         self.told, self.parts, self.windows, self.stored = {}, {}, {}, set()
         self.manifest_is_sent = self.is_ready = False
         self.problem = ""
+
+    def has_moved(self) -> bool:
+        """Whether anything has come since this was last asked."""
+        missing = self.exchange.missing if self.exchange is not None else None
+        before, self.seen = (
+            self.seen,
+            (self.attempt, len(self.manifests), len(self.stored), missing),
+        )
+        return before != self.seen
 
     def stop(self) -> None:
         """No byte of it comes in or goes out any more when this returns."""

@@ -166,3 +166,10 @@ def test_a_part_that_is_none_makes_the_header_unreadable(text: str) -> None:
     header["__metadata__"] = {"ftrun.when": "lb", "ftrun.parts": text}
     with pytest.raises(LayoutUnknown):
         parse_header(memoryview(header_of(header) + bytes(20)))
+
+
+def test_a_layout_of_unknown_parts_says_nothing_of_them() -> None:
+    made = make_layout([Entry("w", "F32", (4,), When.LAZY)], plain_bytes=1)
+    unknown = Layout(made.entries, made.plain_capacity, knows_parts=False)
+    assert b"ftrun.parts" in made.header
+    assert b"ftrun.parts" not in unknown.header

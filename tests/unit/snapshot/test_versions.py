@@ -150,3 +150,13 @@ def test_a_fresh_tracker_filled_from_the_slots_agrees_with_the_one_that_heard_al
         fresh.begin_generation(Generation(0), ranks, world_size, slots)
         assert fresh.committed == heard.committed
         assert [fresh.pending(one) for one in ranks] == [heard.pending(one) for one in ranks]
+
+
+def test_what_is_abandoned_counts_no_more_and_what_is_newer_does() -> None:
+    made = CommitTracker([Rank(0), Rank(1)], 4)
+    made.generation = Generation(0)
+    made.sealed(Rank(0), version(0, 5))
+    made.sealed(Rank(1), version(0, 6))
+    made.abandon(version(0, 5))
+    assert made.pending(Rank(0)) is None
+    assert made.pending(Rank(1)) == version(0, 6)

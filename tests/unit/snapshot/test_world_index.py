@@ -164,3 +164,10 @@ def test_shards_without_parts_are_refused() -> None:
     heads = {Rank(0): head_of(lazy((2,))), Rank(1): head_of(lazy((2,)), knows_parts=False)}
     with pytest.raises(LayoutUnknown):
         WorldIndex(heads, prefer=Rank(0))
+
+
+def test_a_tensor_is_put_together_once_and_reads_as_dtype_and_shape() -> None:
+    index = WorldIndex(heads_of([lazy((4, 2))]), prefer=Rank(0))
+    found = index.tensor("w")
+    assert found is index.tensor("w")
+    assert str(found) == "F32[4, 2]"

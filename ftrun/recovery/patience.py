@@ -1,0 +1,55 @@
+"""What an agent says while it waits for a run to begin, and when it gives up.
+
+Runs in:  every agent. Pure.
+Takes in: how long it has waited, and whom it has reached.
+Gives:    a line now and then; the end of the wait, with what to check.
+"""
+
+from ftrun.errors import ExitCode
+from ftrun.recovery.commands import Command, EndRun, Note
+from ftrun.recovery.settings import ClusterSettings
+
+SAY_EVERY_S = 15.0
+"""Between two lines about what a start is waiting for."""
+
+
+class Patience:
+    """One agent's wait for its run."""
+
+    def __init__(self, settings: ClusterSettings, *, now_s: float) -> None:
+        self._settings = settings
+        self._say_due_s = now_s + SAY_EVERY_S
+
+    def wait(self, waited_s: float, reach: str, *, gathers: bool, now_s: float) -> list[Command]:
+        """Say what is waited for, or give up.
+
+        Args:
+            waited_s: so far.
+            reach: who is here, or why nobody is.
+            gathers: this agent is the endpoint that the others come to.
+            now_s: the time.
+        """
+        if waited_s >= self._settings.join_wait_s:
+            code = ExitCode.NOT_ENOUGH_NODES if gathers else ExitCode.TRY_AGAIN
+            why = self._nobody_comes if gathers else self._nobody_takes_us
+            return [EndRun(code, why(waited_s, reach))]
+        if now_s < self._say_due_s:
+            return []
+        self._say_due_s = now_s + SAY_EVERY_S
+        return [Note("Waiting", f"waiting for {waited_s:.0f} s: {reach}", say=True)]
+
+    def _nobody_comes(self, waited_s: float, reach: str) -> str:
+        _, port = self._settings.endpoint
+        return (
+            f"the run has not begun within {waited_s:.0f} s: {reach}. Check that ftrun runs on the "
+            f"others, with the same --rdzv-endpoint and --rdzv-id, and that port {port} of this "
+            "node is open to them"
+        )
+
+    def _nobody_takes_us(self, waited_s: float, reach: str) -> str:
+        host, port = self._settings.endpoint
+        return (
+            f"no run has taken this node in within {waited_s:.0f} s: {reach}. Check that ftrun "
+            f"runs on {host}, that it was given the same --rdzv-endpoint, and that port {port} is "
+            "open between the nodes"
+        )

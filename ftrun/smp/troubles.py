@@ -1,0 +1,73 @@
+"""What the agent's journal is told when protection does not go as it should.
+
+Runs in:  the SMP, in the server's thread.
+Takes in: what `Protector` has met.
+Gives:    a SmpNotice for each thing that has changed, once.
+"""
+
+import logging
+from collections.abc import Callable, Collection
+
+from ftrun.ids import Version
+from ftrun.smp.protecting import Protecting
+from ftrun.wire import messages as m
+
+TellAgent = Callable[..., None]
+_log = logging.getLogger(__name__)
+
+
+class Troubles:
+    """Of one group."""
+
+    def __init__(self, tell_agent: TellAgent) -> None:
+        self._tell_agent = tell_agent
+        self._lost: dict[str, str] = {}
+        self._unprotected = ""
+
+    def clear(self) -> None:
+        """Another group, or other places."""
+        self._lost.clear()
+
+    def replicas_differ(self, at: Version, group: Protecting, places: Collection[int]) -> None:
+        """What was equal on several nodes is not any more."""
+        nodes = [group.nodes[place].node_id for place in sorted(places)]
+        self._tell(
+            "replicas_differ",
+            f"{at}: what was equal on several nodes is not any more; different on "
+            f"{', '.join(nodes)}. It is encoded from now on",
+            nodes,
+        )
+
+    def damaged(self, why: str, node_id: str) -> None:
+        """What has come from a node is not what it was to be."""
+        self._tell("source_set_aside", why, [node_id])
+
+    def lost(self, node_id: str, why: str) -> None:
+        """There is no link to a node, or none from it."""
+        if self._lost.get(node_id) != why:
+            self._lost[node_id] = why
+            self._tell("peer_lost", f"node {node_id}: {why}", [node_id])
+
+    def linked(self, node_id: str) -> None:
+        """There is one again."""
+        self._lost.pop(node_id, None)
+
+    def stalled(self, at: Version, group: Protecting, stored: Collection[int]) -> None:
+        """All have sealed a version, and nothing moves."""
+        late = [node.node_id for place, node in enumerate(group.nodes) if place not in stored]
+        why = f"{at}: nothing has come for {group.patience_s:.0f} s; not done: {', '.join(late)}"
+        self._tell("stalled", why, late)
+
+    def unprotected(self, at: Version, why: str) -> None:
+        """Versions are protected against the loss of no node from now on."""
+        if why != self._unprotected:
+            self._unprotected = why
+            _log.warning("%s is not protected: %s", at, why)
+            self._tell("unprotected", f"{at}: {why}", [])
+
+    def protected(self) -> None:
+        """They are again."""
+        self._unprotected = ""
+
+    def _tell(self, kind: str, why: str, nodes: list[str]) -> None:
+        self._tell_agent(m.SmpNotice(kind, why, nodes))

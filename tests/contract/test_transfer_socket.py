@@ -1,0 +1,151 @@
+"""Frames between SMPs arrive whole and in order, with their bytes where the receiver wants them."""
+
+import socket
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from ftrun.errors import PeerError, PeerLost, PeerTimeout, ProtocolError
+from ftrun.wire.handshake import Session
+from ftrun.wire.identity import PeerIdentity
+from ftrun.wire.transfer import BlockOf, LinkHello, Stored, TransferEnvelope
+from ftrun.wire.transfer_socket import TransferSocket, digest_of
+
+KEY = bytes(range(32))
+Ends = tuple[TransferSocket, TransferSocket, socket.socket]
+
+
+def session(name: str, peer: str, key: bytes = KEY) -> Session:
+    own = PeerIdentity("run", "smp", name, 1)
+    return Session(own, replace_name(own, peer), key, key, bool(key))
+
+
+def replace_name(identity: PeerIdentity, name: str) -> PeerIdentity:
+    return PeerIdentity(identity.run_id, identity.purpose, name, identity.incarnation)
+
+
+@pytest.fixture
+def ends() -> Iterator[Ends]:
+    """The sender, the receiver, and the raw socket under the sender."""
+    ours, theirs = socket.socketpair()
+    sender = TransferSocket(ours, session("a", "b"), patience_s=0.5)
+    receiver = TransferSocket(theirs, session("b", "a"), patience_s=0.5)
+    yield sender, receiver, ours
+    sender.close()
+    receiver.close()
+
+
+def test_bytes_go_from_many_buffers_to_many_others(ends: Ends) -> None:
+    sender, receiver, _ = ends
+    parts = [bytes([at % 251]) * (at * 37) for at in range(700)]
+    whole = b"".join(parts)
+    body = BlockOf(0, 1, 1, b"header")
+    thread = threading.Thread(
+        target=lambda: sender.send(3, body, parts, raw_digest=digest_of(parts))
+    )
+    thread.start()
+    got = receiver.receive()
+    assert got == TransferEnvelope(3, body, len(whole), digest_of([whole]))
+    room = memoryview(bytearray(len(whole)))
+    cuts = [0, 1, 4096, 5000, len(whole)]
+    views = [room[a:b] for a, b in pairwise(cuts)]
+    assert receiver.receive_raw(got, views)
+    assert bytes(room) == whole
+    thread.join()
+
+
+def test_what_nobody_wants_is_skipped_and_the_next_frame_comes(ends: Ends) -> None:
+    sender, receiver, _ = ends
+    sender.send(0, BlockOf(0, 1, 1, b""), [b"x" * 10_000])
+    sender.send(0, Stored(0, 1, 1))
+    first = receiver.receive()
+    assert not receiver.receive_raw(first, None)
+    assert receiver.receive().body == Stored(0, 1, 1)
+
+
+def test_a_place_of_another_length_counts_as_none(ends: Ends) -> None:
+    sender, receiver, _ = ends
+    sender.send(0, BlockOf(0, 1, 1, b""), [b"x" * 1000])
+    sender.send(0, Stored(0, 1, 1))
+    room = memoryview(bytearray(999))
+    assert not receiver.receive_raw(receiver.receive(), [room])
+    assert not any(room)
+    assert receiver.receive().body == Stored(0, 1, 1)
+
+
+def test_bytes_that_do_not_match_cost_the_bytes_and_not_the_link(ends: Ends) -> None:
+    sender, receiver, _ = ends
+    sender.send(0, BlockOf(0, 1, 1, b""), [b"x" * 1000], raw_digest=digest_of([b"y"]))
+    sender.send(0, Stored(0, 1, 1))
+    room = memoryview(bytearray(1000))
+    assert not receiver.receive_raw(receiver.receive(), [room])
+    assert receiver.receive().body == Stored(0, 1, 1)
+
+
+@pytest.mark.parametrize("at", [0, 4, 12, 20, 40])
+def test_a_flipped_bit_in_a_message_ends_the_link(at: int) -> None:
+    ours, theirs = socket.socketpair()
+    between, last = socket.socketpair()
+    sender = TransferSocket(ours, session("a", "b"), patience_s=0.5)
+    receiver = TransferSocket(last, session("b", "a"), patience_s=0.5)
+    try:
+        sender.send(0, LinkHello(0, "protect", 5))
+        data = bytearray(theirs.recv(1000))
+        data[at] ^= 2
+        between.sendall(data)
+        between.shutdown(socket.SHUT_WR)
+        with pytest.raises(PeerError):
+            receiver.receive()
+    finally:
+        for one in (sender, receiver, theirs, between):
+            one.close()
+
+
+def test_a_repeated_frame_and_a_strange_key_end_the_link(ends: Ends) -> None:
+    ours, theirs = socket.socketpair()
+    stranger = TransferSocket(ours, session("a", "b", bytes(32)), patience_s=0.5)
+    receiver = TransferSocket(theirs, session("b", "a"), patience_s=0.5)
+    stranger.send(0, Stored(0, 1, 1))
+    with pytest.raises(ProtocolError):
+        receiver.receive()
+    stranger.close()
+    receiver.close()
+    sender, receiver, raw = ends
+    sender.send(0, Stored(0, 1, 1))
+    assert receiver.receive().body == Stored(0, 1, 1)
+    again = TransferSocket(raw, session("a", "b"), patience_s=0.5)
+    again.send(0, Stored(0, 1, 1))
+    with pytest.raises(ProtocolError):
+        receiver.receive()
+
+
+def test_a_peer_that_stops_in_the_midst_of_a_frame_is_given_up(ends: Ends) -> None:
+    _, receiver, raw = ends
+    raw.sendall(b"\x20")
+    with pytest.raises(PeerTimeout):
+        receiver.receive()
+
+
+def test_a_peer_that_takes_nothing_is_given_up(ends: Ends) -> None:
+    sender, _, _ = ends
+    with pytest.raises(PeerTimeout):
+        sender.send(0, BlockOf(0, 1, 1, b""), [bytes(1 << 26)])
+
+
+def test_a_closed_peer_is_lost_and_an_interrupt_ends_a_wait(ends: Ends) -> None:
+    sender, receiver, _ = ends
+    waiting = threading.Timer(0.05, receiver.interrupt)
+    waiting.start()
+    with pytest.raises(PeerLost):
+        receiver.receive()
+    waiting.join()
+    receiver.close()
+    with pytest.raises(PeerLost):
+        sender.send(0, Stored(0, 1, 1))
+
+
+def test_sessions_have_no_place_in_words() -> None:
+    assert KEY.hex() not in repr(replace(session("a", "b")))

@@ -1,0 +1,191 @@
+"""Whatever m nodes of a group go, every byte of theirs is somewhere else."""
+
+from collections.abc import Sequence
+from itertools import combinations
+
+import pytest
+import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ftrun.snapshot.layout import Entry, When, make_layout
+from ftrun.snapshot.manifest import NodeManifest, RankManifest, content_digests, sections_of
+from ftrun.snapshot.redundancy import (
+    MAX_BLOCK_BYTES,
+    Plan,
+    RankPlan,
+    block_bytes,
+    changed_keys,
+    differing,
+    make_plan,
+    replica_digests,
+)
+
+BIG = 1 << 18
+"""Items of an entry that is cut into pieces: 1 MiB of float32."""
+
+
+def manifest(rank: int, contents: dict[str, str], *, fixed: int = 8) -> RankManifest:
+    """One rank with a lazy entry for each name; equal contents are equal bytes."""
+    entries = [Entry(name, "F32", (BIG,), When.LAZY) for name in contents]
+    entries.append(Entry("mean", "F64", (fixed,), When.BOUNDARY))
+    layout = make_layout(entries, plain_bytes=10, metadata={"rank": str(rank)})
+    table = memoryview(bytearray(8 * len(layout.pieces))).cast("Q")
+    places = sections_of(layout)
+    names = {entry.offset: entry.name for entry in layout.entries}
+    for place in places:
+        name = names[place.offset]
+        content = contents.get(name, f"{name} of {rank}")
+        for index in range(place.section.first, place.section.first + place.section.count):
+            table[index] = xxhash.xxh3_64_intdigest(f"{content} {index}".encode())
+    return RankManifest(
+        rank=rank,
+        world_size=8,
+        image_bytes=layout.image_bytes,
+        num_pieces=len(layout.pieces),
+        layout_id=rank,
+        header_bytes=len(layout.header),
+        header_digest=xxhash.xxh3_64_intdigest(layout.header),
+        table_digest=1,
+        sections=[place.section for place in places],
+        digests=content_digests(places, table),
+    )
+
+
+def nodes_of(contents: Sequence[dict[str, str]], *, fixed: int = 8) -> list[NodeManifest]:
+    """A node for each rank."""
+    return [NodeManifest([manifest(at, one, fixed=fixed)]) for at, one in enumerate(contents)]
+
+
+def pieces(plan: RankPlan, kind: str) -> set[int]:
+    runs = {
+        "mirrored": plan.mirrored,
+        "coded": plan.coded,
+        "replicated": [run for one in plan.replicated for run in one.runs],
+    }[kind]
+    return {index for run in runs for index in range(run.first, run.first + run.count)}
+
+
+def check_covers(plan: Plan, manifests: Sequence[NodeManifest], parity: int) -> None:
+    """Every piece is safe by exactly one thing, and replicas are where the plan says."""
+    for place, (node, manifest_) in enumerate(zip(plan.nodes, manifests, strict=True)):
+        for rank_plan, rank in zip(node.ranks, manifest_.ranks, strict=True):
+            kinds = [pieces(rank_plan, kind) for kind in ("mirrored", "coded", "replicated")]
+            assert set.union(*kinds) == set(range(rank.num_pieces))
+            assert sum(map(len, kinds)) == rank.num_pieces
+            for one in rank_plan.replicated:
+                assert place in plan.holders[one.holders]
+                assert len(plan.holders[one.holders]) > parity
+
+
+contents = st.dictionaries(st.sampled_from("abc"), st.sampled_from("xyz"), max_size=3)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(contents, min_size=2, max_size=6), st.data())
+def test_every_byte_survives_any_m_losses(
+    given_: list[dict[str, str]], data: st.DataObject
+) -> None:
+    parity = data.draw(st.integers(1, len(given_) - 1))
+    limit = data.draw(st.sampled_from([0, 1 << 15, 1 << 22]))
+    manifests = nodes_of(given_)
+    plan, groups = make_plan(manifests, parity=parity, small_state_bytes=limit)
+    check_covers(plan, manifests, parity)
+    for lost in combinations(range(len(given_)), parity):
+        for group in groups:
+            left = {place for place, _ in group.holders} - set(lost)
+            assert left, "a replica is gone with m nodes"
+        for place in lost:
+            mirrors = {(place + ahead) % len(given_) for ahead in range(1, parity + 1)}
+            assert mirrors - set(lost), "a mirror is gone with m nodes"
+    again, _ = make_plan(manifests, parity=parity, small_state_bytes=limit)
+    assert again.id == plan.id
+
+
+def test_equal_state_of_more_than_m_nodes_costs_nothing() -> None:
+    manifests = nodes_of([{"a": "x"}] * 4)
+    plan, groups = make_plan(manifests, parity=2, small_state_bytes=1 << 20)
+    assert plan.coded_bytes == [0, 0, 0, 0]
+    assert plan.holders == [[0, 1, 2, 3]]
+    assert [len(group.holders) for group in groups] == [4]
+    assert all(node.mirrored_bytes < 1 << 16 for node in plan.nodes)
+
+
+def test_equal_state_of_m_nodes_is_encoded() -> None:
+    manifests = nodes_of([{"a": "x"}, {"a": "x"}, {"a": "y"}, {"a": "z"}])
+    plan, groups = make_plan(manifests, parity=2, small_state_bytes=1 << 16)
+    assert plan.coded_bytes == [4 * BIG] * 4
+    assert groups == ()
+
+
+def test_two_sets_of_replicas_stay_apart() -> None:
+    manifests = nodes_of([{"a": "x"}, {"a": "y"}, {"a": "x"}, {"a": "y"}])
+    plan, _ = make_plan(manifests, parity=1, small_state_bytes=1 << 16)
+    assert sorted(plan.holders) == [[0, 2], [1, 3]]
+    assert plan.coded_bytes == [0] * 4
+
+
+def test_what_no_optimizer_owns_never_counts_as_a_replica() -> None:
+    entries = [Entry("running_mean", "F32", (BIG,), When.BOUNDARY)]
+    layout = make_layout(entries, plain_bytes=10)
+    assert not any(place.section.may_repeat for place in sections_of(layout))
+
+
+@pytest.mark.parametrize(
+    ("limit", "mirrored", "coded"),
+    [(1 << 23, True, False), (1 << 16, False, True), (0, False, True)],
+)
+def test_unique_state_is_mirrored_up_to_a_limit(limit: int, mirrored: bool, coded: bool) -> None:
+    manifests = nodes_of([{"a": "x"}, {"a": "y"}, {"a": "z"}])
+    plan, _ = make_plan(manifests, parity=1, small_state_bytes=limit)
+    for node in plan.nodes:
+        assert (node.mirrored_bytes > 4 * BIG) is mirrored
+        assert (node.coded_bytes > 0) is coded
+
+
+def test_fixed_state_over_the_limit_is_encoded_too() -> None:
+    manifests = nodes_of([{"a": "x"}, {"a": "y"}, {"a": "z"}], fixed=1 << 18)
+    plan, _ = make_plan(manifests, parity=1, small_state_bytes=1 << 20)
+    assert [node.mirrored_bytes for node in plan.nodes] == [0, 0, 0]
+    assert all(node.coded_bytes > 4 * BIG + (1 << 21) for node in plan.nodes)
+
+
+def test_distrusted_sections_are_encoded_however_equal() -> None:
+    manifests = nodes_of([{"a": "x", "b": "x"}] * 3)
+    key = next(s.key for s in manifests[0].ranks[0].sections if s.may_repeat)
+    plan, _ = make_plan(manifests, parity=1, small_state_bytes=1 << 16, distrusted={key})
+    assert plan.coded_bytes == [4 * BIG] * 3
+
+
+def test_replicas_are_compared_by_one_digest_a_set() -> None:
+    manifests = nodes_of([{"a": "x", "b": "y"}] * 3)
+    _, groups = make_plan(manifests, parity=1, small_state_bytes=1 << 16)
+    later = nodes_of([{"a": "x2", "b": "y2"}] * 3)
+    told = [replica_digests(groups, place, node) for place, node in enumerate(later)]
+    assert [len(one) for one in told] == [1, 1, 1]
+    assert differing(groups, told) == set()
+    later[2] = nodes_of([{}, {}, {"a": "x2", "b": "other"}])[2]
+    told[2] = replica_digests(groups, 2, later[2])
+    assert differing(groups, told) == {2}
+    changed = changed_keys(groups, later)
+    assert len(changed) == 1
+    plan, _ = make_plan(later, parity=1, small_state_bytes=1 << 16, distrusted=changed)
+    assert plan.coded_bytes == [4 * BIG] * 3
+
+
+def test_of_two_that_differ_nobody_is_right() -> None:
+    manifests = nodes_of([{"a": "x"}, {"a": "x"}])
+    _, groups = make_plan(manifests, parity=1, small_state_bytes=1 << 16)
+    later = nodes_of([{"a": "x"}, {"a": "y"}])
+    told = [replica_digests(groups, place, node) for place, node in enumerate(later)]
+    assert differing(groups, told) == {0, 1}
+
+
+@given(st.integers(0, 1 << 40), st.integers(1, 30))
+def test_blocks_waste_at_most_a_twentieth(longest: int, k: int) -> None:
+    size = block_bytes(longest, k)
+    assert size % 4096 == 0
+    assert 4096 <= size <= MAX_BLOCK_BYTES
+    blocks = -(-longest // size)
+    turns = -(-blocks // k)
+    assert turns * k * size <= longest * 1.05 + k * 8192
