@@ -16,6 +16,7 @@ from bench_common import BenchError
 from nodes_run import NodesRun
 
 BREAK_AT = 30
+HOLD_AT = 150
 STEPS_AFTER = 15
 FLAP_S = 1.2
 FREEZE_S = 6.0
@@ -50,7 +51,7 @@ class Breaking:
     def recovered(self) -> None:
         """Until the training goes on in a new generation, for some steps."""
         self.run.wait_for_generation(self.hits[-1][0] + 1)
-        self.run.wait_for_more_steps(STEPS_AFTER)
+        self._some_steps()
 
     def unharmed(self) -> None:
         """Until it has gone on for some steps in the same generation.
@@ -58,11 +59,15 @@ class Breaking:
         Raises:
             BenchError: it was started again.
         """
-        self.run.wait_for_more_steps(STEPS_AFTER)
+        self._some_steps()
         self.end_ns = time.monotonic_ns()
         if self.run.generation != self.hits[0][0]:
             whys = [line["why"] for line in self.run.journals("Generation")]
             raise BenchError(f"the run was started again, and had no reason to: {whys}")
+
+    def _some_steps(self) -> None:
+        """Not beyond the step where the job waits for its `go`."""
+        self.run.wait_for_step(min(self.run.last_step() + STEPS_AFTER, HOLD_AT))
 
     def crash_env(self, point: str) -> dict[str, str]:
         """For a node: the first process there that comes to this point kills itself."""

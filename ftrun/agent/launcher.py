@@ -71,7 +71,7 @@ def launch(
             journal.write("smp_not_up", why=str(error))
             run.caretaker.smp_given_up = f"the snapshot manager does not start: {error}"
     else:
-        node.introduce(smp)
+        _meet_again(node, smp, journal)
     control = ControlServer(run)
     control.start()
     if one_oom_ends_all():
@@ -89,6 +89,17 @@ def launch(
         run.brain.close()
     journal.write("end", exit_code=0)
     return 0
+
+
+def _meet_again(node: Node, smp: SmpLink, journal: Journal) -> None:
+    """An SMP that outlived the last agent: it may have hung up while this one imported torch."""
+    try:
+        node.introduce(smp)
+    except PeerError as error:
+        journal.write("smp_not_told", why=str(error))
+        smp.lost()
+        if smp.reconnect():
+            node.introduce(smp)
 
 
 def _assemble(  # noqa: PLR0913 - the parts of a run

@@ -89,6 +89,14 @@ class SmpLink:
         self.was_adopted = bool(self.arenas)
         return self._run_state
 
+    def reconnect(self) -> bool:
+        """Another connection to the SMP that was found; whether it takes one."""
+        try:
+            self.channel = self._connect(START_WAIT_S)
+        except PeerError:
+            return False
+        return True
+
     def adopt(self, fds: list[int]) -> None:
         """Take memory that outlived both the last agent and its SMP."""
         for fd in fds:

@@ -30,6 +30,7 @@ def begin_generation(
         parity=plan.parity,
         small_state_bytes=spec.profile.erasure.small_state_bytes,
         restored=version,
+        restored_world_size=plan.restore_world_size if version == plan.restore else 0,
         protected_in=plan.protected_in,
         restore_from=_sources(plan, ranks, restored, smp),
     )

@@ -274,7 +274,14 @@ class Lead:
         text = f"generation {plan.generation}: {len(plan.members)} nodes, {plan.world_size} ranks"
         note = Note("Generation", text, {"why": plan.why, "restored": str(plan.restore)})
         commands = self.oversight.begin(plan, now_s=now_s)
-        return [note, *self._decide(commands, now_s), *self.heartbeat()]
+        notes = [note]
+        if len(plan.voters) == 2 and plan.generation == 0:
+            text = (
+                "two nodes and no spare: where one does not answer, the other cannot know whether "
+                "it is dead or cut off, and pauses. A spare (--spares 1) decides it"
+            )
+            notes.append(Note("TwoVoters", text, {}, say=True))
+        return [*notes, *self._decide(commands, now_s), *self.heartbeat()]
 
     def _ask(self, peer: Peer) -> list[Command]:
         """Whatever this peer has to answer for the ballot to go on."""

@@ -120,7 +120,9 @@ class Oversight:
         while self._stops_handled < stops:
             self._stops_handled += 1
             number = beat.stop_signal or _SIGTERM
-            found += self._ask(StopAsked(number, f"a signal on {node_id}", beat.attached), now_s)
+            # Whether ranks can take a last snapshot is not the word of a spare, which has none.
+            attached = self.progress().attached
+            found += self._ask(StopAsked(number, f"a signal on {node_id}", attached), now_s)
         if plan is None or beat.generation != plan.generation or plan.member(node_id) is None:
             return found
         self._note_rate(now_s)

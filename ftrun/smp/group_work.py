@@ -137,7 +137,10 @@ class GroupWork:
         self._desk.begin(served, rebuild, own)
         self._read_old(body, served, own)
         identity = PeerIdentity(self._run_id, "smp", own.node_id, own.incarnation)
-        self._peers.begin(Session(identity, body.generation, group.number, body.patience_s))
+        pace_bytes_s = body.pace_bytes_s / max(1, len(group.others))
+        self._peers.begin(
+            Session(identity, body.generation, group.number, body.patience_s, pace_bytes_s)
+        )
         self._protector.begin(group)
         return True
 

@@ -63,13 +63,19 @@ class Stream(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LinkEnds:
-    """Who talks to whom, and for what."""
+    """Who talks to whom, and for what.
+
+    Args:
+        patience_s: how long a peer may take nothing, or stop in the middle of a frame.
+        pace_bytes_s: bulk data per second, at most; 0: as fast as it goes.
+    """
 
     own: PeerIdentity
     place: NodePlace
     hello: LinkHello
     secret: Secret | None
     patience_s: float
+    pace_bytes_s: float = 0.0
 
 
 class Link:
@@ -236,6 +242,8 @@ class Link:
                 self.num_bytes = made.num_bytes
             finally:
                 _release(frame)
+            if frame.raw and self._ends.pace_bytes_s > 0:
+                self._pause(sum(map(len, frame.raw)) / self._ends.pace_bytes_s)
 
     def _next(self) -> Frame | None:
         with self._lock:

@@ -67,12 +67,14 @@ class Session:
         generation: the running one.
         number: digest of the group with its places.
         patience_s: how long a peer may take nothing, or stop in the middle of a frame.
+        pace_bytes_s: bulk data to protect per second and link, at most; 0: as fast as it goes.
     """
 
     own: PeerIdentity
     generation: int
     number: int
     patience_s: float
+    pace_bytes_s: float = 0.0
 
 
 class Peers:
@@ -132,7 +134,10 @@ class Peers:
             if key not in self._links:
                 number = session.number if purpose == PROTECT else 0
                 hello = LinkHello(session.generation, purpose, number)
-                ends = LinkEnds(session.own, place, hello, self._secret, session.patience_s)
+                pace_bytes_s = session.pace_bytes_s if purpose == PROTECT else 0.0
+                ends = LinkEnds(
+                    session.own, place, hello, self._secret, session.patience_s, pace_bytes_s
+                )
                 link = Link(
                     ends,
                     lost=lambda why: self._tell_lost(session, key, why),

@@ -80,7 +80,7 @@ class Server:
         self._orphan_s = orphan_s
         self._awaits_adoption = adopt
         self._orphaned_since_s: float | None = clock.now_s()
-        self._is_ending = self._is_told_to_end = False
+        self._is_ending = self._is_told_to_end = self._is_woken = False
         self._clients: set[Client] = set()
         self._selector = selectors.DefaultSelector()
         self._jobs = Jobs()
@@ -97,13 +97,19 @@ class Server:
     def end_if_alone(self) -> None:
         """The same, unless an agent is there, which says itself when it is over.
 
-        Decided at the next turn: an agent may have gone a moment ago, and nobody has seen it yet.
+        Decided in the turn that the signal wakes: an agent that was gone before it has been seen
+        to be gone by then.
         """
         self._is_told_to_end = True
 
     def wake_on(self, sock: socket.socket) -> None:
         """Turn once when this becomes readable; a signal handler has done its part by then."""
-        self._watch(sock, lambda: sock.recv(4096))
+
+        def wake() -> None:
+            sock.recv(4096)
+            self._is_woken = True
+
+        self._watch(sock, wake)
 
     def serve(self) -> None:
         """Run until the end; everything is freed and the socket gone when this returns."""
@@ -112,11 +118,16 @@ class Server:
                 for key, _ in self._selector.select(self._timeout_s()):
                     key.data()
                 self._sweep()
-                self._is_ending |= self._is_told_to_end and self._keeper.agent is None
-                self._is_told_to_end = False
+                self._hear_signal()
                 self._check_orphan()
         finally:
             self._finish()
+
+    def _hear_signal(self) -> None:
+        if self._is_woken and self._is_told_to_end:
+            self._is_told_to_end = False
+            self._is_ending |= self._keeper.agent is None
+        self._is_woken = False
 
     def _watch(self, what: socket.socket | Jobs | Channel, action: Callable[[], object]) -> None:
         self._selector.register(what, selectors.EVENT_READ, action)

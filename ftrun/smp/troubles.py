@@ -44,13 +44,14 @@ class Troubles:
 
     def lost(self, node_id: str, why: str) -> None:
         """There is no link to a node, or none from it."""
-        if self._lost.get(node_id) != why:
+        if node_id not in self._lost:
             self._lost[node_id] = why
             self._tell("peer_lost", f"node {node_id}: {why}", [node_id])
 
     def linked(self, node_id: str) -> None:
-        """There is one again."""
-        self._lost.pop(node_id, None)
+        """There is one again. What was told is not told again: a peer in a newer generation takes
+        each call and hangs up, and an agent that imports torch does not read for many seconds.
+        """  # noqa: D205 - one sentence
 
     def stalled(self, at: Version, group: Protecting, stored: Collection[int]) -> None:
         """All have sealed a version, and nothing moves."""

@@ -228,6 +228,8 @@ class BeginGeneration(Message, frozen=True):
         restore_from: where that version comes from for local ranks that have no slot of it.
         patience_s: so long an SMP may take nothing, or stop within a frame, before others give
             it up.
+        pace_bytes_s: so many bytes per second this node sends at most to protect a version; 0: as
+            fast as it goes.
     """
 
     generation: int
@@ -242,6 +244,7 @@ class BeginGeneration(Message, frozen=True):
     restore_from: list[OldGroup] = []
     restored_world_size: int = 0
     patience_s: float = 10.0
+    pace_bytes_s: float = 0.0
 
 
 class VersionReady(Message, frozen=True):

@@ -8,6 +8,7 @@ whose memory nobody kept.
 import contextlib
 import json
 import os
+import resource
 import select
 import signal
 import subprocess
@@ -303,6 +304,7 @@ class Cluster:
     model: Model = field(default_factory=Model)
     small_state_bytes: int = 1 << 14
     secret: bytes | None = bytes(range(SECRET_BYTES))
+    pace_bytes_s: float = 0.0
     nodes: list[Node] = field(default_factory=list)
     generation: int = -1
     committed: Version | None = None
@@ -360,6 +362,7 @@ class Cluster:
                 protected_in=protected_in,
                 restore_from=[self.old_group] if missing and self.old_group else [],
                 patience_s=LINK_PATIENCE_S,
+                pace_bytes_s=self.pace_bytes_s,
             )
             assert node.agent is not None
             node.agent.generation = self.generation
@@ -1155,3 +1158,42 @@ def test_without_a_secret_it_works_and_with_another_it_does_not(cluster: Cluster
         "the handshake is refused",
     )
     assert not cluster.readiness(cluster.nodes[0], version(0, 1))[1:]
+
+
+def test_parity_that_does_not_fit_is_told_and_training_goes_on(cluster: Cluster) -> None:
+    cluster.model = Model(own=4_000_000)
+    cluster.start(3)
+    cluster.begin()
+    cluster.employ()
+    node = cluster.nodes[1]
+    assert node.process is not None
+    _, hard = resource.prlimit(node.process.pid, resource.RLIMIT_FSIZE)
+    resource.prlimit(node.process.pid, resource.RLIMIT_FSIZE, (1 << 20, hard))
+    at = cluster.seal(1)
+    cluster.wait_ready(at, survives=0)
+    cluster.commit(at)
+    for one in cluster.nodes:
+        (why,) = notices(one, "unprotected")
+        assert "mirrors and parity need" in why
+        assert cluster.readiness(one, at)[-1].why in why
+    resource.prlimit(node.process.pid, resource.RLIMIT_FSIZE, (hard, hard))
+    again = cluster.protect(2)
+    cluster.lose(1)
+    cluster.restore(again)
+    cluster.check(again)
+
+
+def test_a_pace_bounds_what_is_sent_and_nothing_else(cluster: Cluster) -> None:
+    cluster.model = Model(own=1_000_000)
+    cluster.pace_bytes_s = 8e6
+    cluster.start(3)
+    cluster.begin()
+    cluster.employ()
+    at = cluster.protect(1)
+    for node in cluster.nodes:
+        seconds = node.work()["last_protect_s"]
+        assert isinstance(seconds, float)
+        assert seconds > 0.3  # 4 MB over two links at 4 MB/s each, the last block unpaced
+    cluster.lose(1)
+    cluster.restore(at)
+    cluster.check(at)

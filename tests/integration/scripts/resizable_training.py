@@ -123,6 +123,8 @@ def train(folder: Path, order: dict[str, object], rank: int, world_size: int) ->
     store = folder / f"store.{generation}"
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
     things = made(order, rank, world_size)
+    if order.get("narrow"):
+        _read_little_at_a_time()
     if order.get("older"):
         _forget_parts()
     dies = order.get("dies", "") if rank == world_size - 1 else ""
@@ -156,6 +158,13 @@ def _forget_parts() -> None:
 
     now = slots.make_layout
     slots.make_layout = lambda *args, **kwargs: replace(now(*args, **kwargs), knows_parts=False)
+
+
+def _read_little_at_a_time() -> None:
+    from ftrun.worker import remote_images, world_reader
+
+    remote_images.WINDOW_BYTES = 1 << 18
+    world_reader.MOST_BYTES = 1 << 15
 
 
 def become(folder: Path, order: dict[str, object], rank: int) -> None:

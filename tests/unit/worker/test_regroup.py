@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ftrun.snapshot.plain import decode, encode
@@ -32,6 +32,7 @@ def feed(handed_out: int, *, own: object = None, seed: int | None = None) -> dic
     }
 
 
+@settings(deadline=None)
 @given(counts, st.integers(1, 7))
 def test_no_sample_is_seen_twice_and_less_than_a_batch_of_each_rank_is_left_out(
     handed_out: list[int], size: int
