@@ -33,6 +33,16 @@ RUN = RunId("laziness")
 WIDTH = 600  # 600 x 600 floats are large enough to be copied in pieces
 
 
+_UNASKED = (
+    m.ArenaGranted
+    | m.VersionCommitted
+    | m.VersionReady
+    | m.AbandonVersion
+    | m.RestoreReady
+    | m.SmpNotice
+)
+
+
 class Run:
     """One worker's context, and the SMP behind it."""
 
@@ -53,6 +63,7 @@ class Run:
         self.commands, self.page = Page(self.command_fd), Page(create_page("beat"))
         self.ask(m.BeginGeneration(0, 1, [0]), self.command_fd)
         self.settings = SnapshotSettings(every=1, commit_wait_s=5)
+        self.group: list[m.NodePlace] = []
         self.sessions: list[Session] = []
 
     def attach(self, **given: object) -> Session:
@@ -64,7 +75,7 @@ class Run:
             done = self.committed_version()
             self.page = Page(create_page("beat"))
             self.ask(m.VoidAfter(done.generation, done.step))
-            self.ask(m.BeginGeneration(generation, 1, [0]), self.command_fd)
+            self.begin(generation, done)
         context = WorkerContext(
             run_id=RUN,
             rank=Rank(0),
@@ -88,12 +99,41 @@ class Run:
         self.sessions.append(made)
         return made
 
+    def begin(self, generation: int, restored: Version | None = None) -> None:
+        if self.group:
+            self.command_fd = create_command_page()
+            self.commands = Page(self.command_fd)
+        body = m.BeginGeneration(
+            generation,
+            1,
+            [0],
+            group=self.group,
+            node_id="n0",
+            parity=1,
+            restored=(restored.generation, restored.step) if restored else None,
+        )
+        self.agent.generation = generation
+        self.ask(body, self.command_fd)
+
+    def be_led(self) -> None:
+        """From now on the SMP waits for a lead's word, as on several nodes."""
+        self.group = [m.NodePlace("n0", 1, "127.0.0.1", 0, [0])]
+        self.begin(0)
+
+    def commit(self, step: int, generation: int = 0) -> None:
+        """The lead's word, once this node is ready."""
+        self.agent.send(m.CommitVersion(generation, step))
+        give_up_s = clock.now_s() + 10
+        while self.commands.get(Command.COMMITTED_STEP) != step:
+            assert clock.now_s() < give_up_s
+            os.sched_yield()
+
     def ask(self, body: m.AnyMessage, *fds: int) -> Received:
         """Ask the SMP; what it tells unasked is passed over."""
         self.agent.send(body, fds=fds)
         while True:
             received = self.agent.receive(deadline_s=10)
-            if not isinstance(received.body, m.ArenaGranted | m.VersionCommitted):
+            if not isinstance(received.body, _UNASKED):
                 return received
 
     def committed_version(self) -> Version:
@@ -122,7 +162,7 @@ class Run:
         for one in self.sessions:
             one.close()
         self.agent.close()
-        self.smp.terminate()
+        self.smp.kill()
         self.smp.wait(20)
 
 
@@ -540,3 +580,37 @@ def test_an_smp_that_is_gone_costs_snapshots_and_not_the_run(run: Run) -> None:
     assert session.step == 6
     assert run.page.get(Beat.SKIPPED_COUNT) >= 2
     assert not run.page.get(Beat.UNPROTECTED)
+
+
+def test_what_falls_due_while_a_version_is_protected_is_skipped_and_not_waited_for(
+    run: Run,
+) -> None:
+    run.be_led()
+    run.settings = SnapshotSettings(every=1, commit_wait_s=60)  # longer than this test may take
+    model, optimizer = made()
+    session = run.attach(model=model, optimizer=optimizer)
+    loop(session, model, optimizer, 4)
+    assert run.page.get(Beat.SEALED_COUNT) == 1
+    assert run.page.get(Beat.SKIPPED_COUNT) == 3
+    assert run.commands.get(Command.PROTECTING_STEP) == 1
+    assert run.commands.get(Command.ABANDONED_STEP) == -1
+    run.commit(1)
+    loop(session, model, optimizer, 5)
+    assert run.page.get(Beat.SEALED_STEP) == 5
+    assert run.commands.get(Command.ABANDONED_STEP) == 4
+
+
+def test_nothing_is_taken_after_a_restore_before_the_lead_has_committed_it(run: Run) -> None:
+    run.be_led()
+    model, optimizer = made()
+    loop(run.attach(model=model, optimizer=optimizer), model, optimizer, 1)
+    run.commit(1)
+    model, optimizer = made()
+    session = run.attach(model=model, optimizer=optimizer)
+    assert run.commands.get(Command.COMMITTED_IN) == -1
+    loop(session, model, optimizer, 3)
+    assert run.page.get(Beat.SEALED_COUNT) == 0
+    assert run.page.get(Beat.SKIPPED_COUNT) == 2
+    run.commit(1)
+    loop(session, model, optimizer, 4)
+    assert run.page.get(Beat.SEALED_STEP) == 4

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from virtual_cluster import VirtualCluster, available
 
 if reason := available():
@@ -25,6 +26,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "tests" / "integration" / "scripts" / "ranks_on_nodes.py"
+PAGE = ROOT / "docs" / "many-nodes.md"
 WAIT_S = 120.0
 NODES = (0, 1)
 
@@ -235,6 +237,38 @@ def test_a_pod_waits_until_its_name_has_an_address(
         2: "node1",
         3: "node1",
     }
+
+
+@pytest.mark.full
+def test_the_manifest_of_the_page_makes_one_run(
+    launch: Callable[[str], Launch], cluster: VirtualCluster
+) -> None:
+    """Its command and variables, with three pods for its five; Kubernetes itself is not here."""
+    (block,) = re.findall(r"^```yaml\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    service, job = yaml.safe_load_all(block)
+    pod = job["spec"]["template"]["spec"]
+    assert pod["subdomain"] == service["metadata"]["name"]
+    assert service["spec"]["clusterIP"] == "None"
+    assert job["spec"]["completions"] == job["spec"]["parallelism"]
+    (container,) = pod["containers"]
+    run = launch("run")
+    here = {"/secret/run": secret(run.folder), "/shared": run.folder / "checkpoints"}
+    launcher, *words, script = [here.get(word, word) for word in container["command"]]
+    assert (launcher, script) == ("ftrun", "train.py")
+    variables = {entry["name"]: entry["value"] for entry in container["env"]}
+    assert (
+        int(variables["PET_NNODES"]) + int(words[words.index("--spares") + 1])
+        == (job["spec"]["completions"])
+    )
+    variables |= {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "1"}
+    host, _, _ = variables["PET_RDZV_ENDPOINT"].partition(":")
+    name = f"{cluster.address(0)} {host}"
+    assert cluster.run(0, ["sh", "-c", f"echo '{name}' >> /etc/hosts"]).wait(WAIT_S) == 0
+    for node in range(3):
+        run.start(node, *words, env=variables)
+    assert [run.code(node) for node in range(3)] == [0, 0, 0], run.all_text
+    assert {note["node"] for note in run.begun().values()} == {"node0", "node1"}
+    assert "UNAUTHENTICATED" not in run.all_text
 
 
 # --- what is said when it cannot be ---------------------------------------------------------------

@@ -32,6 +32,40 @@ ONE_TASK_EACH = ("-N3", "--ntasks-per-node=1")
 SURVIVES = ("--no-kill", "--kill-on-bad-exit=0")
 OURS = ("SmpExited", "ZygoteExited", "adopted")
 
+ATTACHED = """
+import json, os, sys, time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import ftrun
+
+folder = Path(sys.argv[1])
+dist.init_process_group("gloo")
+model = DistributedDataParallel(torch.nn.Linear(8, 8))
+optimizer = torch.optim.AdamW(model.parameters())
+session = ftrun.attach(model=model, optimizer=optimizer)
+notes = open(folder / f"rank{dist.get_rank()}.jsonl", "a", 1)
+
+def note(kind, **fields):
+    fields |= {"generation": session.generation, "given": dict(os.environ)}
+    print(json.dumps({"kind": kind, "step": session.step, **fields}), file=notes)
+
+note("begun", restored=session.restored)
+for step in session.steps(10_000):
+    optimizer.zero_grad()
+    model(torch.ones(4, 8)).sum().backward()
+    optimizer.step()
+    note("step")
+    may_end = torch.tensor([float((folder / "go").exists())])
+    dist.all_reduce(may_end, op=dist.ReduceOp.MIN)
+    if may_end.item():
+        break
+    time.sleep(0.02)
+"""
+
 
 class Step:
     """One job of a user who has a home and a folder, both shared by all nodes."""
@@ -249,8 +283,8 @@ def test_several_tasks_on_a_node_are_told_what_is_missing(step: Step) -> None:
 # --- the job script of the pages ------------------------------------------------------------------
 
 
-def job_script(step: Step) -> Path:
-    """As it stands in docs/many-nodes.md, but for its sizes and the script."""
+def job_script(step: Step, script: Path) -> Path:
+    """As it stands in docs/many-nodes.md, but for its sizes, folders and the script."""
     text = next(
         block
         for block in re.findall(r"^```bash\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
@@ -259,18 +293,18 @@ def job_script(step: Step) -> Path:
     for there, here in (
         ("--nodes=5", "--nodes=3"),
         ("--nproc-per-node 8", "--nproc-per-node 1"),
-        ("--checkpoint-dir /shared/checkpoints ", ""),
-        (" train.py", f" {SCRIPT} {step.folder} 0"),
+        ("/shared/checkpoints", step.folder / "checkpoints"),
+        (" train.py", f" {script} {step.folder} 0"),
     ):
         assert text.count(there) == 1, there
-        text = text.replace(there, here)
+        text = text.replace(there, str(here))
     path = step.folder / "job.sh"
     path.write_text(text)
     return path
 
 
-def submit(step: Step) -> None:
-    step.start("sbatch", job_script(step))
+def submit(step: Step, script: Path) -> None:
+    step.start("sbatch", job_script(step, script))
     assert step.code() == 0, step.text
 
 
@@ -279,7 +313,7 @@ def job_state(step: Step) -> str:
 
 
 def test_a_job_outlives_the_node_of_its_batch_script(step: Step) -> None:
-    submit(step)
+    submit(step, SCRIPT)
     step.wait_for_steps(5)
     step.slurm.kill("node1")
     step.slurm.wait_until_down("node1")
@@ -291,18 +325,23 @@ def test_a_job_outlives_the_node_of_its_batch_script(step: Step) -> None:
     assert job_state(step) == "RUNNING"
 
 
-def test_a_job_that_is_out_of_time_begins_again(step: Step) -> None:
-    submit(step)
-    step.wait_for_steps(5)
+def test_a_job_that_is_out_of_time_goes_on_from_its_checkpoint(step: Step) -> None:
+    script = step.folder / "attached.py"
+    script.write_text(ATTACHED)
+    submit(step, script)
+    step.wait_for_steps(20)
     job_id = step.job_id
-    step.cancel("USR1")
+    step.slurm.ask("scancel", "--signal=USR1", job_id)  # as #SBATCH --signal=USR1@300
     step.wait_until("again in the queue", lambda: job_state(step) == "PENDING")
+    last = max(note["step"] for note in step.notes(0))
     step.wait_until("begun again", lambda: len(step.notes(1, "begun")) == 2)
-    again = step.notes(1, "begun")[1]["given"]
-    assert (again["SLURM_JOB_ID"], again["SLURM_RESTART_COUNT"]) == (job_id, "1")
+    again = step.notes(1, "begun")[1]
+    given = again["given"]
+    assert (given["SLURM_JOB_ID"], given["SLURM_RESTART_COUNT"]) == (job_id, "1")
+    assert again["restored"] is True
+    assert last <= again["step"] <= last + 1
     step.let_end()
     step.wait_until("done", lambda: not job_state(step))
-    assert f"JobId={job_id}" in step.slurm.ask("scontrol", "show", "job", job_id)
     assert "JobState=COMPLETED" in step.slurm.ask("scontrol", "show", "job", job_id)
 
 
