@@ -126,7 +126,14 @@ def measure(name: str, fault: Fault, run: NodesRun, count: int) -> list[float]:
         print(f"{name} {number + 1}: {found[-1]:7.3f} s", flush=True)
         for node in sorted(run.lost):
             run.bring_back(node)
+            take_in(run)
     return found
+
+
+def take_in(run: NodesRun) -> None:
+    """One more generation: only with that a node that has come back is a voter again."""
+    rest(run)
+    next_step_s(run, rank_kill(run, 0))
 
 
 def next_step_s(run: NodesRun, at_ns: int) -> float:
