@@ -130,6 +130,13 @@ class Commit:
 
 
 @dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """Write this node's part of this version to disk."""
+
+    version: Version
+
+
+@dataclass(frozen=True, slots=True)
 class Abandon:
     """Some rank has no seal of this step and never will."""
 
@@ -198,6 +205,7 @@ NodeCommand = (
     | HoldRanks
     | ReleaseRanks
     | Commit
+    | Checkpoint
     | Abandon
     | SetInterval
     | MovePeers

@@ -6,12 +6,11 @@ Gives:    whether all are here; who is turned away, and why.
 
 Rule 1: it waits for a lead that may look for it (see `ClusterSettings.blank_wait_s`), since an
         agent that was started again at the endpoint must find its run and not begin another.
-Rule 2: where one of those who join knows of a run, none is begun here: that one proposes itself.
 """
 
 from ftrun.recovery.commands import Command, Send
 from ftrun.recovery.settings import ClusterSettings
-from ftrun.wire.cluster import Gathering, Join, NodeCard, TurnedAway
+from ftrun.wire.cluster import Gathering, NodeCard, TurnedAway
 
 
 class Gatherer:
@@ -22,27 +21,23 @@ class Gatherer:
         self._me = me
         self._settings = settings
         self._begun_s = self._last_came_s = now_s
-        self._knowing: set[str] = set()
-        """Nodes that know of a run."""
 
-    def join(self, sender: str, body: Join, *, now_s: float) -> list[Command]:
+    def join(self, sender: str, card: NodeCard, *, now_s: float) -> list[Command]:
         """Take a node in, or turn it away."""
-        card = body.card
         if card.node_id == self._me.node_id:
             return [Send(sender, TurnedAway(_taken(card, self._me)))]
         here = self.cards.get(card.node_id)
+        if here is not None and here.incarnation != card.incarnation and here.host != card.host:
+            return [Send(sender, TurnedAway(_taken(card, here)))]
         if here != card:
             self._last_came_s = now_s
         self.cards[card.node_id] = card
-        if body.knows >= 0:
-            self._knowing.add(card.node_id)
         wishes = self._settings.wishes
         return [Send(sender, Gathering(sorted(self.cards), wishes.max_nodes + wishes.spares))]
 
     def gone(self, node_id: str) -> None:
         """It has closed its connection; where it comes back it joins again."""
         self.cards.pop(node_id, None)
-        self._knowing.discard(node_id)
 
     def is_complete(self, *, now_s: float) -> bool:
         """Whether the first generation may begin.
@@ -50,7 +45,7 @@ class Gatherer:
         With all that were wished for at once; with enough of them once nobody has come for
         `settle_s`.
         """
-        if self._knowing or now_s - self._begun_s < self._settings.blank_wait_s:
+        if now_s - self._begun_s < self._settings.blank_wait_s:
             return False
         wishes, here = self._settings.wishes, len(self.cards)
         if here >= wishes.max_nodes + wishes.spares:
@@ -59,12 +54,13 @@ class Gatherer:
 
     def missing(self) -> str:
         """Who is here and how many are wanted, in words."""
-        wishes = self._settings.wishes
-        return f"{', '.join(sorted(self.cards))} are here; {wishes.min_nodes} are needed"
+        names, wishes = sorted(self.cards), self._settings.wishes
+        verb = "is" if len(names) == 1 else "are"
+        return f"{', '.join(names)} {verb} here, and {wishes.min_nodes} nodes are needed"
 
 
-def _taken(card: NodeCard, me: NodeCard) -> str:
+def _taken(card: NodeCard, here: NodeCard) -> str:
     return (
-        f"{me.host} and {card.host} are both named {card.node_id}. Name each node differently with "
-        "--node-id"
+        f"{here.host} and {card.host} are both named {card.node_id}. Name each node differently "
+        "with --node-id"
     )

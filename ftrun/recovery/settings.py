@@ -23,8 +23,6 @@ class ClusterSettings:
     blank_wait_s: float = 2.0
     """A newcomer at the endpoint waits so long for a lead that looks for it."""
     redial_s: float = 0.5
-    answer_s: float = 30.0
-    """How long one node that is there, but does not answer, may keep all others waiting."""
     failures_per_hour: int = 3
     erasure_data: int | None = None
     erasure_parity: int = 0
@@ -32,5 +30,7 @@ class ClusterSettings:
     erasure: bool = True
     has_checkpoints: bool = False
     """There is a place for checkpoints, so a state that is lost may be there."""
+    checkpoint_every_s: float = 0.0
+    """Between two checkpoints of a run over several nodes; 0: none, or they are not the lead's."""
     same_boundary_s: float = 1.0
     """How far ahead a common boundary is named: longer than a heartbeat and its way."""

@@ -15,7 +15,7 @@ Rule 3: all else is erasure-coded. A node's coded runs, rank after rank, are one
         that is cut into blocks (`stripe_space.py`).
 Rule 4: what has been found to differ once is coded as long as the generation lasts.
 
-Source: REFT (arXiv 2310.12670) has the first two ideas, as far as it could be read.
+Source: natural replicas that need no parity are those of ARC; see docs/papers.md.
 """
 
 from collections import Counter, defaultdict

@@ -3,7 +3,6 @@
 from dataclasses import replace
 from signal import SIGINT, SIGTERM
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,21 +13,16 @@ from ftrun.events import (
     GenerationStarted,
     Kind,
     Progress,
-    SmpExited,
     StopAsked,
     Tick,
     WorkerExit,
     WorkersExited,
-    ZygoteExited,
 )
 from ftrun.ids import Generation, Rank, Step
 from ftrun.recovery.commands import (
     AskLastSnapshot,
     EndRun,
-    GoOnWithout,
     KillWorkers,
-    RespawnSmp,
-    RespawnZygote,
     SignalWorkers,
     StartGeneration,
 )
@@ -210,25 +204,19 @@ def test_ends_of_workers_between_two_generations_are_not_news() -> None:
     assert made.handle(ends(killed(1), at=progress(7)), now_s=0.0) == []
 
 
-@pytest.mark.parametrize(
-    ("event", "respawn"),
-    [(SmpExited("the SMP died"), RespawnSmp), (ZygoteExited("the zygote died"), RespawnZygote)],
-)
-def test_own_parts_are_respawned_until_they_die_too_often(
-    event: Event, respawn: type[RespawnSmp | RespawnZygote]
-) -> None:
-    made = supervisor()
-    for _ in range(5):
-        assert isinstance(made.handle(event, now_s=1.0)[0], respawn)
-    assert isinstance(made.handle(event, now_s=1.0)[0], GoOnWithout)
-    assert isinstance(made.handle(event, now_s=1000.0)[0], respawn)
-
-
-def test_own_parts_are_not_respawned_after_the_end() -> None:
+def test_nothing_follows_the_end() -> None:
     made = supervisor()
     made.handle(ends(finished(0), finished(1), at=progress(1)), now_s=0.0)
-    assert made.handle(SmpExited("gone"), now_s=1.0) == []
     assert made.handle(StopAsked(SIGTERM, "late", attached=True), now_s=1.0) == []
+
+
+def test_a_successor_is_as_strict() -> None:
+    made = supervisor()
+    made.handle(ends(killed(), at=progress(3)), now_s=10.0)
+    heir = Supervisor(made._policy, world_size=2)
+    heir.succeed(made.history(now_s=30.0), now_s=100.0)
+    assert heir.state is State.RUNNING
+    assert heir.history(now_s=100.0) == made.history(now_s=30.0)
 
 
 def test_stop_takes_a_last_snapshot_then_signals_then_ends() -> None:
@@ -313,8 +301,6 @@ EVENTS = st.one_of(
         st.integers(0, 5),
     ),
     st.builds(lambda attached: StopAsked(SIGTERM, "SIGTERM", attached), st.booleans()),
-    st.just(SmpExited("smp")),
-    st.just(ZygoteExited("zygote")),
 )
 
 
