@@ -239,7 +239,8 @@ def test_a_signal_to_every_process_stops_it_alike_on_every_node(
     assert step.code() == code
     assert codes_of_tasks(step) == {"node1": code, "node2": code, "node3": code}
     assert step.journal(*OURS, "StartGeneration") == step.journal("StartGeneration")
-    assert len(step.journal("StopAsked")) == 3  # not twice by stub and Slurm
+    asked = [line["node"] for line in step.journal("StopAsked")]
+    assert sorted(asked) == sorted(set(asked))  # not twice, by Slurm and by the stub
     assert not step.journal("KillWorkers")
 
 
