@@ -15,7 +15,8 @@
     |   |-- RanksDiffer                       they hold different things under one name
     |   |-- SnapshotCorrupt                   a digest does not match
     |   |-- FragmentRefused                   a block is not the one that was asked for
-    |   `-- StripeLost                        fewer good fragments than data blocks
+    |   |-- StripeLost                        fewer good fragments than data blocks
+    |   `-- FetchFailed                       a restored version cannot be had from other nodes
     |-- CheckpointError             exit 77   a checkpoint on disk cannot be used
     |-- PeerError                   exit 75   another process is gone or broke the protocol
     |   |-- PeerLost
@@ -225,6 +226,10 @@ class StripeLost(SnapshotError):
             f"{what} cannot be rebuilt: {why}. Resume from an older version or a checkpoint. "
             f"What is missing or was set aside:{lines}"
         )
+
+
+class FetchFailed(SnapshotError):
+    """What a restored version needs is on no node that can be asked."""
 
 
 class CheckpointError(FtrunError):

@@ -9,7 +9,8 @@ from typing import Any
 
 from ftrun import clock
 from ftrun.agent.brain import Brain
-from ftrun.recovery.lead import Lead, Peer
+from ftrun.recovery.attendance import Peer
+from ftrun.recovery.lead import Lead
 from ftrun.wire.cluster import Beat, Plan
 
 

@@ -31,7 +31,7 @@ def begin_generation(
         small_state_bytes=spec.profile.erasure.small_state_bytes,
         restored=version,
         restored_world_size=plan.restore_world_size if version == plan.restore else 0,
-        protected_in=plan.protected_in,
+        protected_in=plan.protected_in(node_id),
         restore_from=_sources(plan, ranks, restored, smp),
     )
 

@@ -15,8 +15,10 @@ the earlier one's ranks cannot go on.
 Rule 1: a voter promises each number to one proposer, and never a lower number after a higher.
 Rule 2: a generation takes effect with the acceptances of a majority of the voters of the last
         one. Was another accepted in between, then of its voters too: it may have taken effect.
+        And of whose majorities that one needed: what came before it may have taken effect.
 Rule 3: a voter is a node id and an incarnation. Its successor in the same node is another one,
-        and proof that the first can vote no more.
+        and proof that the first can vote no more. What the first had accepted is known only
+        where the successor has its memory.
 Rule 4: where no voter is left that could be part of another majority, none is needed. So a run
         whose agents were all started again goes on from what they have kept.
 """
@@ -24,10 +26,7 @@ Rule 4: where no voter is left that could be part of another majority, none is n
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
-from ftrun.wire.cluster import Accepted, NodeCard, Plan, Promise
-
-Identity = tuple[str, int]
-"""Node id and incarnation."""
+from ftrun.wire.cluster import Accepted, Identity, NodeCard, Plan, Promise, Voters
 
 Electorate = frozenset[Identity]
 
@@ -41,21 +40,32 @@ def electorate(cards: Iterable[NodeCard]) -> Electorate:
 
 
 def carries(
-    voters: Electorate, agreed: Collection[Identity], dead: Collection[Identity], *, refused: bool
+    voters: Electorate,
+    agreed: Collection[Identity],
+    *,
+    dead: Collection[Identity] = (),
+    gone: Collection[Identity] = (),
 ) -> bool:
     """Whether those who agree may decide for all voters.
+
+    Without a majority it needs all: each voter agrees, or is known to be no more. Then nobody can
+    decide otherwise from now on; and nobody has done so unknown to us, as long as those who agree
+    and those whose memory is here are at least half.
 
     Args:
         voters: all of them.
         agreed: who has said yes.
-        dead: incarnations that are known to be no more, because their successor is here.
-        refused: the other one of two voters is gone as well: its kernel has said so.
+        dead: incarnations that are no more, and what they had accepted is known.
+        gone: incarnations that are no more, and it is not known.
     """
     yes = voters & set(agreed)
     if 2 * len(yes) > len(voters):
         return True
-    left = voters - yes - set(dead)
-    return not left or (refused and len(voters) == 2 and len(yes) == 1)
+    known = yes | (voters & set(dead))
+    left = voters - known
+    if not left:
+        return True
+    return bool(yes) and left <= set(gone) and 2 * len(known) >= len(voters)
 
 
 @dataclass
@@ -91,15 +101,14 @@ class Ballot:
     why: str
     base_generation: int
     """The newest generation that is known to have taken effect; -1: none has."""
-    base: Electorate
-    """Its voters."""
+    needs: dict[int, Electorate]
+    """Whose majorities it needs: the base's, and those of plans that may have taken effect. Empty
+    while nobody knows of any generation."""
     begun_s: float
     promises: dict[str, Promise] = field(default_factory=dict)
     accepted: dict[str, Accepted] = field(default_factory=dict)
     plan: Plan | None = None
     """What was announced, once it was."""
-    maybe: dict[int, Electorate] = field(default_factory=dict)
-    """Voters of plans that may have taken effect without our knowledge, by generation."""
 
     def take_promise(self, promise: Promise) -> None:
         self.promises[promise.card.node_id] = promise
@@ -107,20 +116,40 @@ class Ballot:
         if effective is not None and effective.generation > self.base_generation:
             # Newer than what we knew: its voters decide, and those before it no more.
             self.base_generation = effective.generation
-            self.base = electorate(effective.voters)
+            self.needs[effective.generation] = electorate(effective.voters)
         if accepted is not None:
-            self.maybe[accepted.generation] = electorate(accepted.voters)
-        self.maybe = {at: who for at, who in self.maybe.items() if at > self.base_generation}
+            self.mind(accepted)
+        self.needs = {at: who for at, who in self.needs.items() if at >= self.base_generation}
+
+    def mind(self, plan: Plan) -> None:
+        """This plan may have taken effect, or any that it was to follow."""
+        self.needs[plan.generation] = electorate(plan.voters)
+        for voters in plan.decided_by:
+            self.needs.setdefault(voters.generation, frozenset(voters.who))
 
     def newest_plan(self) -> Plan | None:
         """The newest plan that somebody brought, whether it has taken effect or may have."""
         found = [p for has in self.promises.values() for p in (has.effective, has.accepted) if p]
         return max(found, key=lambda plan: plan.generation, default=None)
 
-    def is_promised(self, *, refused: bool) -> bool:
+    def decided_by(self) -> list[Voters]:
+        """Whose majorities it needs; of the first generation those who are here are the voters."""
+        first = {-1: electorate(has.card for has in self.promises.values())}
+        return [Voters(at, sorted(who)) for at, who in sorted((self.needs or first).items())]
+
+    def announce(self, plan: Plan) -> None:
+        self.plan = plan
+        self.needs = {voters.generation: frozenset(voters.who) for voters in plan.decided_by}
+
+    def is_promised(self, refused: Collection[str]) -> bool:
+        """Whether it may be announced.
+
+        Args:
+            refused: nodes whose kernels say that no agent is there.
+        """
         return self._is_carried({identity(has.card) for has in self.promises.values()}, refused)
 
-    def is_accepted(self, *, refused: bool) -> bool:
+    def is_accepted(self, refused: Collection[str]) -> bool:
         """Whether it takes effect: carried, and kept by each of its members."""
         if self.plan is None:
             return False
@@ -128,22 +157,27 @@ class Ballot:
         members = {node.node_id for node in self.plan.members}
         return members <= self.accepted.keys() and self._is_carried(agreed, refused)
 
-    def _is_carried(self, agreed: Collection[Identity], refused: bool) -> bool:
-        at = {self.base_generation: self.base, **self.maybe}
+    def _is_carried(self, agreed: Collection[Identity], refused: Collection[str]) -> bool:
         return all(
-            carries(who, agreed, self._dead(who, generation), refused=refused)
-            for generation, who in at.items()
+            carries(who, agreed, dead=dead, gone=gone)
+            for generation, who in self.needs.items()
+            for dead, gone in [self._no_more(who, generation, refused)]
         )
 
-    def _dead(self, voters: Electorate, generation: int) -> set[Identity]:
-        """Voters whose successor is here and has kept what they knew.
+    def _no_more(
+        self, voters: Electorate, generation: int, refused: Collection[str]
+    ) -> tuple[set[Identity], set[Identity]]:
+        """Voters that are no more: whose memory is here, and whose is not.
 
-        One that knows nothing (its node was switched off) proves that its predecessor is gone,
-        but not what that had accepted.
+        A successor is proof. Of two voters, the other one's kernel is believed as well.
         """
-        here = {
-            has.card.node_id: has.card.incarnation
-            for has in self.promises.values()
-            if has.knows >= generation
-        }
-        return {who for who in voters if here.get(who[0], who[1]) != who[1]}
+        dead: set[Identity] = set()
+        gone: set[Identity] = set()
+        for who in voters:
+            here = self.promises.get(who[0])
+            if here is None:
+                if len(voters) == 2 and who[0] in refused:
+                    gone.add(who)
+            elif here.card.incarnation != who[1]:
+                (dead if here.knows >= max(generation, 0) else gone).add(who)
+        return dead, gone

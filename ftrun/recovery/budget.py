@@ -32,6 +32,10 @@ class RestartBudget:
     def spend(self, *, now_s: float) -> None:
         self._spent_s.append(now_s)
 
+    def forget(self) -> None:
+        """Begin anew."""
+        self._spent_s.clear()
+
     def ages_s(self, *, now_s: float) -> list[float]:
         """How long ago each counted restart was; `spend` at those times makes an equal budget."""
         self.used(now_s=now_s)

@@ -8,11 +8,14 @@ Rule 1: a promise is given only when this node's workers are dead, so a generati
         promised by a majority finds no majority of the last one running.
 Rule 2: whoever hears its lead promises nobody else: an agent that is cut off from the lead alone
         must not end a healthy generation.
-Rule 3: what a lead orders counts for the generation it names, and for no other.
+Rule 3: what a lead orders counts for the generation it names, and for no other; and for nobody
+        who has promised a later one.
+Rule 4: what an agent has accepted is told apart from what it was told: only the first proves
+        what its predecessors knew.
 """
 
 from ftrun.ids import version
-from ftrun.recovery.ballots import Identity, Vote, identity
+from ftrun.recovery.ballots import Vote, identity
 from ftrun.recovery.commands import (
     Abandon,
     Adopt,
@@ -33,12 +36,14 @@ from ftrun.recovery.happenings import Adopted, Quiesced
 from ftrun.wire.cluster import (
     Accepted,
     Announce,
+    Identity,
     LeadBeat,
     NodeCard,
     NotPromised,
     Plan,
     Prepare,
     Promise,
+    VersionPair,
 )
 
 
@@ -48,11 +53,17 @@ class Follower:
     def __init__(self, me: NodeCard, kept: Plan | None, *, took_effect: bool) -> None:
         self.me = me
         self.vote = Vote()
-        self.plan: Plan | None = kept if took_effect else None
+        self.plan: Plan | None = None
         """The newest generation that is known to have taken effect."""
-        self._kept = kept
-        """The newest plan that an earlier agent of this node, or another node, has accepted."""
+        self.is_member = False
+        """This agent runs ranks of that generation."""
         self.is_ended = False
+        self.heard = 0
+        """Number of the newest heartbeat of the lead that is followed."""
+        self.committed: VersionPair | None = None
+        """The newest commit it has heard of."""
+        self._kept = kept
+        """The newest plan that an earlier agent of this node has accepted."""
         self._quiesced: Quiesced | None = None
         self._adopted: Adopted | None = None
         self._prepare: tuple[str, Prepare] | None = None
@@ -61,31 +72,35 @@ class Follower:
         if kept is not None:
             # Nobody may be promised a number that the last life of this node may have promised.
             self.vote.promised = kept.generation
+            if took_effect:
+                self._effective(kept)
 
     @property
     def generation(self) -> int:
         return self.plan.generation if self.plan is not None else -1
 
     @property
+    def is_in_ballot(self) -> bool:
+        """It has promised a generation of which it does not know that it took effect."""
+        return self.vote.promised > self.generation
+
+    @property
     def knows(self) -> int:
-        """The newest generation that was accepted here, whether it took effect or not."""
-        newest = self.newest_plan
-        return newest.generation if newest is not None else -1
+        """The newest generation that was accepted here, in this life or an earlier one."""
+        return max(
+            (plan.generation for plan in (self.vote.accepted, self._kept) if plan is not None),
+            default=-1,
+        )
 
     @property
     def newest_plan(self) -> Plan | None:
+        """The newest one that it knows, whether it took effect or may have."""
         plans = [plan for plan in (self.plan, self.vote.accepted, self._kept) if plan is not None]
         return max(plans, key=lambda plan: plan.generation, default=None)
 
-    @property
-    def is_member(self) -> bool:
-        node = self.plan.member(self.me.node_id) if self.plan is not None else None
-        return node is not None and node.card.incarnation == self.me.incarnation
-
-    def learn(self, plan: Plan) -> None:
-        """Another node has accepted this plan."""
-        if plan.generation > self.knows:
-            self._kept = plan
+    def begin_to_follow(self) -> None:
+        """Another lead counts its heartbeats anew."""
+        self.heard = 0
 
     # --- a ballot ---------------------------------------------------------------------------
 
@@ -133,6 +148,7 @@ class Follower:
             effective=plan if plan is not None and plan.generation > body.knows else None,
             accepted=newest if maybe else None,
             knows=self.knows,
+            committed=self.committed,
             holdings=self._quiesced.holdings,
             store_port=self._quiesced.store_port,
             smp_port=self._quiesced.smp_port,
@@ -162,28 +178,49 @@ class Follower:
 
     # --- a generation -----------------------------------------------------------------------
 
-    def obey(self, body: LeadBeat) -> list[Command]:
-        """Do what is new in a lead's heartbeat."""
-        accepted = self.vote.accepted
-        found: list[Command] = []
-        if accepted is not None and body.generation == accepted.generation > self.generation:
-            self.plan = accepted
-            self._done = LeadBeat(generation=body.generation)
-            if self.is_member:
-                found.append(RunGeneration(accepted))
-        if body.ended and not self.is_ended:
-            self.is_ended = True
-            if body.committed is not None and self.is_member:
-                # It is what the last checkpoint is made of.
-                found.append(Commit(version(*body.committed)))
-            found.append(EndRun(body.exit_code, body.why, body.cause, body.advice))
+    def obey(self, sender: str, body: LeadBeat) -> list[Command]:
+        """Do what is new in the heartbeat of the lead that is followed."""
+        if body.number <= self.heard:
+            return []  # it is late, or came twice
+        self.heard = body.number
+        found = self._learn_of_effect(sender, body)
+        if body.ended:
+            if not self.is_ended:
+                self.is_ended = True
+                is_ours = self.is_member and body.generation == self.generation
+                if is_ours and body.committed is not None:
+                    # It is what the last checkpoint is made of.
+                    found.append(Commit(version(*body.committed)))
+                found.append(EndRun(body.exit_code, body.why, body.cause, body.advice))
             return found
-        if body.generation != self.generation or self.vote.promised > body.generation:
+        if body.generation != self.generation:
+            return found
+        self.committed = body.committed or self.committed
+        if self.is_in_ballot:
             return found
         if self.is_member:
             found += self._new_orders(body)
         self._done = body
         return found
+
+    def _learn_of_effect(self, sender: str, body: LeadBeat) -> list[Command]:
+        accepted = self.vote.accepted
+        if accepted is None or not body.generation == accepted.generation > self.generation:
+            return []
+        # Whoever leads in its proposer's stead wants another one.
+        return self._took_effect(accepted) if accepted.lead == sender else []
+
+    def _took_effect(self, plan: Plan) -> list[Command]:
+        self._effective(plan)
+        # Whoever has promised a later one meanwhile has ended its ranks, and starts none.
+        runs = self.is_member and not self.is_in_ballot
+        return [RunGeneration(plan)] if runs else []
+
+    def _effective(self, plan: Plan) -> None:
+        self.plan = plan
+        node = plan.member(self.me.node_id)
+        self.is_member = node is not None and node.card.incarnation == self.me.incarnation
+        self._done = LeadBeat(generation=plan.generation)
 
     def _new_orders(self, body: LeadBeat) -> list[Command]:
         done = self._done
@@ -207,12 +244,13 @@ class Follower:
         return found
 
     def take_current(self, plan: Plan) -> list[Command]:
-        """A lead has taken us in beside a generation that we have no part in."""
+        """A lead has taken us in beside a generation, or in one that we have accepted."""
         if plan.generation <= self.generation:
             return []
+        if self.vote.accepted == plan:
+            return self._took_effect(plan)
         found: list[Command] = []
-        if self.plan is not None:
+        if self.is_member:
             found.append(KillWorkers(f"generation {plan.generation} has begun without this node"))
-        self.plan = plan
-        self._done = LeadBeat(generation=plan.generation)
+        self._effective(plan)
         return found

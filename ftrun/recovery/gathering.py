@@ -6,11 +6,12 @@ Gives:    whether all are here; who is turned away, and why.
 
 Rule 1: it waits for a lead that may look for it (see `ClusterSettings.blank_wait_s`), since an
         agent that was started again at the endpoint must find its run and not begin another.
+Rule 2: where one of those who join knows of a run, none is begun here: that one proposes itself.
 """
 
 from ftrun.recovery.commands import Command, Send
 from ftrun.recovery.settings import ClusterSettings
-from ftrun.wire.cluster import Gathering, NodeCard, TurnedAway
+from ftrun.wire.cluster import Gathering, Join, NodeCard, TurnedAway
 
 
 class Gatherer:
@@ -21,9 +22,12 @@ class Gatherer:
         self._me = me
         self._settings = settings
         self._begun_s = self._last_came_s = now_s
+        self._knowing: set[str] = set()
+        """Nodes that know of a run."""
 
-    def join(self, sender: str, card: NodeCard, *, now_s: float) -> list[Command]:
+    def join(self, sender: str, body: Join, *, now_s: float) -> list[Command]:
         """Take a node in, or turn it away."""
+        card = body.card
         if card.node_id == self._me.node_id:
             return [Send(sender, TurnedAway(_taken(card, self._me)))]
         here = self.cards.get(card.node_id)
@@ -32,12 +36,15 @@ class Gatherer:
         if here != card:
             self._last_came_s = now_s
         self.cards[card.node_id] = card
+        if body.knows >= 0:
+            self._knowing.add(card.node_id)
         wishes = self._settings.wishes
         return [Send(sender, Gathering(sorted(self.cards), wishes.max_nodes + wishes.spares))]
 
     def gone(self, node_id: str) -> None:
         """It has closed its connection; where it comes back it joins again."""
         self.cards.pop(node_id, None)
+        self._knowing.discard(node_id)
 
     def is_complete(self, *, now_s: float) -> bool:
         """Whether the first generation may begin.
@@ -45,7 +52,7 @@ class Gatherer:
         With all that were wished for at once; with enough of them once nobody has come for
         `settle_s`.
         """
-        if now_s - self._begun_s < self._settings.blank_wait_s:
+        if self._knowing or now_s - self._begun_s < self._settings.blank_wait_s:
             return False
         wishes, here = self._settings.wishes, len(self.cards)
         if here >= wishes.max_nodes + wishes.spares:

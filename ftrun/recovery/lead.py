@@ -1,4 +1,4 @@
-"""The lead: who is there, who is lost, and the ballots that make the next generation.
+"""The lead: who is there, who is lost, and what follows from it for the run.
 
 Runs in:  the agent that leads, or that tries to. Pure.
 Takes in: connections, promises, heartbeats, time.
@@ -7,246 +7,289 @@ Survives: nothing, and need not: the next agent in order knows as much as the re
 
 Rule 1: one ballot at a time. Whoever is lost while it runs, and had a place in it, ends it, and
         the next one has a higher number.
-Rule 2: a closed connection leads to one dial. Refused means dead; no answer means silent, and
-        silence counts after the deadline.
-Rule 3: a lead whose voters it does not hear could have been replaced: it holds its ranks before
-        anybody could have done so.
+Rule 2: the loss of a node leads to a ballot first. Whether the run goes on at all is decided
+        once the ballot is promised: a lead that was cut off must not end a run that goes on.
+Rule 3: a lead whose voters do not hear it could have been replaced: it has all ranks wait before
+        anybody could have done so, and decides nothing.
+Rule 4: where the newest committed version cannot be had, and nodes are missing that may hold
+        it, the run waits for them. It never begins anew in silence.
 """
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 
 from ftrun.errors import ExitCode
 from ftrun.ids import version
-from ftrun.recovery.ballots import Ballot, electorate
+from ftrun.recovery.attendance import Peer, Peers
+from ftrun.recovery.ballots import Ballot, identity
 from ftrun.recovery.commands import (
     Command,
     Dial,
     EndRun,
+    KillWorkers,
     Note,
     Send,
     StartGeneration,
     SupervisorCommand,
 )
+from ftrun.recovery.election import Election, Stage
+from ftrun.recovery.growth import Growth
 from ftrun.recovery.oversight import Oversight
 from ftrun.recovery.places import NotEnough, assign
-from ftrun.recovery.planning import make_plan
+from ftrun.recovery.planning import StateMissing, make_plan
 from ftrun.recovery.settings import ClusterSettings
 from ftrun.wire.cluster import (
     Accepted,
-    Announce,
     Beat,
     LeadBeat,
+    LeadIs,
     NodeCard,
     NotPromised,
     Plan,
-    Prepare,
     Promise,
 )
 
+_ASK_AGAIN_PLACE = 4
+"""So patiently it asks again for what nodes hold, as if there were so many proposers before it."""
 
-@dataclass
-class Peer:
-    """What the lead knows of another agent, or of its own."""
-
-    card: NodeCard
-    heard_s: float
-    linked: bool = False
-    refused: bool = False
-    lost: str = ""
-    """Why it counts as lost; empty while it does not."""
-    dialled_s: float = -1e9
+_RESTARTED = "its agent was started again"
 
 
-@dataclass
 class Lead:
     """One agent's leadership, from the moment it proposes itself."""
 
-    me: NodeCard
-    settings: ClusterSettings
-    oversight: Oversight
-    plan: Plan | None
-    """The newest generation that is known to have taken effect."""
-    unsure: Plan | None = None
-    """A newer one that was accepted here, and may have."""
-    peers: dict[str, Peer] = field(default_factory=dict)
-    ballot: Ballot | None = None
-    paused_since_s: float | None = None
-    paused_why: str = ""
-    ending: EndRun | None = None
-    _again_s: float | None = None
-    _again_why: str = ""
-    _highest: int = -1
-    _ended: set[str] = field(default_factory=set)
-    _ending_since_s: float = 0.0
-    _said: LeadBeat = field(default_factory=lambda: LeadBeat(generation=-1))
-    _first_voters: list[NodeCard] = field(default_factory=list)
+    def __init__(
+        self,
+        me: NodeCard,
+        settings: ClusterSettings,
+        oversight: Oversight,
+        plan: Plan | None,
+        unsure: Plan | None,
+        *,
+        links: Mapping[str, int],
+    ) -> None:
+        """Take what this agent knows.
+
+        Args:
+            me: this agent.
+            settings: of the run.
+            oversight: a new one.
+            plan: the newest generation that is known to have taken effect.
+            unsure: the newest one that this agent knows of; it may have.
+            links: incarnations of the agents there are connections to, by node id.
+        """
+        self.me = me
+        self.settings = settings
+        self.oversight = oversight
+        self.plan = plan
+        self.unsure = unsure
+        self.known = Peers(me, settings)
+        self._links = links
+        self.paused_since_s: float | None = None
+        self.paused_why = ""
+        self.ending: EndRun | None = None
+        self.is_doubtful = False
+        """This lead may have been replaced without knowing it."""
+        self._election = Election(me, settings, self.known)
+        self._growth = Growth(settings)
+        self._history_of = -1
+        """The newest generation whose lead's history this one goes on from."""
+        self._is_effective = False
+        """A generation of this lead has taken effect."""
+        self._untold: dict[str, str] = {}
+        """Members that were lost, of which the supervisor does not know yet, and why."""
+        self._paused_end = EndRun(ExitCode.NOT_ENOUGH_NODES, "")
+        self._look_s = 0.0
+        self._ended: set[str] = set()
+        self._ending_since_s = 0.0
+
+    @property
+    def peers(self) -> dict[str, Peer]:
+        return self.known.by_id
+
+    @property
+    def ballot(self) -> Ballot | None:
+        return self._election.ballot
+
+    @property
+    def is_settled(self) -> bool:
+        """It leads a generation that has taken effect, and wants no other."""
+        return self._is_effective and self.ballot is None and self.ending is None
 
     # --- who is there -------------------------------------------------------------------------
 
     def add(self, card: NodeCard, *, now_s: float, linked: bool) -> list[Command]:
         """A node has come, or an agent was started again on one."""
         found: list[Command] = []
-        old = self.peers.get(card.node_id)
+        old = self.known.get(card.node_id)
         if old is not None and old.card.incarnation != card.incarnation and not old.lost:
-            found += self._lose(old, "its agent was started again", now_s)
+            found += self._lose(old, _RESTARTED, now_s)
         if old is None or old.card.incarnation != card.incarnation or old.lost:
-            self.peers[card.node_id] = Peer(card, now_s, linked)
+            peer = self.known.put(card, now_s=now_s, linked=linked)
             found.append(Note("NodeJoined", f"node {card.node_id} has come", {"host": card.host}))
-        if self.ballot is not None:
-            found += self._ask(self.peers[card.node_id])
+            found += self._election.joined(peer, now_s=now_s)
         return found
 
-    def opened(self, node_id: str, *, now_s: float) -> list[Command]:
-        peer = self.peers.get(node_id)
-        if peer is None:
+    def has_link(self, card: NodeCard) -> bool:
+        return self._links.get(card.node_id) == card.incarnation
+
+    def meet(self, card: NodeCard, *, now_s: float) -> list[Command]:
+        """Somebody has named this agent: a voter, or another proposer."""
+        peer = self.known.get(card.node_id)
+        is_known = peer is not None and (not peer.lost or identity(peer.card) == identity(card))
+        if is_known or card.node_id == self.me.node_id:
             return []
-        peer.linked, peer.refused, peer.heard_s = True, False, now_s
-        return self._ask(peer)
+        return self.add(card, now_s=now_s, linked=self.has_link(card))
+
+    def opened(self, node_id: str, incarnation: int, *, now_s: float) -> list[Command]:
+        """There is a connection. Whoever is new, or was lost, is told who leads."""
+        peer = self.known.get(node_id)
+        known = self.plan.generation if self.plan is not None else -1
+        lead_is = Send(node_id, LeadIs(self.me, known, self.is_settled))
+        if peer is None:
+            return [lead_is]
+        if peer.card.incarnation != incarnation:
+            found = [] if peer.lost else self._lose(peer, _RESTARTED, now_s)
+            return [*found, lead_is]
+        self.known.opened(peer, now_s=now_s)
+        if peer.lost:
+            return self.back_again(peer, now_s=now_s)
+        return [*self._election.ask(peer, now_s=now_s), Send(node_id, self._heartbeat(now_s))]
+
+    def back_again(self, peer: Peer, *, now_s: float) -> list[Command]:
+        """A node that was lost is heard again: it comes in anew, beside what has gone on."""
+        known = self.plan.generation if self.plan is not None else -1
+        told = LeadIs(self.me, known, self.is_settled)
+        found = self.add(peer.card, now_s=now_s, linked=True)
+        return [*found, Send(peer.card.node_id, told)]
 
     def closed(self, node_id: str, *, now_s: float) -> list[Command]:
-        peer = self.peers.get(node_id)
-        if peer is None or peer.lost:
+        peer = self.known.get(node_id)
+        if peer is None:
             return []
-        peer.linked, peer.dialled_s = False, now_s
+        peer.linked = False
+        if peer.lost:
+            return []
+        peer.dialled_s = now_s
         return [Dial(peer.card.host, peer.card.port, node_id)]
 
     def dial_failed(self, node_id: str, *, refused: bool, now_s: float) -> list[Command]:
-        peer = self.peers.get(node_id)
-        if peer is None or peer.linked:
+        peer = self.known.get(node_id)
+        if peer is None or peer.linked or not refused:
             return []
-        peer.refused |= refused
-        if refused and not peer.lost:
+        is_news = not peer.refused
+        peer.refused = True
+        if not peer.lost:
             return self._lose(peer, "its agent is dead: the connection is refused", now_s)
-        return self._check(now_s) if refused else []
+        return self._check(now_s) if is_news else []
 
     def heard(self, node_id: str, *, now_s: float) -> None:
-        peer = self.peers.get(node_id)
+        peer = self.known.get(node_id)
         if peer is not None and not peer.lost:
             peer.heard_s = now_s
 
-    def missed(self, gap_s: float) -> None:
-        """This process itself stood still for so long: nobody else is late for it."""
-        for peer in self.peers.values():
-            peer.heard_s += gap_s
+    def stood_still(self, *, now_s: float) -> None:
+        """This process could hear nobody: nobody else is late for it."""
+        self.known.stood_still(now_s=now_s)
+        self.is_doubtful = self.may_be_replaced(now_s=now_s)
+
+    def knows_endpoint(self) -> bool:
+        """The agent at the rendezvous endpoint is with us."""
+        return any(peer.card.endpoint and not peer.lost for peer in self.known)
 
     def _lose(self, peer: Peer, why: str, now_s: float) -> list[Command]:
         node_id = peer.card.node_id
         peer.lost = why
-        plan = self.plan
-        was_member = plan is not None and plan.member(node_id) is not None
+        was_member = self._runs_ranks(peer.card)
         found: list[Command] = [
             Note("NodeLost", f"node {node_id} is lost: {why}", {"member": was_member}, say=True)
         ]
-        ballot = self.ballot
-        if ballot is not None:
-            if ballot.plan is not None and ballot.plan.member(node_id) is not None:
-                return found + self.propose(f"node {node_id} is lost: {why}", now_s=now_s)
-            ballot.promises.pop(node_id, None)
-            return found + self._check(now_s)
+        self.oversight.note_failure(node_id, now_s=now_s)
+        if self.ending is not None:
+            return found
         if was_member:
-            found += self._decide(self.oversight.lost(node_id, why, now_s=now_s), now_s)
-        return found
+            self._untold[node_id] = why
+        text = f"node {node_id} is lost: {why}"
+        if self.ballot is not None:
+            is_needed = self._election.is_member(node_id)
+            self._election.lost(node_id)
+            return found + (self.propose(text, now_s=now_s) if is_needed else self._check(now_s))
+        if was_member and self.oversight.is_stopping:
+            return found + self._decide(self._tell_of_losses(now_s), now_s)
+        return found + (self.propose(text, now_s=now_s) if was_member else [])
+
+    def _runs_ranks(self, card: NodeCard) -> bool:
+        node = self.plan.member(card.node_id) if self.plan is not None else None
+        return node is not None and identity(node.card) == identity(card)
 
     # --- a ballot -----------------------------------------------------------------------------
 
     def succeed(self, lost: set[str], why: str, *, now_s: float) -> list[Command]:
         """Take over after the nodes that led before; or begin the first generation."""
-        if self.plan is None:
-            self._first_voters = [peer.card for peer in self.peers.values()]
-            if self.unsure is not None:
-                self.oversight.succeed(self.unsure.history, now_s=now_s)
-            return self.propose(why, now_s=now_s)
-        self.oversight.succeed(self.plan.history, now_s=now_s)
-        found: list[Command] = []
-        gone = sorted(lost & {node.node_id for node in self.plan.members})
-        self.oversight.begin(self.plan, now_s=now_s)
-        for node_id in gone:
-            decided = self.oversight.lost(node_id, why, now_s=now_s)
-            found += self._decide(decided, now_s)
-        if self.ballot is None and self.ending is None:
-            found += self.propose(why, now_s=now_s)
-        return found
+        newest = self.unsure or self.plan
+        self._take_history(newest, now_s)
+        if self.plan is not None:
+            self.oversight.take_over(self.plan)
+            for node_id in sorted(lost):
+                self.oversight.note_failure(node_id, now_s=now_s)
+                if self.plan.member(node_id) is not None:
+                    self._untold[node_id] = why
+        return self.propose(why, now_s=now_s)
 
     def propose(self, why: str, *, now_s: float) -> list[Command]:
         """Begin a ballot for the next generation."""
-        known = self.plan.generation if self.plan is not None else -1
-        unsure = self.unsure if self.unsure and self.unsure.generation > known else None
-        self._highest = max(self._highest, known, unsure.generation if unsure else -1) + 1
-        if self.plan is not None:
-            base = electorate(self.plan.voters)
-        elif unsure is not None:
-            known, base = unsure.decided_after, frozenset(unsure.decided_by)
-        else:
-            base = electorate(self._first_voters)
-        self.ballot = Ballot(self._highest, why, known, base, now_s)
-        if unsure is not None:
-            self.ballot.maybe[unsure.generation] = electorate(unsure.voters)
-        self._again_s = None
-        found: list[Command] = [
-            Note("Ballot", why, {"generation": self._highest, "voters": len(base)})
-        ]
-        for peer in self.peers.values():
-            found += self._ask(peer)
-        return found
+        self._growth.reset()
+        return self._election.begin(why, plan=self.plan, unsure=self.unsure, now_s=now_s)
 
     def promised(self, body: Promise, *, now_s: float) -> list[Command]:
-        ballot = self.ballot
-        if ballot is None or body.generation != ballot.generation or ballot.plan is not None:
+        if not self._election.promised(body):
             return []
-        ballot.take_promise(body)
+        found: list[Command] = []
         for plan in (body.effective, body.accepted):
-            if plan is not None:
-                self._meet_voters(plan, now_s)
-        return self._check(now_s)
+            for card in plan.voters if plan is not None else []:
+                found += self.meet(card, now_s=now_s)
+        return found + self._check(now_s)
 
     def not_promised(self, body: NotPromised, *, now_s: float) -> list[Command]:
-        """Somebody has promised a higher number: begin again above it, a little later."""
-        ballot = self.ballot
-        if ballot is None or body.generation != ballot.generation:
-            return []
-        self._highest = max(self._highest, body.promised)
-        if self._again_s is None:
-            self._again_s = now_s + self._patience_s()
-            self._again_why = ballot.why
+        self._election.not_promised(body, self._place(), now_s=now_s)
         return []
 
     def accepted(self, node_id: str, body: Accepted, *, now_s: float) -> list[Command]:
-        ballot = self.ballot
-        if ballot is None or ballot.plan is None or body.generation != ballot.generation:
-            return []
-        ballot.accepted[node_id] = body
-        return self._check(now_s)
+        return self._check(now_s) if self._election.accepted(node_id, body) else []
 
     def _check(self, now_s: float) -> list[Command]:
         """Take the ballot as far as it goes."""
         ballot = self.ballot
         if ballot is None or self.ending is not None:
             return []
-        refused = self._other_voter_refused()
-        if ballot.plan is not None:
-            if ballot.is_accepted(refused=refused):
+        match self._election.stage():
+            case Stage.PROMISED:
+                return self._plan_it(ballot, now_s)
+            case Stage.SHORT:
+                end = EndRun(ExitCode.NOT_ENOUGH_NODES, "")
+                return self._pause(_short(ballot), end, now_s)
+            case Stage.CARRIED:
                 return self._take_effect(ballot, now_s)
-            return []
-        awaited = [
-            peer
-            for node_id, peer in self.peers.items()
-            if not peer.lost and node_id not in ballot.promises
-        ]
-        if awaited:
-            return []
-        if not ballot.is_promised(refused=refused):
-            return self._pause("not enough of the last generation's nodes answer", now_s)
-        return self._announce(ballot, now_s)
+            case Stage.BROKEN:
+                return self.propose(ballot.why, now_s=now_s)
+            case _:
+                return []
 
-    def _announce(self, ballot: Ballot, now_s: float) -> list[Command]:
-        here = [promise.card for promise in ballot.promises.values()]
-        newest = ballot.newest_plan()
-        known = [plan for plan in (newest, self.plan, self.unsure) if plan is not None]
+    def _plan_it(self, ballot: Ballot, now_s: float) -> list[Command]:
+        """All who are here have promised: say what the next generation is to be."""
+        if self.oversight.stop_signal:
+            return self._end(self.oversight.stopped(), now_s)
+        found = [ballot.newest_plan(), self.plan, self.unsure]
+        known = [plan for plan in found if plan is not None]
         previous = max(known, key=lambda plan: plan.generation, default=None)
+        self._take_history(previous, now_s)
+        for command in self._tell_of_losses(now_s):
+            if isinstance(command, EndRun):
+                return self._end(command, now_s)
+        here = [promise.card for promise in ballot.promises.values()]
         aside = self.oversight.set_aside(now_s=now_s)
         places = assign(here, previous, self.settings.wishes, aside)
         if isinstance(places, NotEnough):
-            return self._pause(str(places), now_s)
+            return self._pause(str(places), EndRun(ExitCode.NOT_ENOUGH_NODES, ""), now_s)
         plan = make_plan(
             ballot,
             places,
@@ -254,132 +297,163 @@ class Lead:
             self.settings,
             lead=self.me.node_id,
             history=self.oversight.history(now_s=now_s),
+            waited_s=now_s - ballot.begun_s,
         )
+        if isinstance(plan, StateMissing):
+            # What a node has told of its memory may have changed: SMPs go on with what they began.
+            self._election.begin_again(ballot.why, _ASK_AGAIN_PLACE, now_s=now_s)
+            return self._pause(plan.why, plan.end, now_s)
         if isinstance(plan, EndRun):
             return self._end(plan, now_s)
-        ballot.plan = plan
-        self.paused_since_s = None
-        return [Send(node_id, Announce(plan)) for node_id in ballot.promises]
+        self.paused_since_s, self.paused_why = None, ""
+        self._history_of = plan.generation
+        return self._election.announce(plan, now_s=now_s)
 
     def _take_effect(self, ballot: Ballot, now_s: float) -> list[Command]:
-        plan = ballot.plan
-        assert plan is not None
-        problems = [f"{n}: {a.problem}" for n, a in sorted(ballot.accepted.items()) if a.problem]
+        plan = self._election.won()
+        accepted = {node.node_id: ballot.accepted[node.node_id] for node in plan.members}
+        problems = [f"{node_id}: {has.problem}" for node_id, has in accepted.items() if has.problem]
         if problems:
             return self._end(EndRun(ExitCode.STATE_LOST, "; ".join(problems)), now_s)
-        restored = {ballot.accepted[node.node_id].restored for node in plan.members}
-        if len(restored) > 1:
-            return self._end(EndRun(ExitCode.STATE_LOST, _different(ballot)), now_s)
-        self.plan, self.ballot = plan, None
+        if len({has.restored for has in accepted.values()}) > 1:
+            return self._end(EndRun(ExitCode.STATE_LOST, _different(accepted)), now_s)
+        self.plan, self.unsure, self._is_effective = plan, None, True
+        self._untold.clear()
+        # Acceptances may be old where this process has stood still.
+        self.is_doubtful = self.may_be_replaced(now_s=now_s)
         text = f"generation {plan.generation}: {len(plan.members)} nodes, {plan.world_size} ranks"
-        note = Note("Generation", text, {"why": plan.why, "restored": str(plan.restore)})
-        commands = self.oversight.begin(plan, now_s=now_s)
-        notes = [note]
-        if len(plan.voters) == 2 and plan.generation == 0:
-            text = (
-                "two nodes and no spare: where one does not answer, the other cannot know whether "
-                "it is dead or cut off, and pauses. A spare (--spares 1) decides it"
-            )
-            notes.append(Note("TwoVoters", text, {}, say=True))
-        return [*notes, *self._decide(commands, now_s), *self.heartbeat()]
+        note = Note(
+            "Generation",
+            text,
+            {"why": plan.why, "restored": str(plan.restore), "restore_why": plan.restore_why},
+        )
+        self._decide(self.oversight.begin(plan, now_s=now_s), now_s)
+        return [note, *_warned(plan), *self.heartbeat(now_s=now_s)]
 
-    def _ask(self, peer: Peer) -> list[Command]:
-        """Whatever this peer has to answer for the ballot to go on."""
-        ballot, node_id = self.ballot, peer.card.node_id
-        if ballot is None or (peer.lost and not peer.linked):
-            return []
-        if not peer.linked:
-            return [Dial(peer.card.host, peer.card.port, node_id)]
-        if ballot.plan is None and node_id not in ballot.promises:
-            knows = self.plan.generation if self.plan is not None else -1
-            return [Send(node_id, Prepare(ballot.generation, self.me, ballot.why, knows))]
-        is_asked = ballot.plan is not None and node_id in ballot.promises
-        if ballot.plan is not None and is_asked and node_id not in ballot.accepted:
-            return [Send(node_id, Announce(ballot.plan))]
-        return []
+    def _take_history(self, plan: Plan | None, now_s: float) -> None:
+        """Be as strict as the lead of this plan was, if that is news."""
+        if plan is not None and plan.generation > self._history_of:
+            self._history_of = plan.generation
+            self.oversight.succeed(plan.history, now_s=now_s)
 
-    def _meet_voters(self, plan: Plan, now_s: float) -> None:
-        """There are voters whom this lead did not know of."""
-        for card in plan.voters:
-            if card.node_id not in self.peers:
-                self.peers[card.node_id] = Peer(card, now_s)
+    def _tell_of_losses(self, now_s: float) -> list[SupervisorCommand]:
+        untold, self._untold = self._untold, {}
+        return self.oversight.lost(untold, now_s=now_s)
 
-    def _other_voter_refused(self) -> bool:
-        """Whether all voters but this agent are dead, by the word of their kernels."""
-        others = [peer for node_id, peer in self.peers.items() if node_id != self.me.node_id]
-        return any(peer.refused for peer in others) and all(p.refused or p.linked for p in others)
-
-    def _patience_s(self) -> float:
-        """Two proposers wait for different times, by their place in the order."""
+    def _place(self) -> int:
+        """This agent's place in the order of succession."""
         order = [card.node_id for card in self.plan.voters] if self.plan is not None else []
-        place = order.index(self.me.node_id) if self.me.node_id in order else len(order)
-        return 0.1 + 0.2 * place
+        return order.index(self.me.node_id) if self.me.node_id in order else len(order)
 
     # --- a generation -------------------------------------------------------------------------
 
     def beat(self, node_id: str, body: Beat, *, now_s: float) -> list[Command]:
+        """How things are on a node."""
+        peer = self.known.get(node_id)
+        if peer is None or not self.known.beat(peer, body):
+            return []
         if body.state == "ended":
             self._ended.add(node_id)
-        ballot, known = self.ballot, self.plan.generation if self.plan is not None else -1
+        self._note_promise(peer, body.promised, now_s)
+        if not self.is_settled:
+            self.oversight.note(node_id, body)
+            is_stopped = self.oversight.stop_signal and self.paused_since_s is not None
+            return self._end(self.oversight.stopped(), now_s) if is_stopped else []
         found = self._decide(self.oversight.beat(node_id, body, now_s=now_s), now_s)
-        if ballot is None and self.ballot is None and body.promised > max(known, self._highest):
-            # It was promised away, and has no ranks any more; its proposer is no lead yet.
-            self._highest = body.promised
-            self._again_s = now_s + self._patience_s()
-            self._again_why = f"node {node_id} has promised generation {body.promised} to another"
-        return found
+        return found + self._go_on(now_s)
 
-    def heartbeat(self) -> list[Command]:
+    def _note_promise(self, peer: Peer, promised: int, now_s: float) -> None:
+        """A member that has promised a later generation to another has no ranks any more."""
+        self._election.highest = max(self._election.highest, promised)
+        plan = self.plan
+        if plan is None or not self.is_settled:
+            return
+        if promised > plan.generation and self._runs_ranks(peer.card):
+            why = f"node {peer.card.node_id} has promised generation {promised} to another"
+            self._election.begin_again(why, self._place(), now_s=now_s)
+
+    def heartbeat(self, *, now_s: float) -> list[Command]:
         """How things are, to everyone who is here."""
-        orders = self.oversight.orders
+        body = self._heartbeat(now_s)
+        return [Send(node_id, body) for node_id in self.known.linked]
+
+    def _heartbeat(self, now_s: float) -> LeadBeat:
         known = self.plan.generation if self.plan is not None else -1
-        body = orders if orders.generation == known else LeadBeat(generation=known)
-        if self.ending is not None:
-            body = orders
-        self._said = orders
-        return [Send(node_id, body) for node_id, peer in self.peers.items() if peer.linked]
+        is_held = self.is_doubtful and self.ending is None
+        number = self.known.next_number(now_s=now_s)
+        return self.oversight.heartbeat(known, number, is_held=is_held)
 
     def passing(self, *, now_s: float) -> list[Command]:
         """What is due."""
         found: list[Command] = []
-        for node_id, peer in list(self.peers.items()):
-            if node_id != self.me.node_id:
-                found += self._watch(peer, now_s)
-        if self._again_s is not None and now_s >= self._again_s and self.ending is None:
-            found += self.propose(self._again_why, now_s=now_s)
-        if self.ballot is None and self.ending is None:
-            found += self._decide(self.oversight.passing(now_s=now_s), now_s)
+        if now_s >= self._look_s:
+            self._look_s = now_s + self.settings.heartbeat_s / 2
+            found += self._look_around(now_s)
+        again_s = self._election.again_s
+        if again_s is not None and now_s >= again_s and self.ending is None:
+            found += self.propose(self._election.again_why, now_s=now_s)
+        if self.is_settled:
+            found += self._go_on(now_s)
         if self.paused_since_s is not None and self.ending is None:
             waited_s = now_s - self.paused_since_s
             if waited_s >= self.settings.pause_limit_s:
+                end = self._paused_end
                 why = f"{self.paused_why}, for {waited_s:.0f} s"
-                found += self._end(EndRun(ExitCode.NOT_ENOUGH_NODES, why), now_s)
+                found += self._end(EndRun(end.exit_code, why, end.cause, end.advice), now_s)
         return found + self._finish(now_s)
 
+    def _look_around(self, now_s: float) -> list[Command]:
+        found: list[Command] = []
+        for peer in self.known:
+            if peer.card.node_id != self.me.node_id:
+                found += self._watch(peer, now_s)
+        found += self._election.repeat(now_s=now_s)
+        found += self._check(now_s)
+        was_doubtful = self.is_doubtful
+        self.is_doubtful = self.may_be_replaced(now_s=now_s)
+        return found + (self.heartbeat(now_s=now_s) if self.is_doubtful != was_doubtful else [])
+
     def may_be_replaced(self, *, now_s: float) -> bool:
-        """Whether those that this lead does not hear could decide without it."""
-        plan = self.plan
-        if plan is None:
+        """Whether those that do not hear this lead could decide without it."""
+        if self.plan is None or self.ballot is not None:
             return False
-        limit_s = self.settings.cut_off_s
-        unheard = sum(
-            card.node_id not in self.peers or now_s - self.peers[card.node_id].heard_s >= limit_s
-            for card in plan.voters
-            if card.node_id != self.me.node_id
-            and not (card.node_id in self.peers and self.peers[card.node_id].refused)
-        )
-        return 2 * unheard > len(plan.voters)
+        return self.known.may_decide_without_me(self.plan, now_s=now_s)
 
     def _watch(self, peer: Peer, now_s: float) -> list[Command]:
-        silent_s = now_s - peer.heard_s
+        silent_s = self.known.silent_s(peer, now_s=now_s)
         found: list[Command] = []
         if not peer.lost and silent_s >= self.settings.deadline_s:
             found += self._lose(peer, f"silent for {silent_s:.1f} s", now_s)
         is_wanted = not peer.lost or self.paused_since_s is not None
-        if is_wanted and not peer.linked and now_s - peer.dialled_s >= self.settings.redial_s:
-            peer.dialled_s = now_s
+        if is_wanted and self.known.is_to_be_dialled(peer, now_s=now_s):
             found.append(Dial(peer.card.host, peer.card.port, peer.card.node_id))
         return found
+
+    def _go_on(self, now_s: float) -> list[Command]:
+        """Let the supervisor decide, and grow where that is possible."""
+        if self.is_doubtful or self._awaits_cause(now_s):
+            return []
+        found = self._decide(self.oversight.passing(now_s=now_s), now_s)
+        if self.plan is None or not self.is_settled:
+            return found
+        aside = self.oversight.set_aside(now_s=now_s)
+        why = self._growth.look(self.plan, self.known, aside, self.oversight, now_s=now_s)
+        if why:
+            return found + self.propose(why, now_s=now_s)
+        return found + self._spread(now_s)
+
+    def _awaits_cause(self, now_s: float) -> bool:
+        """Ranks have failed, perhaps because of a node that is not heard just now."""
+        if not self.oversight.waits_for_cause:
+            return False
+        late_s = 2 * self.settings.heartbeat_s
+        return any(
+            not peer.lost
+            and self._runs_ranks(peer.card)
+            and self.known.silent_s(peer, now_s=now_s) >= late_s
+            for peer in self.known
+            if peer.card.node_id != self.me.node_id
+        )
 
     def _decide(self, commands: list[SupervisorCommand], now_s: float) -> list[Command]:
         """Carry out the supervisor's commands, as far as they are the lead's to carry out."""
@@ -389,10 +463,14 @@ class Lead:
                 found += self.propose(command.why, now_s=now_s)
             elif isinstance(command, EndRun):
                 found += self._end(command, now_s)
-        # What all are to do does not wait for the next heartbeat: a commit is one of it.
-        return found + (self.heartbeat() if self.oversight.orders != self._said else [])
+        return found + self._spread(now_s)
 
-    def _pause(self, why: str, now_s: float) -> list[Command]:
+    def _spread(self, now_s: float) -> list[Command]:
+        """New orders go out at once."""
+        return self.heartbeat(now_s=now_s) if self.oversight.has_new_orders() else []
+
+    def _pause(self, why: str, end: EndRun, now_s: float) -> list[Command]:
+        self._paused_end = end
         if self.paused_since_s is None:
             self.paused_since_s = now_s
         if why == self.paused_why:
@@ -405,15 +483,17 @@ class Lead:
     def _end(self, command: EndRun, now_s: float) -> list[Command]:
         if self.ending is not None:
             return []
-        self.ending, self.ballot, self._ending_since_s = command, None, now_s
+        self.ending, self._ending_since_s = command, now_s
+        self._election.ballot = None
         self.oversight.end(command)
-        return self.heartbeat()
+        kills = [KillWorkers(command.why)] if command.exit_code != ExitCode.DONE else []
+        return [*kills, *self.heartbeat(now_s=now_s), *self._finish(now_s)]
 
     def _finish(self, now_s: float) -> list[Command]:
         """End here too, once all have heard that it is over, or have had the time to."""
         if self.ending is None:
             return []
-        here = {node_id for node_id, peer in self.peers.items() if peer.linked and not peer.lost}
+        here = {peer.card.node_id for peer in self.known if peer.linked and not peer.lost}
         others = here - {self.me.node_id} - self._ended
         waited_s = now_s - self._ending_since_s
         if others and waited_s < 2 * self.settings.deadline_s:
@@ -421,9 +501,29 @@ class Lead:
         return [self.ending]
 
 
-def _different(ballot: Ballot) -> str:
+def _warned(plan: Plan) -> list[Command]:
+    if plan.generation > 0 or len(plan.voters) != 2:
+        return []
+    text = (
+        "two nodes and no spare: where one does not answer, the other cannot know whether it is "
+        "dead or cut off, and pauses. A spare (--spares 1) decides it"
+    )
+    return [Note("TwoVoters", text, {}, say=True)]
+
+
+def _short(ballot: Ballot) -> str:
+    newest = max(ballot.needs)
+    voters = {node_id for node_id, _ in ballot.needs[newest]}
+    missing = sorted(voters - ballot.promises.keys())
+    of = f"the {len(voters)} nodes that decide"
+    if not missing:
+        return f"too many of {of} have lost their memory"
+    return f"too few of {of} are here; missing: {', '.join(missing)}"
+
+
+def _different(accepted: dict[str, Accepted]) -> str:
     found = ", ".join(
         f"{node_id} {version(*has.restored) if has.restored else 'nothing'}"
-        for node_id, has in sorted(ballot.accepted.items())
+        for node_id, has in sorted(accepted.items())
     )
     return f"the nodes do not read the same checkpoint: {found}. Give all the same --checkpoint-dir"

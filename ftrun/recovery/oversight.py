@@ -9,10 +9,11 @@ Rule 1: what a heartbeat says counts for the generation it names.
 Rule 2: ranks that failed by an exception wait a moment for the failure it may have followed from:
         a killed peer, or a node that is only found lost when it does not answer.
 Rule 3: a version is committed when every member says that it holds and protects just that one.
+        What was committed once in a generation is never followed by an older version.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -27,7 +28,7 @@ from ftrun.events import (
     WorkerExit,
     WorkersExited,
 )
-from ftrun.ids import Generation, Rank, Step, version
+from ftrun.ids import Generation, Rank, version
 from ftrun.recovery.commands import (
     AskLastSnapshot,
     EndRun,
@@ -36,6 +37,7 @@ from ftrun.recovery.commands import (
     StartGeneration,
     SupervisorCommand,
 )
+from ftrun.recovery.reports import Reports
 from ftrun.recovery.settings import ClusterSettings
 from ftrun.recovery.supervisor import Policy, State, Supervisor
 from ftrun.wire.cluster import Beat, History, LeadBeat, Plan
@@ -58,48 +60,75 @@ class Oversight:
     def __init__(self, policy: Policy, settings: ClusterSettings) -> None:
         self.supervisor = Supervisor(policy, world_size=0)
         self.orders = LeadBeat(generation=-1)
-        self.beats: dict[str, Beat] = {}
+        self.stop_signal = 0
+        """The signal by which somebody wants the run to end; 0 while nobody does."""
+        self.reports = Reports()
         self._settings = settings
         self._plan: Plan | None = None
+        self._told = self.orders
         self._exits: dict[Rank, WorkerExit] = {}
         self._waiting: list[WorkerExit] = []
         self._waits_until_s = 0.0
         self._stops_handled = 0
         self._failures_s: dict[str, list[float]] = {}
+        self._past_failures_s: dict[str, list[float]] = {}
+        """Those that an earlier lead has seen."""
         self._problems: set[str] = set()
         self._at_boundary_told = False
         self._rate = 0.0
         self._checkpoint_s = 0.0
         self._rate_from: tuple[float, int] | None = None
 
+    @property
+    def beats(self) -> dict[str, Beat]:
+        """The newest heartbeat of every node."""
+        return self.reports.beats
+
     def succeed(self, history: History, *, now_s: float) -> None:
-        """Go on from what the last lead knew."""
+        """Go on from what the last lead knew; again, where a later one is found."""
         self.supervisor.succeed(history, now_s=now_s)
-        for node_id, ages_s in history.node_failures.items():
-            self._failures_s[node_id] = [now_s - age_s for age_s in ages_s]
+        self._past_failures_s = {
+            node_id: [now_s - age_s for age_s in ages_s]
+            for node_id, ages_s in history.node_failures.items()
+        }
 
     def history(self, *, now_s: float) -> History:
-        failures = {
-            node_id: [now_s - at_s for at_s in times if now_s - at_s < _HOUR_S]
-            for node_id, times in self._failures_s.items()
+        nodes = sorted({*self._past_failures_s, *self._failures_s})
+        failures = {node_id: self._failures_of(node_id, now_s) for node_id in nodes}
+        ages = {
+            node_id: [now_s - at_s for at_s in times]
+            for node_id, times in failures.items()
+            if times
         }
-        kept = {node_id: ages for node_id, ages in failures.items() if ages}
-        return msgspec.structs.replace(self.supervisor.history(now_s=now_s), node_failures=kept)
+        return msgspec.structs.replace(self.supervisor.history(now_s=now_s), node_failures=ages)
+
+    def note_failure(self, node_id: str, *, now_s: float) -> None:
+        """This node was lost."""
+        self._failures_s.setdefault(node_id, []).append(now_s)
+        self.reports.forget(node_id)
 
     def set_aside(self, *, now_s: float) -> set[str]:
         """Nodes that were lost too often to be believed again."""
         limit = self._settings.failures_per_hour
-        return {
-            node_id
-            for node_id, times in self._failures_s.items()
-            if sum(now_s - at_s < _HOUR_S for at_s in times) >= limit
-        }
+        nodes = {*self._past_failures_s, *self._failures_s}
+        return {one for one in nodes if len(self._failures_of(one, now_s)) >= limit}
+
+    def _failures_of(self, node_id: str, now_s: float) -> list[float]:
+        """When this node was lost within the last hour."""
+        times = self._past_failures_s.get(node_id, []) + self._failures_s.get(node_id, [])
+        return [at_s for at_s in times if now_s - at_s < _HOUR_S]
 
     # --- a generation's life ------------------------------------------------------------------
 
+    def take_over(self, plan: Plan) -> None:
+        """This generation ran under another lead, and is about to be replaced."""
+        self._plan = plan
+        self.reports.begin(plan)
+        self.supervisor.world_size = plan.world_size
+
     def begin(self, plan: Plan, *, now_s: float) -> list[SupervisorCommand]:
         """This generation has taken effect."""
-        self._plan = plan
+        self.take_over(plan)
         self.orders = LeadBeat(generation=plan.generation)
         self._exits.clear()
         self._waiting.clear()
@@ -107,74 +136,113 @@ class Oversight:
         self._at_boundary_told = False
         self._rate_from = None
         self._checkpoint_s = now_s
-        self.supervisor.world_size = plan.world_size
         restored = version(*plan.restore) if plan.restore is not None else None
         return self._ask(GenerationStarted(Generation(plan.generation), restored), now_s)
 
+    def note(self, node_id: str, beat: Beat) -> None:
+        """Keep a heartbeat of a time in which no generation runs."""
+        self.reports.take(node_id, beat)
+        if beat.stops:
+            self.stop_signal = beat.stop_signal or _SIGTERM
+
     def beat(self, node_id: str, beat: Beat, *, now_s: float) -> list[SupervisorCommand]:
-        """Take in how things are on one node."""
-        self.beats[node_id] = beat
-        plan = self._plan
+        """Take in how things are on one node; `passing` decides what it leads to."""
+        is_current = self.reports.take(node_id, beat)
         found: list[SupervisorCommand] = []
-        stops = max(has.stops for has in self.beats.values())
-        while self._stops_handled < stops:
+        while self._stops_handled < beat.stops:
             self._stops_handled += 1
-            number = beat.stop_signal or _SIGTERM
-            # Whether ranks can take a last snapshot is not the word of a spare, which has none.
-            attached = self.progress().attached
-            found += self._ask(StopAsked(number, f"a signal on {node_id}", attached), now_s)
-        if plan is None or beat.generation != plan.generation or plan.member(node_id) is None:
+            self.stop_signal = beat.stop_signal or _SIGTERM
+            attached = self.reports.attached
+            by = f"a signal on {node_id}"
+            found += self._ask(StopAsked(self.stop_signal, by, attached), now_s)
+        plan = self._plan
+        if plan is None or not is_current:
             return found
         self._note_rate(now_s)
-        self._commit(plan)
+        self._commit(beat)
         self._name_checkpoint(now_s)
-        self._agree_interval(plan)
         self._note_port(plan, node_id, beat.smp_port)
-        self._take_exits(beat.exits, now_s)
+        if beat.exits:
+            self._take_exits(beat.exits, now_s)
         if beat.problem and node_id not in self._problems:
             self._problems.add(node_id)
-            self._take_exits([self._restore_failed(plan, node_id, beat.problem)], now_s)
-        if all(has.at_boundary for has in self._members()) and not self._at_boundary_told:
+            self._take_exits([self._restore_failed(node_id, beat.problem)], now_s)
+        if self.reports.all_at_boundary and not self._at_boundary_told:
             self._at_boundary_told = True
             found += self._ask(AllAtBoundary(), now_s)
-        return found + self.passing(now_s=now_s)
+        return found
 
-    def lost(self, node_id: str, why: str, *, now_s: float) -> list[SupervisorCommand]:
-        """A member of the running generation is gone, and its ranks with it."""
-        self.beats.pop(node_id, None)
-        self._failures_s.setdefault(node_id, []).append(now_s)
-        node = self._plan.member(node_id) if self._plan is not None else None
-        if node is None:
+    def lost(self, nodes: Mapping[str, str], *, now_s: float) -> list[SupervisorCommand]:
+        """Members of the running generation are gone, and their ranks with them.
+
+        Args:
+            nodes: why, by node id.
+            now_s: the time.
+        """
+        if not nodes:
             return []
-        text = f"node {node_id} is lost: {why}"
-        self._take_exits(
-            [
-                WorkerExit(
-                    Rank(rank), Kind.NODE_LOST, _NODE_LOST_CODE, text, fingerprint=f"node {node_id}"
-                )
-                for rank in node.ranks
-                if rank not in self._exits
-            ],
-            now_s,
-        )
+        for node_id, why in sorted(nodes.items()):
+            node = self.reports.member(node_id)
+            text = f"node {node_id} is lost: {why}"
+            mark = f"node {node_id}"
+            ranks = [Rank(rank) for rank in node.ranks] if node is not None else []
+            self._take_exits(
+                [
+                    WorkerExit(rank, Kind.NODE_LOST, _NODE_LOST_CODE, text, fingerprint=mark)
+                    for rank in ranks
+                    if rank not in self._exits
+                ],
+                now_s,
+            )
         return self.passing(now_s=now_s)
 
     def passing(self, *, now_s: float) -> list[SupervisorCommand]:
         """Decide about what has waited long enough; let the supervisor see the time."""
         found: list[SupervisorCommand] = []
-        hasty = all(exit_.kind in _ENDS_ITSELF for exit_ in self._failed())
-        if self._waiting and not (hasty and self._failed() and now_s < self._waits_until_s):
+        if self._waiting and (not self.waits_for_cause or now_s >= self._waits_until_s):
             exits, self._waiting = tuple(self._waiting), []
             found += self._ask(WorkersExited(exits, self.progress()), now_s)
         return found + self._ask(Tick(), now_s)
 
-    def progress(self) -> Progress:
-        members = self._members()
-        step = max((beat.step for beat in members), default=0)
-        here = max((beat.steps_here for beat in members), default=0)
-        return Progress(Step(step), here, any(beat.attached for beat in members))
+    @property
+    def waits_for_cause(self) -> bool:
+        """Ranks have failed in a way that may have followed from another failure."""
+        failed = [one for one in self._waiting if one.kind is not Kind.FINISHED]
+        return bool(failed) and all(one.kind in _ENDS_ITSELF for one in failed)
 
-    def stands_for(self, commands: list[SupervisorCommand]) -> list[SupervisorCommand]:
+    def progress(self) -> Progress:
+        return self.reports.progress
+
+    @property
+    def is_steady(self) -> bool:
+        """All ranks run, and nothing is wrong or under way."""
+        is_running = self.supervisor.state is State.RUNNING
+        return is_running and self.reports.all_run and not self._exits
+
+    @property
+    def is_stopping(self) -> bool:
+        return self.supervisor.state in (State.LAST_SNAPSHOT, State.SIGNALLED, State.KILLED)
+
+    # --- orders -------------------------------------------------------------------------------
+
+    def heartbeat(self, generation: int, number: int, *, is_held: bool) -> LeadBeat:
+        """What the lead has to say now.
+
+        Args:
+            generation: the newest that is known to have taken effect.
+            number: of the heartbeat.
+            is_held: the ranks of all nodes are to wait.
+        """
+        self._told = body = self.orders
+        if body.generation != generation and not body.ended:
+            body = LeadBeat(generation=generation)
+        return msgspec.structs.replace(body, number=number, is_held=is_held)
+
+    def has_new_orders(self) -> bool:
+        """Something is ordered that no heartbeat has said."""
+        return self._told is not self.orders
+
+    def stands_for(self, commands: Sequence[SupervisorCommand]) -> list[SupervisorCommand]:
         """Put what all nodes are to do into the orders; what is left is the lead's own to do."""
         left: list[SupervisorCommand] = []
         for index, command in enumerate(commands):
@@ -184,7 +252,7 @@ class Oversight:
                     if not any(isinstance(one, StartGeneration | EndRun) for one in follows):
                         self._order(killed=True, why=command.why)
                 case AskLastSnapshot():
-                    self._order(stop_after_step=self._common_boundary(), why=command.why)
+                    self.stop_at_boundary(command.why)
                 case SignalWorkers():
                     count = self.orders.signal_count + 1
                     self._order(signal=command.signal, signal_count=count, why=command.why)
@@ -192,17 +260,40 @@ class Oversight:
                     left.append(command)
         return left
 
-    # --- details ------------------------------------------------------------------------------
+    def stop_at_boundary(self, why: str) -> int:
+        """Have all ranks take a snapshot at one boundary and wait there; at which one.
 
-    def _members(self) -> list[Beat]:
-        plan = self._plan
-        if plan is None:
-            return []
-        found = [self.beats.get(node.node_id) for node in plan.members]
-        return [
-            beat if beat is not None and beat.generation == plan.generation else Beat(-1)
-            for beat in found
-        ]
+        Where they do so already it stays that one: they would wait for a later one for ever.
+        """
+        boundary = self.orders.stop_after_step
+        if boundary < 0:
+            boundary = self.progress().step + self._ahead(1)
+        self._order(stop_after_step=boundary, why=why)
+        return boundary
+
+    def look_at_interval(self) -> None:
+        """Agree on the longest interval that any rank wishes for, named ahead of time."""
+        wished = self.reports.wished_every()
+        step = self.progress().step
+        is_settled = step > self.orders.every_from_step
+        if wished and is_settled and wished != self.orders.every:
+            self._order(every=wished, every_from_step=step + self._ahead(EVERY_AHEAD_STEPS))
+
+    def end(self, command: EndRun) -> None:
+        """From now on the lead's heartbeat says that it is over."""
+        self._order(
+            ended=True,
+            exit_code=int(command.exit_code),
+            why=command.why,
+            advice=command.advice,
+            cause=command.cause,
+        )
+
+    def stopped(self) -> EndRun:
+        """It was asked for while no rank ran."""
+        return EndRun(128 + self.stop_signal, "stopped while no generation was running")
+
+    # --- details ------------------------------------------------------------------------------
 
     def _take_exits(self, exits: Sequence[WorkerExit], now_s: float) -> None:
         new = [one for one in exits if one.rank not in self._exits]
@@ -214,24 +305,19 @@ class Oversight:
             self._exits[one.rank] = one
             self._waiting.append(one)
 
-    def _failed(self) -> list[WorkerExit]:
-        return [one for one in self._waiting if one.kind is not Kind.FINISHED]
-
-    def _restore_failed(self, plan: Plan, node_id: str, why: str) -> WorkerExit:
-        node = plan.member(node_id)
+    def _restore_failed(self, node_id: str, why: str) -> WorkerExit:
+        node = self.reports.member(node_id)
         assert node is not None
         text = f"node {node_id} could not get its state back: {why}"
         first = next((Rank(r) for r in node.ranks if r not in self._exits), Rank(node.first_rank))
         return WorkerExit(first, Kind.RESTORE_FAILED, 77, text, fingerprint=f"restore {node_id}")
 
-    def _commit(self, plan: Plan) -> None:
-        ready = {beat.ready for beat in self._members()}
-        newest = next(iter(ready)) if len(ready) == 1 else None
-        if newest is not None and newest != self.orders.committed:
-            self._order(committed=newest)
-        abandoned = max((beat.abandoned_step for beat in self._members()), default=-1)
-        if abandoned > self.orders.abandoned_step:
-            self._order(abandoned_step=abandoned)
+    def _commit(self, beat: Beat) -> None:
+        ready, committed = self.reports.ready_with(beat), self.orders.committed
+        if ready is not None and (committed is None or ready > committed):
+            self._order(committed=ready)
+        if self.reports.abandoned_step > self.orders.abandoned_step:
+            self._order(abandoned_step=self.reports.abandoned_step)
 
     def _name_checkpoint(self, now_s: float) -> None:
         """Now and then the newest committed version goes to disk, on all nodes the same."""
@@ -242,20 +328,9 @@ class Oversight:
             self._order(checkpoint=committed)
 
     def _note_port(self, plan: Plan, node_id: str, port: int) -> None:
-        known = {**plan.smp_ports, **self.orders.moved}
-        if port and port != known.get(node_id):
+        known = self.orders.moved.get(node_id) or plan.smp_ports.get(node_id)
+        if port and port != known:
             self._order(moved={**self.orders.moved, node_id: port})
-
-    def _agree_interval(self, plan: Plan) -> None:
-        """The longest interval that any rank wishes for, named ahead of time."""
-        wished = max((beat.wished_every for beat in self._members()), default=0)
-        step = self.progress().step
-        is_settled = step > self.orders.every_from_step
-        if wished and is_settled and wished != self.orders.every:
-            self._order(every=wished, every_from_step=step + self._ahead(EVERY_AHEAD_STEPS))
-
-    def _common_boundary(self) -> int:
-        return self.progress().step + self._ahead(1)
 
     def _ahead(self, steps: int) -> int:
         """So many steps, and those that are made before every node has heard of it."""
@@ -271,23 +346,10 @@ class Oversight:
         if now_s - since_s >= self._settings.heartbeat_s:
             self._rate = max(0.0, (step - first) / (now_s - since_s))
             self._rate_from = (now_s, step)
+            self.look_at_interval()
 
     def _order(self, **changes: object) -> None:
         self.orders = msgspec.structs.replace(self.orders, **changes)
 
     def _ask(self, event: Event, now_s: float) -> list[SupervisorCommand]:
         return self.supervisor.handle(event, now_s=now_s)
-
-    @property
-    def is_stopping(self) -> bool:
-        return self.supervisor.state in (State.LAST_SNAPSHOT, State.SIGNALLED, State.KILLED)
-
-    def end(self, command: EndRun) -> None:
-        """From now on the lead's heartbeat says that it is over."""
-        self._order(
-            ended=True,
-            exit_code=int(command.exit_code),
-            why=command.why,
-            advice=command.advice,
-            cause=command.cause,
-        )

@@ -2,18 +2,30 @@
 
 Runs in:  the agent that leads. Pure.
 Takes in: the promises of a ballot, the places of its nodes, the last plan.
-Gives:    a `Plan`; or the end of the run, where there was a state and it cannot be had.
+Gives:    a `Plan`; or what state is missing; or the end of the run, where it cannot be had.
 """
+
+from dataclasses import dataclass
 
 from ftrun.erasure.groups import Group as ErasureGroup
 from ftrun.erasure.groups import default_parity, next_groups
 from ftrun.errors import ExitCode
+from ftrun.ids import Version
 from ftrun.recovery.ballots import Ballot
 from ftrun.recovery.commands import EndRun
 from ftrun.recovery.places import Assignment
-from ftrun.recovery.restore_choice import Choice, choose
+from ftrun.recovery.restore_choice import Choice, ancestry, choose
 from ftrun.recovery.settings import ClusterSettings
 from ftrun.wire.cluster import History, Plan, PlanNode
+
+
+@dataclass(frozen=True, slots=True)
+class StateMissing:
+    """There was something to go on from, and nodes that may hold it are not here."""
+
+    why: str
+    end: EndRun
+    """Where they do not come."""
 
 
 def make_plan(
@@ -24,46 +36,89 @@ def make_plan(
     *,
     lead: str,
     history: History,
-) -> Plan | EndRun:
-    """The generation that this ballot is to bring about."""
-    members = [
-        PlanNode(card, first)
-        for card, first in zip(places.members, places.first_ranks, strict=True)
-    ]
-    world_size = sum(card.num_ranks for card in places.members)
-    holdings = {node_id: promise.holdings for node_id, promise in ballot.promises.items()}
-    # A version of another number of ranks will do: it is put together anew, by name and offset.
-    choice = choose(holdings, world_size, previous, elastic=True)
-    if choice.version is None and choice.is_lost and not settings.has_checkpoints:
-        return _lost(choice)
+    waited_s: float,
+) -> Plan | StateMissing | EndRun:
+    """The generation that this ballot is to bring about.
+
+    Args:
+        ballot: promised.
+        places: of its nodes.
+        previous: the newest plan that is known.
+        settings: of the run.
+        lead: node id of the proposer.
+        history: what the next lead is to know.
+        waited_s: since the ballot began.
+    """
+    promises = ballot.promises
+    choice = choose(
+        {node_id: promise.holdings for node_id, promise in promises.items()},
+        previous,
+        committed=[has.committed for has in promises.values() if has.committed is not None],
+    )
+    problem = _what_is_lost(choice, ballot, previous)
+    if problem:
+        end = _lost(problem)
+        # A checkpoint is older: first whoever was only started again has the time to come back.
+        limit_s = 2 * settings.deadline_s + settings.settle_s
+        waits = not settings.has_checkpoints or waited_s < limit_s
+        if choice.holders and waits:
+            away = ", ".join(sorted(choice.holders))
+            return StateMissing(f"{problem}. {away} may hold it, and cannot be reached", end)
+        if choice.version is None and not settings.has_checkpoints:
+            return end
     first = places.members[0]
     groups = _groups(places, previous, settings)
     return Plan(
         generation=ballot.generation,
         lead=lead,
         why=ballot.why,
-        members=members,
+        members=[
+            PlanNode(card, rank)
+            for card, rank in zip(places.members, places.first_ranks, strict=True)
+        ],
         spares=list(places.spares),
-        restore=_pair(choice),
-        restore_why=choice.why,
+        restore=_pair(choice.version),
+        restore_why=_why(choice, problem, previous),
         store_host=first.host,
-        store_port=ballot.promises[first.node_id].store_port,
+        store_port=promises[first.node_id].store_port,
         groups=[list(group.nodes) for group in groups],
         parity=max((group.parity for group in groups), default=0),
         restore_world_size=choice.world_size,
         sources=list(choice.sources),
-        protected_in=choice.protected_in,
-        smp_ports={node_id: has.smp_port for node_id, has in ballot.promises.items()},
+        smp_ports={node_id: has.smp_port for node_id, has in promises.items()},
         history=history,
-        decided_after=ballot.base_generation,
-        decided_by=sorted(ballot.base),
+        decided_by=ballot.decided_by(),
+        committed=_pair(choice.committed if choice.version is not None else None),
+        ancestry=ancestry(choice.version, previous),
     )
 
 
-def _pair(choice: Choice) -> tuple[int, int] | None:
-    if choice.version is None:
-        return None
-    return (choice.version.generation, choice.version.step)
+def _why(choice: Choice, problem: str, previous: Plan | None) -> str:
+    if choice.version is not None:
+        return choice.why
+    if not problem and previous is not None and previous.restore is None:
+        # It begins where the last one began, and for the same reason.
+        return previous.restore_why
+    return problem or choice.why
+
+
+def _what_is_lost(choice: Choice, ballot: Ballot, previous: Plan | None) -> str:
+    """What there was to go on from and cannot be had, in words; empty where there is nothing."""
+    if choice.wanted is not None:
+        if choice.version is not None:
+            return choice.why
+        return f"{choice.wanted}, which was committed, is lost: {choice.why}"
+    if choice.version is not None or previous is None:
+        return ""
+    # Nobody here has heard of a commit. Whoever ran ranks holds what was committed.
+    ran = {node.node_id for node in previous.members}
+    if any(has.card.node_id in ran and has.knows >= 0 for has in ballot.promises.values()):
+        return ""
+    return f"no node is here that ran generation {previous.generation} and has kept its memory"
+
+
+def _pair(version: Version | None) -> tuple[int, int] | None:
+    return None if version is None else (version.generation, version.step)
 
 
 def _groups(
@@ -93,10 +148,10 @@ def _groups(
     )
 
 
-def _lost(choice: Choice) -> EndRun:
+def _lost(problem: str) -> EndRun:
     advice = (
         "More nodes are gone than the protection bears, and there is no checkpoint to go on from. "
         "Bring the missing nodes back and start again with the same --run-id, or start anew with "
         "another one; --checkpoint-dir guards against this."
     )
-    return EndRun(ExitCode.STATE_LOST, f"the state of the run is lost: {choice.why}", advice=advice)
+    return EndRun(ExitCode.STATE_LOST, f"the state of the run is lost: {problem}", advice=advice)

@@ -7,16 +7,21 @@ Survives: the loss of up to m nodes of each protection group, as that is what m 
 
 Rule 1: it is chosen from what is there, not from a record that could be lost or wrong.
 Rule 2: a version that a later generation has left behind never comes back: one of an older
-        generation counts only up to the point that the later generation has started from.
+        generation counts only where the newest generation has come from it.
 Rule 3: parts of a protection fit together only where version, generation of the protection,
         members and parity are equal. Parity of another step is no parity.
+Rule 4: a version that was not committed, and has lost a rank, counts only where it is protected as
+        well as the last committed one. What is protected less is not relied on: nodes keep the
+        protection of the last commit until what they go on from is committed itself.
+Rule 5: of several protections the one is relied on that bears most; nodes keep that one, and
+        overwrite the others.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ftrun.ids import Rank, Version, version
-from ftrun.wire.cluster import Plan, Source
+from ftrun.ids import Version, version
+from ftrun.wire.cluster import Plan, Source, VersionPair
 from ftrun.wire.messages import Inventory
 from ftrun.wire.protected import Protected
 
@@ -30,9 +35,16 @@ class Choice:
     world_size: int = 0
     """Of the version; ranks of another world size are put together anew."""
     sources: tuple[Source, ...] = ()
-    protected_in: int = -1
-    is_lost: bool = False
-    """There was something to go on from, and it cannot be had."""
+    wanted: Version | None = None
+    """The newest version that is known to be committed, where that cannot be had."""
+    committed: Version | None = None
+    """The newest one that is known to be committed; what counts as that after a loss."""
+    holders: frozenset[str] = frozenset()
+    """Nodes that are not here, and may hold what is missing."""
+
+
+Slots = dict[int, set[str]]
+"""Nodes that hold a sealed slot, by rank."""
 
 
 @dataclass
@@ -42,7 +54,7 @@ class _Group:
     name: Protected
     parts: dict[str, Protected] = field(default_factory=dict)
 
-    def missing(self, slots: Mapping[int, set[str]]) -> list[str]:
+    def missing(self, slots: Slots) -> list[str]:
         """Members whose state, or whose part in the protection, is not here."""
         return [
             member.node_id
@@ -54,11 +66,16 @@ class _Group:
             )
         ]
 
-    def can_rebuild(self, rank: int, slots: Mapping[int, set[str]]) -> bool:
-        gone = self.missing(slots)
+    def bears_what_is_missing(self, slots: Slots) -> bool:
+        return len(self.missing(slots)) <= self.name.parity
+
+    def has_mirror_of(self, rank: int) -> bool:
         owner = next((m.node_id for m in self.name.members if rank in m.ranks), None)
-        has_mirror = any(owner in part.mirrors for part in self.parts.values())
-        return owner is not None and len(gone) <= self.name.parity and has_mirror
+        return any(owner in part.mirrors for part in self.parts.values())
+
+    @property
+    def ranks(self) -> list[int]:
+        return [rank for member in self.name.members for rank in member.ranks]
 
     @property
     def source(self) -> Source:
@@ -71,93 +88,175 @@ class _Group:
         )
 
 
+@dataclass
+class _Held:
+    """All that is here of one version."""
+
+    version: Version
+    world_size: int
+    slots: Slots = field(default_factory=dict)
+    groups: dict[str, _Group] = field(default_factory=dict)
+    is_committed: bool = False
+
+    def add_part(self, node_id: str, part: Protected) -> None:
+        members = ";".join(f"{member.node_id}:{member.ranks}" for member in part.members)
+        name = f"{part.protected_in}/{part.parity}/{members}"
+        self.groups.setdefault(name, _Group(part)).parts[node_id] = part
+        self.is_committed |= part.is_committed
+
+    def holders(self) -> set[str]:
+        return {member.node_id for group in self.groups.values() for member in group.name.members}
+
+    def sources(self, committed: "_Held | None") -> list[Source] | str:
+        """Where shards are fetched from; or why not all ranks can be had, in words.
+
+        Args:
+            committed: the newest version that was committed, which may be this one.
+        """
+        groups = self._covering()
+        lost = [rank for rank in range(self.world_size) if not self.slots.get(rank)]
+        is_protected = self.margin >= 0 and (
+            committed is None or self.is_committed or self.margin >= committed.margin
+        )
+        if is_protected and all(self._has_mirror(rank, groups) for rank in lost):
+            return [group.source for group in groups]
+        return self._what_is_missing(lost, groups) if lost else self._bare_sources()
+
+    @property
+    def margin(self) -> int:
+        """So many more nodes of any group may go; below zero where not all ranks are protected."""
+        groups = self._covering()
+        if len({rank for group in groups for rank in group.ranks}) < self.world_size:
+            return -1
+        return min(group.name.parity - len(group.missing(self.slots)) for group in groups)
+
+    def rating(self) -> tuple[Version, int, int]:
+        """Highest for what is to be tried first; of equals what was protected last.
+
+        The lead has promised what that protection bears, and an older one may have been spoilt
+        since without a word: nobody has looked at it.
+        """
+        last = max((group.name.protected_in for group in self._covering()), default=-1)
+        return (self.version, self.margin, last)
+
+    def _covering(self) -> list[_Group]:
+        """The protections that bear most, until each rank is in one."""
+        covered: set[int] = set()
+        chosen = []
+        for group in sorted(self.groups.values(), key=self._badness):
+            if not covered.issuperset(group.ranks):
+                chosen.append(group)
+                covered.update(group.ranks)
+        return chosen
+
+    @staticmethod
+    def _has_mirror(rank: int, groups: Iterable[_Group]) -> bool:
+        return any(group.has_mirror_of(rank) for group in groups)
+
+    def _bare_sources(self) -> list[Source]:
+        """The nodes that hold the slots; what protects them is not relied on."""
+        held: dict[str, list[int]] = {}
+        for rank in range(self.world_size):
+            held.setdefault(min(self.slots[rank]), []).append(rank)
+        return [Source([node_id], [some], 0, -1) for node_id, some in held.items()]
+
+    def _badness(self, group: _Group) -> tuple[int, int]:
+        """Lowest for the protection that bears most; of equals the newest."""
+        margin = group.name.parity - len(group.missing(self.slots))
+        return (-margin, -group.name.protected_in)
+
+    def _what_is_missing(self, lost: Sequence[int], groups: Sequence[_Group]) -> str:
+        names = ", ".join(str(one) for one in lost)
+        group = next((one for one in groups if lost[0] in one.ranks), None)
+        if group is None:
+            return f"rank {names} is held by no node that is here, and nothing protects it"
+        if group.bears_what_is_missing(self.slots):
+            return f"rank {names} cannot be rebuilt: not all nodes have protected this version"
+        gone = group.missing(self.slots)
+        members = ", ".join(member.node_id for member in group.name.members)
+        return (
+            f"rank {names} cannot be rebuilt: of the group {members}, {', '.join(gone)} are "
+            f"missing, and only {group.name.parity} may be"
+        )
+
+
 def choose(
-    holdings: Mapping[str, Inventory], world_size: int, newest_plan: Plan | None, *, elastic: bool
+    holdings: Mapping[str, Inventory],
+    newest_plan: Plan | None,
+    *,
+    committed: Iterable[VersionPair] = (),
 ) -> Choice:
     """The newest version that can be had whole.
 
     Args:
         holdings: by node id.
-        world_size: of the generation to come.
         newest_plan: the newest generation that has taken effect, or may have.
-        elastic: a version of another world size will do.
+        committed: versions that somebody has heard a commit of.
     """
-    slots: dict[tuple[int, Version], dict[int, set[str]]] = {}
-    groups: dict[tuple[int, Version], dict[str, _Group]] = {}
-    for node_id, held in sorted(holdings.items()):
-        for offer in held.offers:
-            at = (offer.world_size, version(offer.generation, offer.step))
-            slots.setdefault(at, {}).setdefault(offer.rank, set()).add(node_id)
-        for part in held.protected:
-            at = (part.world_size, version(part.generation, part.step))
-            name = _name(part)
-            group = groups.setdefault(at, {}).setdefault(name, _Group(part))
-            group.parts[node_id] = part
-    valid = [at for at in {*slots, *groups} if not is_abandoned(at[1], newest_plan)]
-    fitting = [at for at in valid if at[0] == world_size or elastic]
+    held = {at: one for at, one in _collect(holdings).items() if is_valid(at[1], newest_plan)}
+    told = {version(*pair) for pair in committed}
+    if newest_plan is not None and newest_plan.committed is not None:
+        told.add(version(*newest_plan.committed))
+    known = {one for one in told if is_valid(one, newest_plan)}
+    known |= {one.version for one in held.values() if one.is_committed}
+    wanted = max(known, default=None)
+    holders = {node_id for one in held.values() for node_id in one.holders()}
+    if newest_plan is not None:
+        holders |= {node.node_id for node in newest_plan.members}
+    away = frozenset(holders - holdings.keys())
+    of_wanted = [one for one in held.values() if one.version == wanted]
+    newest_committed = max(of_wanted, key=lambda one: one.margin, default=None)
     problems: list[str] = []
-    for at in sorted(fitting, key=lambda at: at[1], reverse=True):
-        found = _sources(at, slots.get(at, {}), groups.get(at, {}))
+    # After a change of the number of nodes one version may lie here in the shards of two worlds.
+    for one in sorted(held.values(), key=_Held.rating, reverse=True):
+        name, size = one.version, one.world_size
+        found = one.sources(newest_committed)
         if isinstance(found, str):
-            problems.append(f"{at[1]}: {found}")
+            problems.append(f"{name}: {found}")
             continue
-        why = f"{at[1]}: every rank can be had"
-        protected_in = max((source.generation for source in found), default=-1)
-        return Choice(at[1], why, at[0], tuple(found), protected_in)
-    strangers = sorted({at[0] for at in valid} - {world_size})
-    if strangers and not elastic:
-        sizes = ", ".join(str(size) for size in strangers)
-        problems.append(f"what there is comes from a world of {sizes}, this run has {world_size}")
-    return Choice(None, "; ".join(problems[:2]) or "nothing is offered", is_lost=bool(problems))
+        why = f"{name}: every rank can be had"
+        if wanted is None or name >= wanted:
+            return Choice(name, why, size, tuple(found), committed=wanted)
+        why += f"; {wanted}, which was committed, is lost: {'; '.join(problems[:2])}"
+        return Choice(name, why, size, tuple(found), wanted, committed=name, holders=away)
+    why = "; ".join(problems[:2]) or "nothing is offered"
+    return Choice(None, why, wanted=wanted, committed=wanted, holders=away)
 
 
-def is_abandoned(held: Version, newest_plan: Plan | None) -> bool:
-    """Whether a later generation has started from an older point than this one."""
+def is_valid(held: Version, newest_plan: Plan | None) -> bool:
+    """Whether the newest generation has come from this version, or has made it."""
     if newest_plan is None or held.generation >= newest_plan.generation:
-        return False
-    restored = newest_plan.restore
-    return restored is None or held > version(*restored)
+        return True
+    last_step = dict(newest_plan.ancestry).get(held.generation, -1)
+    return held.step <= last_step
 
 
-def _name(part: Protected) -> str:
-    members = ";".join(f"{member.node_id}:{member.ranks}" for member in part.members)
-    return f"{part.protected_in}/{part.parity}/{members}"
+def ancestry(restored: Version | None, previous: Plan | None) -> list[VersionPair]:
+    """What a new generation comes from: of each generation before it the last step that counts.
+
+    Args:
+        restored: what it starts from.
+        previous: the newest generation before it.
+    """
+    if restored is None:
+        return []
+    before = [] if previous is None else previous.ancestry
+    older = [(at, step) for at, step in before if at < restored.generation]
+    return [*older[-_MAX_ANCESTORS:], (int(restored.generation), int(restored.step))]
 
 
-def _sources(
-    at: tuple[int, Version], slots: Mapping[int, set[str]], groups: Mapping[str, _Group]
-) -> list[Source] | str:
-    """The protections that lost ranks are rebuilt from; or why one cannot be, in words."""
-    world_size, _ = at
-    lost = [rank for rank in range(world_size) if not slots.get(rank)]
-    newest_first = sorted(groups.values(), key=lambda group: -group.name.protected_in)
-    chosen: list[Source] = []
-    for rank in lost:
-        group = next((one for one in newest_first if one.can_rebuild(rank, slots)), None)
-        if group is None:
-            return _what_is_missing(Rank(rank), lost, newest_first, slots)
-        if group.source not in chosen:
-            chosen.append(group.source)
-    # A rank that moves to another node is fetched from its slot, by way of its group.
-    for group in newest_first:
-        ranks = {rank for member in group.name.members for rank in member.ranks}
-        if all(not ranks & {r for some in source.ranks for r in some} for source in chosen):
-            chosen.append(group.source)
-    return chosen
+_MAX_ANCESTORS = 15
+"""Slots hold two versions, so nothing from further back is ever met."""
 
 
-def _what_is_missing(
-    rank: Rank, lost: Iterable[int], groups: Iterable[_Group], slots: Mapping[int, set[str]]
-) -> str:
-    names = ", ".join(str(one) for one in lost)
-    for group in groups:
-        members = group.name.members
-        owner = next((m.node_id for m in members if rank in m.ranks), None)
-        if owner is None:
-            continue
-        gone = group.missing(slots)
-        return (
-            f"rank {names} cannot be rebuilt: of the group {', '.join(m.node_id for m in members)}"
-            f", {', '.join(gone)} are missing, and only {group.name.parity} may be"
-        )
-    return f"rank {names} is held by no node that is here, and nothing protects it"
+def _collect(holdings: Mapping[str, Inventory]) -> dict[tuple[int, Version], _Held]:
+    found: dict[tuple[int, Version], _Held] = {}
+    for node_id, inventory in sorted(holdings.items()):
+        for offer in inventory.offers:
+            at = (offer.world_size, version(offer.generation, offer.step))
+            held = found.setdefault(at, _Held(at[1], at[0]))
+            held.slots.setdefault(offer.rank, set()).add(node_id)
+        for part in inventory.protected:
+            at = (part.world_size, version(part.generation, part.step))
+            found.setdefault(at, _Held(at[1], at[0])).add_part(node_id, part)
+    return found

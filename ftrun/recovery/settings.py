@@ -23,6 +23,8 @@ class ClusterSettings:
     blank_wait_s: float = 2.0
     """A newcomer at the endpoint waits so long for a lead that looks for it."""
     redial_s: float = 0.5
+    answer_s: float = 30.0
+    """How long one node that is there, but does not answer, may keep all others waiting."""
     failures_per_hour: int = 3
     erasure_data: int | None = None
     erasure_parity: int = 0

@@ -111,6 +111,7 @@ class Supervisor:
         """Take over from the supervisor of a lead that is gone, while its ranks ran."""
         self.state = State.RUNNING
         self.restarts = history.restarts
+        self.budget.forget()
         for age_s in history.spent_ages_s:
             self.budget.spend(now_s=now_s - age_s)
         self._same_cause = (history.same_cause, history.same_cause_count)
@@ -122,8 +123,10 @@ class Supervisor:
         match event:
             case GenerationStarted():
                 self._finished.clear()
-                # A stop may have been asked for while the workers were started.
-                self.state = State.RUNNING if self.state is State.STARTING else self.state
+                # A stop may have been asked for while the workers were started. A pause is over
+                # where a generation was needed for another reason.
+                if self.state in (State.STARTING, State.BACKING_OFF):
+                    self.state = State.RUNNING
                 return []
             case WorkersExited():
                 return self._workers_exited(event, now_s)

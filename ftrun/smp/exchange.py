@@ -17,6 +17,7 @@ from ftrun.erasure.fragments import StripeId
 from ftrun.erasure.stripes import Stripes
 from ftrun.errors import LayoutUnknown, MemoryTooSmall, SnapshotCorrupt
 from ftrun.ids import Generation
+from ftrun.smp.codecs import Codecs
 from ftrun.smp.filling import Fill, FillEvents, RowOut
 from ftrun.smp.jobs import Finish, Jobs
 from ftrun.smp.links import PROTECT, Frame
@@ -24,7 +25,7 @@ from ftrun.smp.mirror import mirror_parts
 from ftrun.smp.peers import Peers
 from ftrun.smp.protecting import Protecting, record_of
 from ftrun.smp.sending import BlockStream, MirrorStream, OwnBlocks, Sending
-from ftrun.smp.shards import HeldShards
+from ftrun.smp.shards import ArenaMaps, HeldShards
 from ftrun.smp.vaults import Vaults, make_vault
 from ftrun.snapshot.redundancy import Plan
 from ftrun.snapshot.stripe_space import StripeSpace
@@ -32,6 +33,25 @@ from ftrun.wire import transfer as t
 from ftrun.wire.crash_points import crash_point
 from ftrun.wire.transfer_socket import Bytes
 from ftrun.wire.vault import Vault, VaultRecord, VaultState
+
+
+@dataclass(frozen=True, slots=True)
+class ProtectorTools:
+    """What a protector works with.
+
+    Args:
+        peers: links to the other SMPs.
+        vaults: where what comes in is kept.
+        jobs: for what takes longer than a message may wait.
+        maps: mappings of this node's arenas.
+        codecs: one for each k and m.
+    """
+
+    peers: Peers
+    vaults: Vaults
+    jobs: Jobs
+    maps: ArenaMaps
+    codecs: Codecs
 
 
 @dataclass(frozen=True, slots=True)

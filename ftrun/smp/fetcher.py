@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ftrun import clock
-from ftrun.errors import FtrunError, LayoutUnknown, SnapshotError
+from ftrun.errors import FetchFailed, FtrunError, LayoutUnknown
 from ftrun.ids import Generation, Rank, Version
 from ftrun.smp.downloads import Downloads, Item
 from ftrun.smp.fetch_desk import FetchDesk
@@ -35,10 +35,6 @@ from ftrun.wire.protected import NodePlace, OldGroup
 MAX_MIRROR_BYTES = 1 << 30
 _TICK_S = 0.1
 _log = logging.getLogger(__name__)
-
-
-class FetchFailed(SnapshotError):
-    """Something is missing, and nobody has it."""
 
 
 @dataclass(frozen=True, slots=True)

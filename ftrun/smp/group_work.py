@@ -12,15 +12,16 @@ Rule: a new generation, or other places in the same one, end all that is under w
 import os
 from collections import deque
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 
 import msgspec
 
-from ftrun.erasure.codec import Codec, choose_codec
 from ftrun.erasure.fragments import run_digest
 from ftrun.errors import ProtocolError, UsageError
 from ftrun.ids import RunId, Version, version
+from ftrun.smp.codecs import Codecs
 from ftrun.smp.commits import Commits
+from ftrun.smp.exchange import ProtectorTools
 from ftrun.smp.fetch_desk import FetchDesk
 from ftrun.smp.jobs import Jobs
 from ftrun.smp.memory import ArenaMemory
@@ -65,13 +66,12 @@ class GroupWork:
         self._tell_agent = tell_agent
         self._maps = ArenaMaps()
         self._peers = Peers()
+        self._codecs = Codecs(jobs)
         self._rebuilder: Rebuilder | None = None
+        tools = ProtectorTools(self._peers, self.vaults, jobs, self._maps, self._codecs)
         self._protector = Protector(
             run_id,
-            peers=self._peers,
-            vaults=self.vaults,
-            jobs=jobs,
-            maps=self._maps,
+            tools,
             tell_agent=tell_agent,
             corrupt=commits.corrupt,
         )
@@ -119,7 +119,7 @@ class GroupWork:
                 self._desk,
                 served,
                 run=run_digest(self._run_id),
-                codec_for=codec_for,
+                codec_for=self._codecs.get,
                 patience_s=body.patience_s / 3,
             )
         own = group.nodes[group.place] if group is not None else None
@@ -211,9 +211,3 @@ class GroupWork:
         """Something of this node was found damaged, and is set aside."""
         self.set_aside.append(why)
         self._tell_agent(m.SmpNotice("source_set_aside", why))
-
-
-@cache
-def codec_for(k: int, m: int) -> Codec:
-    """One codec for each k and m; they may be used by several threads at once."""
-    return choose_codec(k, m)

@@ -30,6 +30,7 @@ from ftrun.wire.transfer_socket import TransferSocket
 
 _MAX_HANDSHAKES = 128
 _PARK_S = 60.0
+_REST_S = 0.2
 _log = logging.getLogger(__name__)
 
 
@@ -197,10 +198,16 @@ class Peers:
             # Who we are is not known before the first generation; the kernel lets them wait.
             with self._changed:
                 self._changed.wait_for(lambda: self._session or self._listener is not listener)
+            if self._listener is not listener:
+                return
             try:
                 sock, _ = listener.accept()
-            except OSError:
-                return
+            except OSError as error:
+                with self._changed:
+                    if self._listener is listener:
+                        _log.warning("a connection could not be accepted: %s", error)
+                        self._changed.wait(_REST_S)
+                continue
             if not self._doors.acquire(blocking=False):
                 sock.close()
                 continue

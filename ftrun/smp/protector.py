@@ -24,20 +24,18 @@ from functools import partial
 import msgspec
 
 from ftrun import clock
-from ftrun.erasure.codec import Codec, choose_codec
+from ftrun.erasure.codec import Codec
 from ftrun.erasure.fragments import run_digest
 from ftrun.errors import LayoutUnknown, SnapshotCorrupt
 from ftrun.ids import Rank, RunId, Version, version
-from ftrun.smp.exchange import Exchange, ExchangeEvents, ExchangeTools
+from ftrun.smp.exchange import Exchange, ExchangeEvents, ExchangeTools, ProtectorTools
 from ftrun.smp.filling import Fill
-from ftrun.smp.jobs import Finish, Jobs
+from ftrun.smp.jobs import Finish
 from ftrun.smp.links import PROTECT, Frame
-from ftrun.smp.peers import Peers
 from ftrun.smp.protecting import Protecting, rooms_for
 from ftrun.smp.rounds import Round
-from ftrun.smp.shards import ArenaMaps, HeldShards, hold
+from ftrun.smp.shards import HeldShards, hold
 from ftrun.smp.troubles import Troubles
-from ftrun.smp.vaults import Vaults
 from ftrun.smp.watch import Watch
 from ftrun.snapshot.group_plan import GroupPlan
 from ftrun.snapshot.manifest import NodeManifest
@@ -61,10 +59,7 @@ class Protector:
 
     Args:
         run_id: for the fragments' headers.
-        peers: links to the other SMPs.
-        vaults: where what comes in is kept.
-        jobs: for what takes longer than a message may wait.
-        maps: mappings of this node's arenas.
+        tools: what it works with.
         tell_agent: as `Keeper` does it.
         corrupt: a slot of this version is not what was sealed, and why; whether the version was
             abandoned for it.
@@ -73,11 +68,8 @@ class Protector:
     def __init__(
         self,
         run_id: RunId,
+        tools: ProtectorTools,
         *,
-        peers: Peers,
-        vaults: Vaults,
-        jobs: Jobs,
-        maps: ArenaMaps,
         tell_agent: TellAgent,
         corrupt: Callable[[Version, str], bool],
     ) -> None:
@@ -85,20 +77,21 @@ class Protector:
         self.last_s = 0.0
         self.last_bytes = 0
         self._run = run_digest(run_id)
-        self._peers = peers
-        self._vaults = vaults
-        self._jobs = jobs
-        self._maps = maps
+        self._peers = tools.peers
+        self._vaults = tools.vaults
+        self._jobs = tools.jobs
+        self._maps = tools.maps
         self._tell_agent = tell_agent
         self._corrupt = corrupt
         self._rounds: dict[Version, Round] = {}
         self._plan: GroupPlan | None = None
         self._rooms: dict[int, int] = {}
         self._codec: Codec | None = None
+        self._codecs = tools.codecs
         self._over: Version | None = None
         self._committed: Version | None = None
         self._troubles = Troubles(tell_agent)
-        self._watch = Watch(jobs, self._look)
+        self._watch = Watch(tools.jobs, self._look)
 
     # --- the server's thread: what the keeper wants ------------------------------------------
 
@@ -112,8 +105,7 @@ class Protector:
         self._troubles.clear()
         if group is not None and group.is_possible:
             k = len(group.nodes) - group.parity
-            if self._codec is None or (self._codec.k, self._codec.m) != (k, group.parity):
-                self._codec = choose_codec(k, group.parity)
+            self._codec = self._codecs.get(k, group.parity)
             self._plan = GroupPlan(
                 place=group.place,
                 num_nodes=len(group.nodes),
@@ -141,15 +133,15 @@ class Protector:
         group = self.group
         assert group is not None
         self._drop(lambda other: other < wanted)
-        if not group.is_possible:
-            why = f"{len(group.nodes)} node(s) with parity {group.parity} protect nothing"
-            self._tell_agent(m.VersionReady(wanted.generation, wanted.step, 0, why))
-            return
         round_ = self._round(wanted)
         if round_.is_sealed:
             return
         round_.began_s = clock.now_s()
         round_.is_sealed = True
+        if not group.is_possible:
+            why = f"{len(group.nodes)} node(s) with parity {group.parity} protect nothing"
+            self._ready(round_, why)
+            return
         if round_.problem:
             self._give_up(round_, round_.problem)
             return
@@ -224,6 +216,9 @@ class Protector:
             return
         round_.shards, round_.manifest = shards, manifest
         self._tell_sealed(round_)
+        problem = self._codecs.problem(self._codec) if self._codec is not None else ""
+        if problem:
+            self._unable(round_, problem)
         self._advance(round_)
 
     def _tell_sealed(self, round_: Round) -> None:

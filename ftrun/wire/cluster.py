@@ -18,6 +18,9 @@ from ftrun.wire.messages import Inventory, Message
 VersionPair = tuple[int, int]
 """(generation, step)."""
 
+Identity = tuple[str, int]
+"""Node id and incarnation."""
+
 
 class NodeCard(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One agent: who it is, and where it is found."""
@@ -52,13 +55,24 @@ class PlanNode(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Source(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The group in which the restored version was protected, for shards that must be fetched."""
+    """The group in which the restored version was protected, for shards that must be fetched.
+
+    Parity 0 and generation -1: no protection is relied on, the shards lie in these nodes' slots.
+    """
 
     node_ids: list[str]
     ranks: list[list[int]]
     """Those that each of them ran then."""
     parity: int
     generation: int
+
+
+class Voters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Who decides about the successor of a generation."""
+
+    generation: int
+    """-1: none has been yet."""
+    who: list[Identity]
 
 
 class History(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -93,15 +107,16 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     restore_world_size: int = 0
     """Ranks that took the restored version."""
     sources: list[Source] = []
-    protected_in: int = -1
-    """The generation whose protection of the restored version is relied on; -1: none is."""
     smp_ports: dict[str, int] = {}
     """Where the SMPs listen for each other, of every node that is here."""
     history: History = History()
-    decided_after: int = -1
-    """The generation whose voters decide about this one; -1: it is the first."""
-    decided_by: list[tuple[str, int]] = []
-    """Those voters: node id and incarnation."""
+    decided_by: list[Voters] = []
+    """Whose majorities it needs: those of the last generation, and of each later one that may
+    have taken effect."""
+    committed: VersionPair | None = None
+    """The newest version that is known to be committed."""
+    ancestry: list[VersionPair] = []
+    """Which versions of earlier generations this one has come from: of each the last step."""
 
     @property
     def world_size(self) -> int:
@@ -116,6 +131,14 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def is_resized(self) -> bool:
         """The restored version is of another number of ranks than this generation has."""
         return self.restore is not None and self.restore_world_size not in (0, self.world_size)
+
+    def protected_in(self, node_id: str) -> int:
+        """The generation whose protection of the restored version this node is to keep.
+
+        -1: it has no part in any.
+        """
+        relied = (one.generation for one in self.sources if node_id in one.node_ids)
+        return next(relied, -1)
 
     def member(self, node_id: str) -> PlanNode | None:
         return next((node for node in self.members if node.node_id == node_id), None)
@@ -133,8 +156,10 @@ class Join(Message, frozen=True):
     card: NodeCard
     nnodes: str
     """`MIN:MAX+SPARES`: all must say the same."""
-    knows: Plan | None = None
+    knows: int = -1
     """The newest generation it knows of."""
+    number: int = 0
+    """Comes back in the answer."""
 
 
 class Gathering(Message, frozen=True):
@@ -149,12 +174,16 @@ class LeadIs(Message, frozen=True):
 
     card: NodeCard
     generation: int
+    is_settled: bool = True
+    """It leads a generation that has taken effect; else it tries to bring one about."""
 
 
 class Current(Message, frozen=True):
     """Lead -> newcomer: you are with us; you take part from the next generation on."""
 
     plan: Plan
+    number: int = 0
+    """Of the `Join` that this answers."""
 
 
 class TurnedAway(Message, frozen=True):
@@ -186,7 +215,10 @@ class Promise(Message, frozen=True):
     accepted: Plan | None
     """A newer one that it (or its predecessor) has accepted, of which it does not know that."""
     knows: int
-    """The newest generation that it knows or has accepted; -1: none."""
+    """The newest generation that it or its predecessors have accepted; -1: none, or its memory
+    was lost."""
+    committed: VersionPair | None
+    """The newest commit it has heard of."""
     holdings: Inventory
     store_port: int
     smp_port: int
@@ -199,7 +231,7 @@ class NotPromised(Message, frozen=True):
     promised: int
     """The highest number it has promised anyone."""
     lead: NodeCard | None
-    """Whom it still hears."""
+    """Who leads, where it hears somebody who does."""
     lead_generation: int = -1
 
 
@@ -237,6 +269,10 @@ class Beat(Message, frozen=True):
 
     generation: int
     """The one whose ranks run here; -1: none."""
+    number: int = 0
+    """Counted by each agent: one with a lower number is late."""
+    heard: int = 0
+    """Number of the newest heartbeat of this lead."""
     promised: int = -1
     """The highest number that this agent has promised anyone."""
     state: str = "idle"
@@ -262,9 +298,9 @@ class Beat(Message, frozen=True):
     ranks: tuple[RankReport, ...] = ()
 
 
-def with_promise(beat: Beat, promised: int) -> Beat:
-    """What a node's hands say of it, with what its membership has promised."""
-    return msgspec.structs.replace(beat, promised=promised)
+def beat(here: Beat, *, number: int, heard: int, promised: int) -> Beat:
+    """What a node's hands say of it, with what its membership has to add."""
+    return msgspec.structs.replace(here, number=number, heard=heard, promised=promised)
 
 
 def with_state(beat: Beat, state: str) -> Beat:
@@ -277,6 +313,10 @@ class LeadBeat(Message, frozen=True):
 
     generation: int
     """The newest one that has taken effect."""
+    number: int = 0
+    """Counted by each lead: one with a lower number is late."""
+    is_held: bool = False
+    """This lead may have been replaced without knowing it: ranks are to wait."""
     committed: VersionPair | None = None
     abandoned_step: int = -1
     every: int = 0

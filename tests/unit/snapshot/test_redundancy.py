@@ -125,6 +125,20 @@ def test_two_sets_of_replicas_stay_apart() -> None:
     assert plan.coded_bytes == [0] * 4
 
 
+def test_ranks_of_a_node_may_be_in_different_sets() -> None:
+    manifests = [
+        NodeManifest([manifest(2 * at, {"a": "x"}), manifest(2 * at + 1, {"a": "y"})])
+        for at in range(3)
+    ]
+    plan, groups = make_plan(manifests, parity=1, small_state_bytes=1 << 16)
+    assert plan.holders == [[0, 1, 2]]
+    assert [group.holders for group in groups] == [
+        ((0, 0), (1, 2), (2, 4)),
+        ((0, 1), (1, 3), (2, 5)),
+    ]
+    check_covers(plan, manifests, 1)
+
+
 def test_what_no_optimizer_owns_never_counts_as_a_replica() -> None:
     entries = [Entry("running_mean", "F32", (BIG,), When.BOUNDARY)]
     layout = make_layout(entries, plain_bytes=10)

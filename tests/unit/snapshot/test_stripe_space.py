@@ -80,6 +80,17 @@ def test_blocks_are_the_row_cut_up(
             assert bool(space.blocks_with(rank, index)) == (index in coded)
 
 
+def test_a_run_without_bytes_is_passed_over() -> None:
+    runs = [Run(0, 1), Run(1, 1), Run(2, 1)]
+    space, row, data = space_of({0: (pieces_of([10, 0, 6]), runs)}, 12)
+    parts = [space.extents(block) for block in range(space.num_blocks)]
+    assert [[(e.offset, e.num_bytes) for e in part] for part in parts] == [
+        [(0, 10), (10, 2)],
+        [(12, 4)],
+    ]
+    assert row == data[0]
+
+
 def test_a_plan_of_another_layout_is_refused() -> None:
     plan = NodePlan([RankPlan(0, [], [Run(0, 3)], [])], 0, 30)
     with pytest.raises(LayoutUnknown):

@@ -1,0 +1,130 @@
+"""The lead's view of the other agents: who is there, who is silent, who hears it.
+
+Runs in:  the agent that leads, or that tries to. Pure.
+Takes in: connections, heartbeats, time.
+Gives:    who is lost, whom to dial, whether this lead may have been replaced.
+
+Rule 1: a closed connection leads to one dial. Refused means dead; no answer means silent, and
+        silence counts after the deadline.
+Rule 2: who does not hear the lead is as silent as one that is not heard, so every heartbeat is
+        answered with its number. What cannot be seen from one side alone, such as a network that
+        passes one way only, is seen by both at the same time.
+Rule 3: silence counts from when this process could hear; it may have stood still itself. What
+        others may have decided meanwhile does not wait for that.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from ftrun.recovery.ballots import identity
+from ftrun.recovery.settings import ClusterSettings
+from ftrun.wire.cluster import Beat, NodeCard, Plan
+
+_LONG_AGO_S = -1e9
+
+
+@dataclass
+class Peer:
+    """What the lead knows of another agent, or of its own."""
+
+    card: NodeCard
+    heard_s: float
+    """When it was last heard."""
+    acked_s: float
+    """When that heartbeat left which is the newest that it has answered."""
+    met_s: float
+    """When the connection was made."""
+    linked: bool = False
+    refused: bool = False
+    """Its kernel says that no agent is there."""
+    lost: str = ""
+    """Why it counts as lost; empty while it does not."""
+    dialled_s: float = _LONG_AGO_S
+    asked_s: float = _LONG_AGO_S
+    beat_number: int = 0
+
+
+@dataclass
+class Peers:
+    """All agents that the lead knows of, its own included."""
+
+    me: NodeCard
+    settings: ClusterSettings
+    by_id: dict[str, Peer] = field(default_factory=dict)
+    _number: int = 0
+    _left_s: dict[int, float] = field(default_factory=dict)
+    _awake_s: float = _LONG_AGO_S
+
+    def __iter__(self) -> Iterator[Peer]:
+        return iter(list(self.by_id.values()))
+
+    def get(self, node_id: str) -> Peer | None:
+        return self.by_id.get(node_id)
+
+    def put(self, card: NodeCard, *, now_s: float, linked: bool) -> Peer:
+        """Know this agent from now on, and no other one of its node."""
+        peer = Peer(card, now_s, now_s, now_s, linked=linked)
+        self.by_id[card.node_id] = peer
+        return peer
+
+    def opened(self, peer: Peer, *, now_s: float) -> None:
+        peer.linked, peer.refused = True, False
+        peer.heard_s = peer.met_s = now_s
+
+    @property
+    def linked(self) -> list[str]:
+        return [node_id for node_id, peer in self.by_id.items() if peer.linked]
+
+    @property
+    def refused(self) -> set[str]:
+        return {node_id for node_id, peer in self.by_id.items() if peer.refused}
+
+    # --- heartbeats ---------------------------------------------------------------------------
+
+    def next_number(self, *, now_s: float) -> int:
+        """The number of the heartbeat that leaves now."""
+        self._number += 1
+        self._left_s[self._number] = now_s
+        limit_s = 2 * self.settings.deadline_s
+        while now_s - self._left_s[next(iter(self._left_s))] > limit_s:
+            del self._left_s[next(iter(self._left_s))]
+        return self._number
+
+    def beat(self, peer: Peer, beat: Beat) -> bool:
+        """Whether this heartbeat says something newer than the last one."""
+        peer.acked_s = max(peer.acked_s, self._left_s.get(beat.heard, _LONG_AGO_S))
+        if beat.number <= peer.beat_number:
+            return False
+        peer.beat_number = beat.number
+        return True
+
+    def stood_still(self, *, now_s: float) -> None:
+        """This process could hear nobody until now."""
+        self._awake_s = now_s
+
+    # --- silence ------------------------------------------------------------------------------
+
+    def silent_s(self, peer: Peer, *, now_s: float) -> float:
+        """For how long it was not heard, or has not heard us."""
+        since_s = max(min(peer.heard_s, peer.acked_s), peer.met_s, self._awake_s)
+        return now_s - since_s
+
+    def is_to_be_dialled(self, peer: Peer, *, now_s: float) -> bool:
+        if peer.linked or now_s - peer.dialled_s < self.settings.redial_s:
+            return False
+        peer.dialled_s = now_s
+        return True
+
+    def may_decide_without_me(self, plan: Plan, *, now_s: float) -> bool:
+        """Whether the voters that may have stopped hearing this lead could replace it."""
+        limit_s = self.settings.cut_off_s
+        unheard = 0
+        for card in plan.voters:
+            if card.node_id == self.me.node_id:
+                continue
+            peer = self.by_id.get(card.node_id)
+            if peer is None:
+                unheard += 1
+            elif identity(peer.card) == identity(card) and not peer.refused:
+                unheard += now_s - peer.acked_s >= limit_s
+        return 2 * unheard > len(plan.voters)

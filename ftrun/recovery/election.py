@@ -1,0 +1,219 @@
+"""One agent's attempts to bring a generation about, one ballot at a time.
+
+Runs in:  the agent that leads, or that tries to. Pure.
+Takes in: answers to its ballot, lost nodes, time.
+Gives:    prepares and announcements; at which `Stage` the ballot is.
+Source:   see ballots.py.
+
+Rule 1: whoever is here is heard before anything is announced, as it may hold what is to be
+        restored; unless it does not answer for `answer_s`.
+Rule 2: what was asked is asked again until it is answered.
+Rule 3: a proposer that is refused gives the other one time, and more of it each time.
+"""
+
+from enum import Enum, auto
+
+from ftrun.recovery.attendance import Peer, Peers
+from ftrun.recovery.ballots import Ballot, electorate
+from ftrun.recovery.commands import Command, Dial, Note, Send
+from ftrun.recovery.settings import ClusterSettings
+from ftrun.wire.cluster import (
+    Accepted,
+    Announce,
+    NodeCard,
+    NotPromised,
+    Plan,
+    Prepare,
+    Promise,
+)
+
+_PATIENCE_S, _PATIENCE_BY_PLACE_S, _MAX_DOUBLINGS = 0.2, 0.5, 4
+
+
+class Stage(Enum):
+    """How far a ballot is."""
+
+    ASKED = auto()
+    """Some have not answered yet."""
+    PROMISED = auto()
+    """All who are here have, and they may decide: a plan can be announced."""
+    SHORT = auto()
+    """All who are here have, and they may not decide."""
+    ANNOUNCED = auto()
+    """Some have not accepted yet."""
+    CARRIED = auto()
+    """It takes effect."""
+    BROKEN = auto()
+    """It cannot take effect any more."""
+
+
+class Election:
+    """The ballots of one proposer."""
+
+    def __init__(self, me: NodeCard, settings: ClusterSettings, peers: Peers) -> None:
+        self.ballot: Ballot | None = None
+        self.highest = -1
+        """The highest number that anybody is known to have promised."""
+        self._me = me
+        self._settings = settings
+        self._peers = peers
+        self._awaited: dict[str, float] = {}
+        """Who has not answered yet, and since when."""
+        self._needed: set[str] = set()
+        """Members of the announced plan that have not accepted."""
+        self._refusals = 0
+        self.again_s: float | None = None
+        """When to begin another ballot."""
+        self.again_why = ""
+
+    # --- asking -------------------------------------------------------------------------------
+
+    def begin(
+        self,
+        why: str,
+        *,
+        plan: Plan | None,
+        unsure: Plan | None,
+        now_s: float,
+    ) -> list[Command]:
+        """Ask everyone for a promise.
+
+        Args:
+            why: in words.
+            plan: the newest generation that is known to have taken effect.
+            unsure: a newer one that may have.
+            now_s: the time.
+        """
+        known = plan.generation if plan is not None else -1
+        if unsure is not None and unsure.generation <= known:
+            unsure = None
+        self.highest = max(self.highest, known, unsure.generation if unsure else -1) + 1
+        needs = {known: electorate(plan.voters)} if plan is not None else {}
+        self.ballot = Ballot(self.highest, why, known, needs, now_s)
+        if unsure is not None:
+            self.ballot.mind(unsure)
+        self.again_s = None
+        self._awaited = {peer.card.node_id: now_s for peer in self._peers if not peer.lost}
+        found: list[Command] = [Note("Ballot", why, {"generation": self.highest})]
+        for peer in self._peers:
+            found += self.ask(peer, now_s=now_s)
+        return found
+
+    def announce(self, plan: Plan, *, now_s: float) -> list[Command]:
+        """Ask everyone who has promised to accept this."""
+        assert self.ballot is not None
+        self.ballot.announce(plan)
+        self._refusals = 0
+        self._awaited = dict.fromkeys(self.ballot.promises, now_s)
+        self._needed = {node.node_id for node in plan.members}
+        return [Send(node_id, Announce(plan)) for node_id in self.ballot.promises]
+
+    def joined(self, peer: Peer, *, now_s: float) -> list[Command]:
+        """Another agent is here."""
+        if self.ballot is not None and self.ballot.plan is None:
+            self._awaited[peer.card.node_id] = now_s
+        return self.ask(peer, now_s=now_s)
+
+    def ask(self, peer: Peer, *, now_s: float) -> list[Command]:
+        """Whatever this agent has to answer for the ballot to go on."""
+        ballot, node_id = self.ballot, peer.card.node_id
+        if ballot is None or node_id not in self._awaited:
+            return []
+        if not peer.linked:
+            dials = self._peers.is_to_be_dialled(peer, now_s=now_s)
+            return [Dial(peer.card.host, peer.card.port, node_id)] if dials else []
+        if ballot.plan is None:
+            return self._prepare(ballot, peer, now_s)
+        peer.asked_s = now_s
+        return [Send(node_id, Announce(ballot.plan))]
+
+    def repeat(self, *, now_s: float) -> list[Command]:
+        """Ask again what was not answered, and give up what has waited for too long."""
+        if self.ballot is None:
+            return []
+        for node_id, since_s in list(self._awaited.items()):
+            if now_s - since_s >= self._settings.answer_s and node_id != self._me.node_id:
+                del self._awaited[node_id]
+        found: list[Command] = []
+        for peer in self._peers:
+            if now_s - peer.asked_s < 2 * self._settings.heartbeat_s:
+                continue
+            if peer.card.node_id in self._awaited:
+                found += self.ask(peer, now_s=now_s)
+            elif peer.lost and peer.linked and self.ballot.plan is None:
+                # It may be there and have nothing to say to us. Any answer brings it back.
+                found += self._prepare(self.ballot, peer, now_s)
+        return found
+
+    # --- answers ------------------------------------------------------------------------------
+
+    def promised(self, body: Promise) -> bool:
+        """Whether this promise counts."""
+        ballot = self.ballot
+        if ballot is None or body.generation != ballot.generation or ballot.plan is not None:
+            return False
+        ballot.take_promise(body)
+        self._awaited.pop(body.card.node_id, None)
+        return True
+
+    def not_promised(self, body: NotPromised, place: int, *, now_s: float) -> None:
+        """Somebody has promised a higher number, or this one to another proposer."""
+        self.highest = max(self.highest, body.promised)
+        if self.ballot is not None and body.generation == self.ballot.generation:
+            self.begin_again(self.ballot.why, place, now_s=now_s)
+
+    def begin_again(self, why: str, place: int, *, now_s: float) -> None:
+        """Begin another ballot a little later; two proposers wait for different times."""
+        if self.again_s is None:
+            patience_s = _PATIENCE_S + _PATIENCE_BY_PLACE_S * place
+            self.again_s = now_s + patience_s * 2.0 ** min(self._refusals, _MAX_DOUBLINGS)
+            self.again_why = why
+            self._refusals += 1
+
+    def accepted(self, node_id: str, body: Accepted) -> bool:
+        """Whether this acceptance counts."""
+        ballot = self.ballot
+        if ballot is None or ballot.plan is None or body.generation != ballot.generation:
+            return False
+        if node_id not in ballot.promises:
+            return False
+        ballot.accepted[node_id] = body
+        self._awaited.pop(node_id, None)
+        self._needed.discard(node_id)
+        return True
+
+    def lost(self, node_id: str) -> None:
+        """This agent answers nothing any more."""
+        self._awaited.pop(node_id, None)
+        if self.ballot is not None and self.ballot.plan is None:
+            self.ballot.promises.pop(node_id, None)
+
+    def is_member(self, node_id: str) -> bool:
+        """Whether the plan that was announced counts on this node."""
+        plan = self.ballot.plan if self.ballot is not None else None
+        return plan is not None and plan.member(node_id) is not None
+
+    def won(self) -> Plan:
+        """The plan that takes effect; the ballot is over."""
+        assert self.ballot is not None
+        assert self.ballot.plan is not None
+        plan, self.ballot = self.ballot.plan, None
+        self._awaited.clear()
+        return plan
+
+    def stage(self) -> Stage:
+        ballot = self.ballot
+        assert ballot is not None
+        if ballot.plan is None:
+            if self._awaited:
+                return Stage.ASKED
+            return Stage.PROMISED if ballot.is_promised(self._peers.refused) else Stage.SHORT
+        if not self._needed and ballot.is_accepted(self._peers.refused):
+            return Stage.CARRIED
+        return Stage.ANNOUNCED if self._awaited else Stage.BROKEN
+
+    def _prepare(self, ballot: Ballot, peer: Peer, now_s: float) -> list[Command]:
+        peer.asked_s = now_s
+        # Nobody need send a plan that is as old as the base.
+        body = Prepare(ballot.generation, self._me, ballot.why, ballot.base_generation)
+        return [Send(peer.card.node_id, body)]

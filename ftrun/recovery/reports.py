@@ -1,0 +1,104 @@
+"""What the members of a generation report, summed up as it comes.
+
+Runs in:  the agent that leads. Pure.
+Takes in: heartbeats.
+Gives:    the furthest step, the version all are ready with, whether all wait at a boundary.
+
+One heartbeat costs the same however many nodes there are: sums are kept, not made. Only what is
+rarely asked for, the longest wished interval, is looked up among all.
+"""
+
+from collections import Counter
+
+from ftrun.events import Progress
+from ftrun.ids import Step
+from ftrun.wire.cluster import Beat, Plan, PlanNode, VersionPair
+
+
+class Reports:
+    """The newest heartbeat of every node, and sums over those of the running generation."""
+
+    def __init__(self) -> None:
+        self.beats: dict[str, Beat] = {}
+        """By node, whatever generation they name."""
+        self.step = 0
+        """The largest step boundary that any rank has passed."""
+        self.steps_here = 0
+        self.attached = False
+        self.abandoned_step = -1
+        self._generation = -1
+        self._members: dict[str, PlanNode] = {}
+        self._current: set[str] = set()
+        self._ready: Counter[VersionPair] = Counter()
+        self._num_at_boundary = 0
+
+    def begin(self, plan: Plan) -> None:
+        """Sum up for this generation from now on."""
+        self._generation = plan.generation
+        self._members = {node.node_id: node for node in plan.members}
+        self._current.clear()
+        self._ready.clear()
+        self.step = self.steps_here = self._num_at_boundary = 0
+        self.attached = False
+        self.abandoned_step = -1
+        for node_id, beat in self.beats.items():
+            self._count(node_id, beat)
+
+    def member(self, node_id: str) -> PlanNode | None:
+        return self._members.get(node_id)
+
+    def take(self, node_id: str, beat: Beat) -> bool:
+        """Whether this heartbeat is of a member and of the running generation."""
+        before = self.beats.get(node_id)
+        if before is not None and node_id in self._current:
+            self._current.discard(node_id)
+            self._num_at_boundary -= before.at_boundary
+            if before.ready is not None:
+                self._ready[before.ready] -= 1
+        self.beats[node_id] = beat
+        return self._count(node_id, beat)
+
+    def forget(self, node_id: str) -> None:
+        """This node is lost."""
+        if node_id in self.beats:
+            self.take(node_id, Beat(generation=-1))
+            del self.beats[node_id]
+
+    def _count(self, node_id: str, beat: Beat) -> bool:
+        if beat.generation != self._generation or node_id not in self._members:
+            return False
+        self._current.add(node_id)
+        self._num_at_boundary += beat.at_boundary
+        if beat.ready is not None:
+            self._ready[beat.ready] += 1
+        self.step = max(self.step, beat.step)
+        self.steps_here = max(self.steps_here, beat.steps_here)
+        self.attached |= beat.attached
+        self.abandoned_step = max(self.abandoned_step, beat.abandoned_step)
+        return True
+
+    # --- of all members -----------------------------------------------------------------------
+
+    @property
+    def progress(self) -> Progress:
+        return Progress(Step(self.step), self.steps_here, self.attached)
+
+    @property
+    def all_run(self) -> bool:
+        """Every member has reported its ranks of this generation."""
+        return len(self._current) == len(self._members) > 0
+
+    @property
+    def all_at_boundary(self) -> bool:
+        return self._num_at_boundary == len(self._members) > 0
+
+    def ready_with(self, beat: Beat) -> VersionPair | None:
+        """The version that every member is ready with, if it is the one of this heartbeat."""
+        ready = beat.ready
+        if ready is None or self._ready[ready] != len(self._members):
+            return None
+        return ready
+
+    def wished_every(self) -> int:
+        """The longest interval that any rank wishes for."""
+        return max((self.beats[one].wished_every for one in self._current), default=0)

@@ -1,0 +1,405 @@
+"""What must never be, looked at after every event.
+
+one lead         nobody obeys two leads in one generation
+one timeline     once a newer generation has made a step, an older one makes none; a rank that
+is held or dead makes none; each generation knows of the one before
+one version      all ranks start from one version, with the bytes that were sealed, and never
+from one that a later generation has left behind
+nothing lost     a committed version can be had as long as at most m nodes of each group have
+lost their memory since it was protected
+never back       a generation starts from nothing older than that; unless it is said
+fences           a message of an older generation changes nothing
+budget           restarts are counted on from lead to lead, and stay within their number
+"""
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from ftrun.errors import ExitCode
+from ftrun.ids import Version
+from ftrun.recovery import commands as do
+from ftrun.recovery.happenings import Happening, Heard
+from ftrun.wire.cluster import Announce, LeadBeat, Plan, Prepare, Promise
+from simulation.memory import Memory, can_have
+from simulation.snapshots import as_version
+from simulation.training import Group, Ranks, beginning
+from simulation.world import Violation
+
+if TYPE_CHECKING:
+    from simulation.node import Agent, Node
+    from simulation.run import Simulation
+
+_ORDERS = (
+    do.RunGeneration, do.Commit, do.Abandon, do.SetInterval, do.AskLastSnapshot, do.SignalWorkers,
+    do.MovePeers, do.KillWorkers,
+)  # fmt: skip
+_ACTS = (do.Quiesce, do.Adopt, *_ORDERS)
+_SAID = ("is lost", "cannot be", "has kept its memory")
+"""How a plan says that it goes back, or begins anew."""
+_STABLE_S = 6.0
+
+
+@dataclass
+class Record:
+    """A committed version, and who has lost memory since it was protected."""
+
+    version: Version
+    protected_in: int
+    groups: list[tuple[frozenset[str], int]]
+    lost: set[str] = field(default_factory=set)
+
+    @property
+    def is_safe(self) -> bool:
+        return all(len(self.lost & nodes) <= parity for nodes, parity in self.groups)
+
+
+class Invariants:
+    """All that is known of a run by somebody who sees everything."""
+
+    def __init__(self, simulation: "Simulation") -> None:
+        self.simulation = simulation
+        self.world = simulation.world
+        self.effective: dict[int, Plan] = {}
+        self.newest: Plan | None = None
+        self.accepted: dict[int, Plan] = {}
+        """Plans that somebody has accepted, whether they took effect or not."""
+        self.states: dict[Version, int] = {}
+        self.records: dict[Version, Record] = {}
+        self.step_generation = -1
+        self.steps = 0
+        self.is_second_run = False
+        self.went_back = 0
+        self.commits = 0
+        self.restores = 0
+        self.stable_since_s = 0.0
+        self.exits: list[tuple[str, do.EndRun]] = []
+        self._leads: dict[int, str] = {}
+        self._settled: dict[int, int] = {}
+        self._started: dict[int, Version | None] = {}
+        self._removed: set[Version] = set()
+        self._adopted_s: dict[int, float] = {}
+        self._sealed_s: dict[Version, float] = {}
+        self._lost_s: dict[str, float] = {}
+
+    def fail(self, why: str) -> None:
+        self.world.trace("!", why)
+        raise Violation(f"at {self.world.now_s:.3f} s: {why}")
+
+    # --- decisions ----------------------------------------------------------------------------
+
+    def decided(
+        self, agent: "Agent", event: Happening, before: int, found: list[do.Command]
+    ) -> None:
+        """An agent has decided; `before` is the generation it knew before that."""
+        node = agent.node
+        if isinstance(event, Heard):
+            self._check_message(agent, event, before, found)
+        for command in found:
+            if isinstance(command, do.Send):
+                if isinstance(command.message, Promise):
+                    self._promises(node)
+                elif isinstance(command.message, Announce):
+                    self._announces(command.message.plan)
+            elif isinstance(command, do.Adopt):
+                self.accepted.setdefault(command.plan.generation, command.plan)
+                self._adopted_s.setdefault(command.plan.generation, self.world.now_s)
+            elif isinstance(command, do.Note) and command.kind == "Generation":
+                assert agent.member.lead is not None
+                assert agent.member.lead.plan is not None
+                self._takes_effect(agent.member.lead.plan, node)
+
+    def _check_message(
+        self, agent: "Agent", event: Heard, before: int, found: list[do.Command]
+    ) -> None:
+        body, sender = event.message, event.node_id
+        acts = [command for command in found if isinstance(command, _ACTS)]
+        if isinstance(body, LeadBeat | Prepare) and body.generation < before and acts:
+            self.fail(f"{agent.node.node_id} does {acts} on the word of an older generation")
+        if isinstance(body, Announce) and body.plan.generation < before and acts:
+            self.fail(f"{agent.node.node_id} does {acts} on a plan of an older generation")
+        if isinstance(body, LeadBeat) and any(isinstance(one, _ORDERS) for one in found):
+            first = self._leads.setdefault(body.generation, sender)
+            if first != sender:
+                self.fail(f"{first} and {sender} are both obeyed in generation {body.generation}")
+
+    def _promises(self, node: "Node") -> None:
+        if node.ranks is not None and node.ranks.are_alive:
+            self.fail(f"{node.node_id} promises while its ranks live")
+
+    def _announces(self, plan: Plan) -> None:
+        wanted = as_version(plan.restore)
+        if wanted is not None and not self._is_on_timeline(wanted, self._newest_known(plan)):
+            self.fail(f"generation {plan.generation} wants {wanted}, which was left behind")
+
+    def _newest_known(self, plan: Plan) -> Plan | None:
+        older = [one for at, one in self.effective.items() if at < plan.generation]
+        return max(older, key=lambda one: one.generation, default=None)
+
+    def _takes_effect(self, plan: Plan, node: "Node") -> None:
+        previous = self.newest
+        if previous is not None and plan.generation < previous.generation:
+            self._took_effect_before(plan)
+            return
+        if previous is not None:
+            known = max((voters.generation for voters in plan.decided_by), default=-1)
+            if known < previous.generation:
+                self._unknown_to(plan, previous, node)
+                if self.is_second_run:
+                    return
+            self._check_restore(plan, previous)
+            self._check_budget(plan, previous)
+        elif plan.restore is not None:
+            self.fail(f"the first generation starts from {plan.restore}")
+        self.effective[plan.generation] = self.newest = plan
+
+    def _took_effect_before(self, plan: Plan) -> None:
+        """Its proposer hears late that it was accepted: whoever came after must have known it."""
+        later = [one for at, one in self.effective.items() if at > plan.generation]
+        is_known = any(
+            voters.generation == plan.generation for one in later for voters in one.decided_by
+        )
+        if not is_known or self.accepted.get(plan.generation) != plan:
+            self._unknown_to(plan, later[0], self.simulation.network.nodes[plan.lead])
+
+    def _unknown_to(self, plan: Plan, previous: Plan, node: "Node") -> None:
+        """Whoever could not know of a run begins another one; whoever could have, must not."""
+        is_first = all(voters.generation < 0 for voters in plan.decided_by)
+        knowing = [
+            other.node_id
+            for other in self.simulation.nodes
+            if other.agent is not None
+            and not other.agent.stands_still
+            and other.agent.member.follower.newest_plan not in (None, plan)
+            and not self._is_blank(other)
+        ]
+        reached = [
+            one
+            for one in knowing
+            if self.simulation.network.passes(one, node.node_id)
+            and self.simulation.network.passes(node.node_id, one)
+        ]
+        is_stable = self.world.now_s - self.stable_since_s >= _STABLE_S
+        # A run that has come to its end may be followed by another.
+        is_stable &= not self.simulation.is_ending
+        if not is_first or (reached and is_stable):
+            self.fail(
+                f"generation {plan.generation} of {plan.lead} does not know of generation "
+                f"{previous.generation} of {previous.lead} ({reached} could have told)"
+            )
+        self.is_second_run = True
+        self.world.is_over = True
+
+    @staticmethod
+    def _is_blank(node: "Node") -> bool:
+        return node.memory.kept is None
+
+    def _check_restore(self, plan: Plan, previous: Plan) -> None:
+        wanted = as_version(plan.restore)
+        if wanted is not None and not self._is_on_timeline(wanted, previous):
+            self.fail(f"generation {plan.generation} starts from {wanted}, which was left behind")
+        newest = self._newest_committed(previous)
+        if newest is None or (wanted is not None and wanted.step >= newest.version.step):
+            return
+        self.went_back += 1
+        is_said = any(words in plan.restore_why for words in _SAID)
+        is_known = any(node.memory.kept is not None for node in self.simulation.nodes)
+        is_from_disk = wanted is None and self.simulation.scenario.has_checkpoints and is_said
+        if (newest.is_safe and not is_from_disk) or (
+            not is_said and is_known and self._was_heard(newest, plan)
+        ):
+            self.fail(
+                f"generation {plan.generation} starts from {wanted}, and {newest.version} was "
+                f"committed; lost memory since: {sorted(newest.lost)}; said: {plan.restore_why!r}"
+            )
+
+    def _was_heard(self, record: Record, plan: Plan) -> bool:
+        """Some node of the new generation was told of this commit."""
+        for card in plan.voters:
+            agent = self.simulation.network.nodes[card.node_id].agent
+            told = as_version(agent.member.follower.committed) if agent is not None else None
+            if told == record.version:
+                return True
+        return False
+
+    def _check_budget(self, plan: Plan, previous: Plan) -> None:
+        limit = self.simulation.scenario.policy.budget
+        if len(plan.history.spent_ages_s) > limit:
+            self.fail(f"{len(plan.history.spent_ages_s)} restarts, and {limit} are allowed")
+        if plan.history.restarts < previous.history.restarts:
+            self.fail(f"generation {plan.generation} has forgotten restarts")
+
+    # --- versions -----------------------------------------------------------------------------
+
+    def _is_on_timeline(self, wanted: Version, newest: Plan | None) -> bool:
+        """Whether the newest generation made this version, or has come from it."""
+        while newest is not None:
+            if wanted.generation == newest.generation:
+                return True
+            start = self._started.get(newest.generation, as_version(newest.restore))
+            if start is None or wanted.generation > start.generation:
+                return False
+            if wanted.generation == start.generation:
+                return wanted.step <= start.step
+            newest = self.effective.get(start.generation)
+        return False
+
+    def _newest_committed(self, plan: Plan | None) -> Record | None:
+        found = [
+            one
+            for one in self.records.values()
+            if one.version.generation >= 0 and self._is_on_timeline(one.version, plan)
+        ]
+        return max(found, key=lambda one: one.version.step, default=None)
+
+    def sealed(self, taken: Version, state: int) -> None:
+        self._sealed_s.setdefault(taken, self.world.now_s)
+        if self.states.setdefault(taken, state) != state:
+            self.fail(f"ranks seal different states of {taken}")
+
+    def restored(self, node: "Node", plan: Plan, version: Version | None, state: int) -> None:
+        """A node's ranks have read what they start from."""
+        self.restores += version is not None
+        first = self._started.setdefault(plan.generation, version)
+        if first != version:
+            self.fail(f"in generation {plan.generation} ranks start from {first} and {version}")
+        should_be = beginning() if version is None else self.states.get(version)
+        if state != should_be:
+            self.fail(f"{node.node_id} has read {version}, and it is not what was sealed")
+
+    def step_made(self, group: Group, members: list[Ranks]) -> None:
+        generation = group.plan.generation
+        self.steps += 1
+        for ranks in members:
+            if not ranks.can_move:
+                self.fail(f"a rank of {ranks.node.node_id} that cannot move has made a step")
+        if generation < self.step_generation and not self._all_agents_frozen(members):
+            self.fail(
+                f"generation {generation} makes a step after generation {self.step_generation}"
+            )
+        self.step_generation = max(self.step_generation, generation)
+
+    @staticmethod
+    def _all_agents_frozen(members: list[Ranks]) -> bool:
+        """Ranks whose agents were all stopped by hand, and they not: nobody can hold them."""
+        return all(ranks.node.agent is not None and ranks.node.agent.is_frozen for ranks in members)
+
+    def committed(self, node: "Node", version: Version) -> None:
+        """A node's SMP takes this version as committed."""
+        smp = node.smp
+        assert smp is not None
+        assert smp.plan is not None
+        plan = smp.plan
+        before = self.records.get(version)
+        if before is not None and before.protected_in >= plan.generation:
+            return
+        if plan.generation not in self.effective:
+            return
+        if version.generation >= 0 and version not in self.states:
+            self.fail(f"{version} is committed, and nobody has sealed it")
+        self.commits += 1
+        groups = [(frozenset(group), plan.parity) for group in plan.groups]
+        if not groups:
+            groups = [(frozenset(one.node_id for one in plan.members), 0)]
+        groups = [(nodes, parity if len(nodes) > parity else 0) for nodes, parity in groups]
+        record = Record(version, plan.generation, groups)
+        since_s = max(self._adopted_s[plan.generation], self._sealed_s.get(version, 0.0))
+        record.lost |= {one for one, at_s in self._lost_s.items() if at_s >= since_s}
+        record.lost |= {
+            one.node_id
+            for one in self.simulation.nodes
+            if any(not slot.is_whole for slot in one.memory.slots if slot.version == version)
+            or any(part.given != part.digests for part in one.memory.parts)
+        }
+        self.records[version] = record
+        if version.generation >= 0 and self._is_on_timeline(version, self.newest):
+            self._check_protection(record)
+
+    def _check_protection(self, record: Record) -> None:
+        """Take m nodes out of each group: the version must still be there."""
+        if record.lost:
+            return
+        turn = self.commits
+        memories = self._memories()
+        for nodes, parity in record.groups:
+            ordered = sorted(nodes)
+            for place in range(parity):
+                memories.pop(ordered[(turn + place) % len(ordered)], None)
+        if not can_have(record.version, memories):
+            self.fail(f"{record.version} is committed and does not bear the loss of m nodes")
+
+    def flipped(self, node: "Node") -> None:
+        """As bad as a loss; and what is newer and not committed is relied on as well."""
+        self.memory_lost(node)
+
+    def memory_lost(self, node: "Node") -> None:
+        self._lost_s[node.node_id] = self.world.now_s
+        for record in self.records.values():
+            record.lost.add(node.node_id)
+
+    def removed(self, version: Version) -> None:
+        """A slot of this version, or a part, is no more."""
+        self._removed.add(version)
+
+    def after_event(self, agent: "Agent") -> None:
+        if self.is_second_run:
+            return
+        lead = agent.member.lead
+        if lead is not None and lead.is_settled and lead.plan is not None:
+            at = lead.plan.generation
+            first = self._settled.setdefault(at, agent.card.incarnation)
+            if first != agent.card.incarnation:
+                self.fail(f"two agents lead generation {at}")
+        if self._removed:
+            self._check_nothing_lost()
+
+    def _check_nothing_lost(self) -> None:
+        removed, self._removed = self._removed, set()
+        newest = self._newest_committed(self.newest)
+        if newest is None or not newest.is_safe or newest.version not in removed:
+            return
+        memories = self._memories()
+        if can_have(newest.version, memories):
+            return
+        later = [
+            one
+            for one in self.states
+            if one.step > newest.version.step and self._is_on_timeline(one, self.newest)
+        ]
+        if not any(can_have(one, memories) for one in later):
+            self.fail(
+                f"{newest.version} was committed (in generation {newest.protected_in}) and is "
+                f"lost; nodes that lost memory since: {sorted(newest.lost)}"
+            )
+
+    def _memories(self) -> dict[str, Memory]:
+        return {node.node_id: node.memory for node in self.simulation.nodes if node.is_on}
+
+    # --- the end ------------------------------------------------------------------------------
+
+    def ended(self, node: "Node", command: do.EndRun) -> None:
+        """An agent ends of itself."""
+        self.exits.append((node.node_id, command))
+        if command.exit_code in (ExitCode.USAGE, ExitCode.BUG):
+            self.fail(f"{node.node_id} ends with {command.exit_code}: {command.why}")
+        if command.exit_code == ExitCode.STATE_LOST:
+            self._check_refusal(node, command)
+        self.simulation.agent_ended(node, command)
+
+    def _check_refusal(self, node: "Node", command: do.EndRun) -> None:
+        """A run that says its state is lost must not have it."""
+        if self.world.now_s - self.stable_since_s < _STABLE_S:
+            return
+        newest = self._newest_committed(self.newest)
+        passes = self.simulation.network.passes
+        reached = {
+            other.node_id: other.memory
+            for other in self.simulation.nodes
+            if other.agent is not None
+            and not other.agent.stands_still
+            and (
+                other is node
+                or (passes(node.node_id, other.node_id) and passes(other.node_id, node.node_id))
+            )
+        }
+        if newest is not None and can_have(newest.version, reached):
+            self.fail(f"{node.node_id} says {command.why!r}, and {newest.version} is there")

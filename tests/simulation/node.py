@@ -1,0 +1,532 @@
+"""A machine, its stub, its SMP, and an agent: a real `Member`, with hands that take time."""
+
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from ftrun.events import Kind, WorkerExit
+from ftrun.ids import Version
+from ftrun.recovery import commands as do
+from ftrun.recovery.happenings import (
+    Adopted,
+    Closed,
+    Happening,
+    Heard,
+    HereIs,
+    Passing,
+    Quiesced,
+)
+from ftrun.recovery.member import Member, Role
+from ftrun.recovery.oversight import Oversight
+from ftrun.wire.cluster import Beat, NodeCard, Plan
+from simulation.memory import Memory
+from simulation.network import End
+from simulation.snapshots import Smp, as_version
+from simulation.training import Ranks, beginning, exit_of
+
+if TYPE_CHECKING:
+    from simulation.network import Network
+    from simulation.run import Simulation
+    from simulation.world import World
+
+
+class Node:
+    """One machine."""
+
+    def __init__(self, simulation: "Simulation", node_id: str, *, endpoint: bool) -> None:
+        self.simulation = simulation
+        self.world: World = simulation.world
+        self.network: Network = simulation.network
+        self.random = simulation.world.stream(node_id)
+        self.node_id = node_id
+        self.is_endpoint = endpoint
+        self.is_on = False
+        self.is_frozen = False
+        self.is_running = False
+        """On, and not frozen."""
+        self.memory = Memory()
+        self.smp: Smp | None = None
+        self.agent: Agent | None = None
+        self.ranks: Ranks | None = None
+        self.restored_in: dict[int, Version | None] = {}
+        """What each generation has started from, on this node."""
+        self.exit: do.EndRun | None = None
+        """How the agent has ended, if it has of itself."""
+        self.clock_s = self.random.random() * 1e5
+        self._boots = 0
+        self._deferred: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
+        self._num_ports = 0
+
+    # --- power --------------------------------------------------------------------------------
+
+    def boot(self, delay_s: float) -> None:
+        """Switched on, with nothing in memory; the stub is started a little later."""
+        self._boots += 1
+        self.is_on, self.is_frozen, self.is_running = True, False, True
+        self.memory = Memory()
+        self.restored_in = {}
+        self.exit = None
+        self.clock_s = self.random.random() * 1e5
+        self.later(delay_s, self._start_agent)
+
+    def power_off(self) -> None:
+        """All of it at once, without a word to anybody."""
+        self.is_on = self.is_running = False
+        self._lose_everything()
+
+    def wipe(self) -> None:
+        """Stub, agent and SMP are killed; the kernel lives."""
+        self._boots += 1
+        self._lose_everything()
+
+    def _lose_everything(self) -> None:
+        self._boots += 1
+        self._deferred.clear()
+        self.kill_agent(restart_s=None)
+        if self.smp is not None:
+            self.smp.is_alive = False
+            self.smp = None
+        self.memory = Memory()
+        self.restored_in = {}
+        self.simulation.invariants.memory_lost(self)
+
+    def freeze(self) -> None:
+        """The whole machine stands still."""
+        self.is_frozen, self.is_running = True, False
+
+    def thaw(self) -> None:
+        if not self.is_on:
+            return
+        self.is_frozen, self.is_running = False, True
+        deferred, self._deferred = self._deferred, []
+        for what, args in deferred:
+            self.later(0.0, what, *args)
+        if self.agent is not None:
+            self.agent.catch_up()
+
+    def later(self, delay_s: float, what: Callable[..., None], *args: Any) -> None:
+        """Something happens on this machine, unless it is switched off before."""
+        self.world.after(delay_s, self._fire, self._boots, what, args)
+
+    def _fire(self, boots: int, what: Callable[..., None], args: tuple[Any, ...]) -> None:
+        if boots != self._boots:
+            return
+        if self.is_frozen:
+            self._deferred.append((what, args))
+        else:
+            what(*args)
+
+    # --- processes ----------------------------------------------------------------------------
+
+    def _start_agent(self) -> None:
+        if not self.is_on or self.agent is not None or self.exit is not None:
+            return
+        self.start_smp()
+        self.simulation.invariants.stable_since_s = self.world.now_s
+        self.agent = Agent(self)
+        kept = self.memory.kept
+        about = f", knows generation {kept[0].generation}" if kept is not None else ""
+        self.world.trace(self.node_id, f"agent {self.agent.card.incarnation} starts{about}")
+        self.agent.begin()
+
+    def kill_agent(self, *, restart_s: float | None) -> None:
+        """Its ranks die with it; the stub starts another one."""
+        agent = self.agent
+        if agent is None:
+            return
+        self.agent = None
+        agent.die()
+        self.end_ranks()
+        if restart_s is not None:
+            self.later(restart_s, self._start_agent)
+
+    def start_smp(self) -> None:
+        if self.smp is not None and self.smp.is_alive:
+            return
+        self._num_ports += 1
+        before, self.smp = self.smp, Smp(self, 1000 + self._num_ports)
+        if before is not None and self.agent is not None:
+            self.smp.go_on(before)
+        self.tell(is_urgent=True)
+
+    def kill_smp(self) -> None:
+        """The agent, or the stub, keeps its memory and starts another one."""
+        if self.smp is not None and self.smp.is_alive:
+            self.smp.is_alive = False
+            if self.agent is not None:
+                self.later(0.05 + 0.5 * self.random.random(), self.start_smp)
+
+    def end_ranks(self) -> None:
+        if self.ranks is not None:
+            self.ranks.kill()
+            self.ranks = None
+
+    # --- what the parts tell the agent --------------------------------------------------------
+
+    def neighbour(self, node_id: str) -> "Node | None":
+        return self.network.nodes.get(node_id)
+
+    def tell(self, *, is_urgent: bool) -> None:
+        if self.agent is not None:
+            self.agent.hands.tell(is_urgent=is_urgent)
+
+    def agent_noted(self, what: str) -> None:
+        self.world.trace(self.node_id, what)
+
+    def restore_ready(self) -> None:
+        if self.agent is not None:
+            self.agent.hands.restore_ready()
+
+    def ranks_ended(self, ranks: Ranks, kind: Kind) -> None:
+        if self.agent is not None and self.ranks is ranks:
+            delay_s = 0.005 + 0.05 * self.random.random()
+            self.later(delay_s, self.agent.hands.saw_exits, ranks, kind)
+
+    def removed(self, version: Version) -> None:
+        self.simulation.invariants.removed(version)
+
+    def has_committed(self, wanted: Version) -> None:
+        self.simulation.invariants.committed(self, wanted)
+
+
+class Agent:
+    """One agent process."""
+
+    def __init__(self, node: Node) -> None:
+        self.node = node
+        self.is_alive = True
+        self.is_frozen = False
+        self.ends: dict[str, End] = {}
+        self.dialling: set[tuple[str, int]] = set()
+        scenario = node.simulation.scenario
+        self.card = NodeCard(
+            node_id=node.node_id,
+            incarnation=node.simulation.next_incarnation(),
+            host=node.node_id,
+            port=29400,
+            num_ranks=scenario.num_ranks,
+            endpoint=node.is_endpoint,
+        )
+        kept = node.memory.kept
+        self.member = Member(
+            self.card,
+            scenario.settings,
+            lambda: Oversight(scenario.policy, scenario.settings),
+            now_s=self.now_s,
+            kept=kept[0] if kept is not None else None,
+            took_effect=kept is not None and kept[1],
+        )
+        self.hands = Hands(self)
+        self._inbox: deque[tuple[End | None, Happening]] = deque()
+        self._calls: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
+
+    @property
+    def now_s(self) -> float:
+        """Its own monotonic clock; nobody else's has the same origin."""
+        return self.node.world.now_s + self.node.clock_s
+
+    @property
+    def stands_still(self) -> bool:
+        return self.is_frozen or self.node.is_frozen
+
+    def begin(self) -> None:
+        self._tick()
+
+    def die(self) -> None:
+        self.is_alive = False
+        self.node.network.process_died(self)
+
+    def freeze(self) -> None:
+        """SIGSTOP; its ranks go on."""
+        self.is_frozen = True
+
+    def thaw(self) -> None:
+        self.is_frozen = False
+        self.catch_up()
+
+    def catch_up(self) -> None:
+        """What has come meanwhile, in order."""
+        while self._inbox and self.is_alive and not self.stands_still:
+            self._take(*self._inbox.popleft())
+        while self._calls and self.is_alive and not self.stands_still:
+            what, args = self._calls.popleft()
+            what(*args)
+
+    def happens(self, event: Happening) -> None:
+        self.happens_to(None, event)
+
+    def happens_to(self, end: End | None, event: Happening) -> None:
+        if self.stands_still:
+            self._inbox.append((end, event))
+        elif self.is_alive:
+            self._take(end, event)
+
+    def call(self, what: Callable[..., None], *args: Any) -> None:
+        """Something its hands do; they stand still where the process does."""
+        if not self.is_alive:
+            return
+        if self.stands_still:
+            self._calls.append((what, args))
+        else:
+            what(*args)
+
+    def _take(self, end: End | None, event: Happening) -> None:
+        if end is not None and isinstance(event, Heard | Closed):
+            # An older connection was closed without a word.
+            if self.ends.get(event.node_id) is not end:
+                return
+            if isinstance(event, Closed):
+                del self.ends[event.node_id]
+        self.think(event)
+
+    def _tick(self) -> None:
+        if not self.is_alive:
+            return
+        self.node.later(self.node.simulation.scenario.tick_s, self.call, self._tick)
+        self.think(Passing())
+        self.hands.tell(is_urgent=False)
+
+    def think(self, event: Happening) -> None:
+        """Decide, and do."""
+        if not self.is_alive:
+            return
+        simulation = self.node.simulation
+        before = self.member.follower.generation
+        found = self.member.handle(event, now_s=self.now_s)
+        if found:
+            simulation.invariants.decided(self, event, before, found)
+        network = self.node.network
+        for command in found:
+            if isinstance(command, do.Send):
+                network.send(self, command.node_id, command.message)
+            elif isinstance(command, do.Dial):
+                network.dial(self, command.host, command.port, command.node_id)
+            elif isinstance(command, do.HangUp):
+                network.hang_up(self, command.node_id)
+            else:
+                self.hands.take(command)
+        simulation.invariants.after_event(self)
+
+
+class Hands:
+    """What an agent's main thread does, one thing after the other."""
+
+    def __init__(self, agent: Agent) -> None:
+        self.agent = agent
+        self.node = agent.node
+        self.random = agent.node.random
+        self.exits: list[WorkerExit] = []
+        self.plan: Plan | None = None
+        """The generation whose ranks run here, or are about to."""
+        self.wants_ranks = False
+        self._queue: deque[do.NodeCommand] = deque()
+        self._is_busy = False
+        self._awaits_boundary = False
+        self._told: tuple[object, ...] = ()
+        self._step_told = -1
+
+    def take(self, command: do.NodeCommand) -> None:
+        trace = self.node.world.trace
+        match command:
+            case do.Note():
+                trace(self.node.node_id, f"note {command.kind}: {command.text}")
+                return
+            case do.HoldRanks() | do.ReleaseRanks():
+                trace(self.node.node_id, type(command).__name__)
+                ranks = self.node.ranks
+                if ranks is not None:
+                    ranks.are_held = isinstance(command, do.HoldRanks)
+                return
+        self._queue.append(command)
+        if not self._is_busy:
+            self._next()
+
+    def _next(self) -> None:
+        if not self._queue:
+            self._is_busy = False
+            return
+        self._is_busy = True
+        command = self._queue.popleft()
+        self.node.world.trace(self.node.node_id, _in_words(command))
+        self.node.simulation.faults.on_command(self.node, command)
+        if not self.agent.is_alive:
+            return
+        delay_s = 0.001
+        match command:
+            case do.Quiesce():
+                self.node.end_ranks()
+                delay_s = 0.02 + 0.3 * self.random.random()
+            case do.Adopt() | do.RunGeneration():
+                delay_s = 0.01 + 0.1 * self.random.random()
+        self.node.later(delay_s, self.agent.call, self._do, command)
+
+    def _do(self, command: do.NodeCommand) -> None:  # noqa: C901, PLR0912 - one dispatch
+        smp = self.node.smp
+        if smp is None or not smp.is_alive:
+            # The SMP is being started again, and everything waits for it.
+            self.node.later(0.05, self.agent.call, self._do, command)
+            return
+        match command:
+            case do.Quiesce():
+                self.plan, self.wants_ranks = None, False
+                holdings = self.node.memory.inventory(self.node.node_id)
+                answer = Quiesced(command.generation, holdings, 29500, smp.port)
+                self.agent.think(answer)
+            case do.Adopt():
+                self._adopt(command.plan, smp)
+            case do.RunGeneration():
+                self._run(command.plan)
+            case do.Commit():
+                smp.commit(command.version)
+            case do.Abandon():
+                smp.abandon(command.step)
+            case do.MovePeers():
+                smp.move_peers(command.ports)
+            case do.AskLastSnapshot():
+                if self.node.ranks is not None:
+                    self.node.ranks.stop_after = command.after_step
+                self._awaits_boundary = True
+            case do.KillWorkers():
+                self.node.end_ranks()
+                self.wants_ranks = False
+            case do.SignalWorkers():
+                ranks = self.node.ranks
+                if ranks is not None and ranks.are_alive:
+                    ranks.kill()
+                    self.saw_exits(ranks, Kind.SIGNAL)
+            case do.EndRun():
+                self._end(command)
+        if self.agent.is_alive:
+            self._next()
+
+    def _adopt(self, plan: Plan, smp: Smp) -> None:
+        node = self.node
+        self.exits.clear()
+        self._awaits_boundary = False
+        restored = as_version(plan.restore)
+        checkpoint = node.simulation.checkpoint
+        for voided in node.memory.void_after(restored):
+            node.removed(voided)
+        if restored is None and checkpoint is not None and node.simulation.scenario.has_checkpoints:
+            restored = node.simulation.load_checkpoint(node, plan)
+        node.restored_in[plan.generation] = restored
+        smp.begin_generation(plan)
+        node.memory.kept = (plan, False)
+        pair = (int(restored.generation), int(restored.step)) if restored is not None else None
+        self.agent.think(Adopted(plan.generation, pair))
+
+    def _run(self, plan: Plan) -> None:
+        node = self.node
+        node.memory.kept = (plan, True)
+        self.plan, self.wants_ranks = plan, True
+        group = node.simulation.group_of(plan)
+        node.ranks = Ranks(node, plan, group)
+        node.ranks.are_held = self.agent.member.is_held
+        self.restore_ready()
+        self.tell(is_urgent=True)
+
+    def restore_ready(self) -> None:
+        """The SMP has what this generation starts from: ranks may read it."""
+        smp, ranks, plan = self.node.smp, self.node.ranks, self.plan
+        if smp is None or ranks is None or plan is None or not self.wants_ranks:
+            return
+        if not smp.has_restored or smp.generation != plan.generation:
+            return
+        if ranks.are_ready or not ranks.are_alive:
+            return
+        restored = smp.restored
+        if restored is None:
+            ranks.state = beginning()
+        else:
+            slot = smp.memory.slot(restored, smp.arena)
+            if slot is None or not smp.is_good(slot.state, slot.digest):
+                smp.problem = f"{restored} does not match its digest"
+                if slot is not None:
+                    smp.set_aside(slot)
+                self.tell(is_urgent=True)
+                return
+            ranks.state = slot.state
+            ranks.step = ranks.first_step = restored.step
+        self.node.simulation.invariants.restored(self.node, plan, restored, ranks.state)
+        ranks.group.joined(ranks)
+
+    def saw_exits(self, ranks: Ranks, kind: Kind) -> None:
+        self.agent.call(self._saw_exits, ranks, kind)
+
+    def _saw_exits(self, ranks: Ranks, kind: Kind) -> None:
+        if self.node.ranks is not ranks or self.exits:
+            return
+        node = ranks.plan.member(self.node.node_id)
+        assert node is not None
+        self.exits += [exit_of(ranks, rank, kind) for rank in node.ranks]
+        self.tell(is_urgent=True)
+
+    def tell(self, *, is_urgent: bool) -> None:
+        """Say how things are here."""
+        self.agent.call(self._tell, is_urgent)
+
+    def _tell(self, is_urgent: bool) -> None:
+        ranks, smp, plan = self.node.ranks, self.node.smp, self.plan
+        runs = ranks is not None and plan is not None and self.wants_ranks
+        matches = smp is not None and plan is not None and smp.generation == plan.generation
+        ready = smp.ready if smp is not None and matches else None
+        step = ranks.step if ranks is not None else 0
+        beat = Beat(
+            generation=plan.generation if runs and plan is not None else -1,
+            state="running" if runs else "idle",
+            step=step,
+            steps_here=step - ranks.first_step if ranks is not None else 0,
+            attached=ranks is not None and ranks.are_ready,
+            exits=tuple(self.exits),
+            ready=(int(ready.generation), int(ready.step)) if ready is not None else None,
+            abandoned_step=smp.skipped_step if smp is not None and matches else -1,
+            at_boundary=self._awaits_boundary and ranks is not None and ranks.is_at_boundary,
+            stops=self.node.simulation.stops.get(self.node.node_id, 0),
+            stop_signal=15,
+            smp_port=smp.port if smp is not None and smp.is_alive else 0,
+            problem=smp.problem if smp is not None and matches else "",
+        )
+        matters = (
+            beat.generation, beat.exits, beat.ready, beat.abandoned_step, beat.at_boundary,
+            beat.stops, beat.smp_port, beat.problem,
+        )  # fmt: skip
+        is_urgent |= matters != self._told
+        self._told = matters
+        if is_urgent or beat.step != self._step_told:
+            self._step_told = beat.step
+            self.agent.think(HereIs(beat, is_urgent))
+
+    def _end(self, command: do.EndRun) -> None:
+        node = self.node
+        node.exit = command
+        node.world.trace(node.node_id, f"ends with {int(command.exit_code)}: {command.why}")
+        node.simulation.invariants.ended(node, command)
+        node.kill_agent(restart_s=None)
+        if node.smp is not None:
+            node.smp.is_alive = False
+        node.memory = Memory()
+        node.simulation.invariants.memory_lost(node)
+
+
+def _in_words(command: do.NodeCommand) -> str:
+    match command:
+        case do.Adopt():
+            return f"Adopt {_plan(command.plan)}"
+        case do.RunGeneration():
+            return f"RunGeneration {command.plan.generation}"
+        case do.Quiesce():
+            return f"Quiesce {command.generation}: {command.why}"
+        case _:
+            return str(command)[:160]
+
+
+def _plan(plan: Plan) -> str:
+    members = " ".join(f"{one.node_id}@{one.first_rank}" for one in plan.members)
+    spares = " ".join(card.node_id for card in plan.spares)
+    return (
+        f"{plan.generation} by {plan.lead}: {members} | {spares} | from {plan.restore} "
+        f"{plan.restore_why} groups {plan.groups} m {plan.parity}"
+    )
+
+
+ENDED = Role.ENDED

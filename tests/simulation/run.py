@@ -1,0 +1,296 @@
+"""One seed from beginning to end, and what became of it."""
+
+from dataclasses import dataclass
+
+from ftrun.errors import ExitCode
+from ftrun.ids import Version, version
+from ftrun.recovery import commands as do
+from ftrun.recovery.ballots import carries, electorate, identity
+from ftrun.recovery.member import Role
+from ftrun.wire.cluster import Plan
+from simulation.faults import Faults
+from simulation.invariants import Invariants
+from simulation.memory import Slot, can_have
+from simulation.network import Network
+from simulation.node import Node
+from simulation.scenario import Scenario, draw
+from simulation.training import Group
+from simulation.world import Violation, World
+
+AFTER_FAULTS_S = 45.0
+_ENDING_S = 8.0
+_BOOTED_S = 4.0
+_STEPS_WANTED = 3
+_INCARNATION = 1000
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a seed."""
+
+    seed: int
+    mode: str
+    problem: str
+    """What was not as it must be; empty where all was."""
+    verdict: str
+    """`converged`, `finished`, `paused`, `ended 76` and so on."""
+    digest: int
+    num_events: int
+    virtual_s: float
+    steps: int
+    generations: int
+    commits: int
+    restores: int
+    faults: dict[str, int]
+    log: tuple[str, ...] = ()
+
+
+class Simulation:
+    """All parts of one run."""
+
+    def __init__(self, seed: int, mode: str) -> None:
+        self.scenario: Scenario = draw(seed, mode)
+        self.world = World(seed)
+        self.network = Network(self.world, unruly=self.scenario.unruly)
+        self.invariants = Invariants(self)
+        self.faults = Faults(self)
+        self.stops: dict[str, int] = {}
+        self.last_step = -1
+        self.checkpoint: tuple[int, int] | None = None
+        """Step and state."""
+        self.is_ending = False
+        self.nodes: list[Node] = []
+        self._incarnation = _INCARNATION
+        self._groups: dict[int, Group] = {}
+        self._converged_s: float | None = None
+        for index in range(self.scenario.num_nodes):
+            node = Node(self, f"n{index}", endpoint=index == 0)
+            self.nodes.append(node)
+            self.network.nodes[node.node_id] = node
+
+    # --- what the parts ask for -----------------------------------------------------------------
+
+    def next_incarnation(self) -> int:
+        self._incarnation += 1
+        return self._incarnation
+
+    def group_of(self, plan: Plan) -> Group:
+        return self._groups.setdefault(plan.generation, Group(self, plan))
+
+    def agent_ended(self, node: Node, command: do.EndRun) -> None:
+        """Where the lead has ended the run, what follows is another run."""
+        agent = node.agent
+        if agent is not None and agent.member.lead is not None and not self.is_ending:
+            self.is_ending = True
+            self.world.after(_ENDING_S, self._stop)
+
+    def load_checkpoint(self, node: Node, plan: Plan) -> Version:
+        """Fill the arenas from the newest checkpoint."""
+        assert self.checkpoint is not None
+        step, state = self.checkpoint
+        taken = version(-1, step)
+        member = plan.member(node.node_id)
+        self.invariants.states.setdefault(taken, state)
+        if member is not None:
+            arena = (plan.world_size, tuple(member.ranks))
+            node.memory.slots = [Slot(taken, arena, state, state)]
+        return taken
+
+    def _stop(self) -> None:
+        self.world.is_over = True
+
+    # --- the run --------------------------------------------------------------------------------
+
+    def run(self) -> str:
+        """How it has ended, in a word or two; raises a `Violation` where that is not as it must."""
+        random = self.world.stream("start")
+        late = self.nodes[len(self.nodes) - self.scenario.late_nodes :]
+        for node in self.nodes:
+            delay_s = 0.2 * random.random() + (8.0 * random.random() if node in late else 0.0)
+            self.world.after(delay_s, node.boot, 0.1 + 0.5 * random.random())
+        self.faults.begin()
+        if self.scenario.has_checkpoints:
+            self.world.after(4.0, self._write_checkpoint)
+        end_s = self.scenario.faults_end_s
+        if self.scenario.mode == "safety":
+            self.world.run_until(end_s + 6.0)
+            return self._word()
+        self.world.run_until(end_s)
+        steps_before = self.invariants.steps
+        must = False
+        while self.world.now_s < end_s + AFTER_FAULTS_S and not self.world.is_over:
+            self.world.run_until(self.world.now_s + 1.0)
+            if self._has_converged(steps_before):
+                return self._finish()
+            must = must or self._must_converge()
+            if self._all_ended():
+                break
+        if self.world.is_over or self._all_ended():
+            self._check_end()
+        if must and not self.invariants.is_second_run:
+            waited_s = self.world.now_s - end_s
+            raise Violation(f"no run after {waited_s:.0f} s without faults: {self._state()}")
+        return self._word()
+
+    def _write_checkpoint(self) -> None:
+        newest = max(self.invariants.records, default=None)
+        if newest is not None and newest in self.invariants.states:
+            self.checkpoint = (int(newest.step), self.invariants.states[newest])
+        self.world.after(4.0, self._write_checkpoint)
+
+    # --- what is to become of it ------------------------------------------------------------------
+
+    def _has_converged(self, steps_before: int) -> bool:
+        """One lead, all ranks make steps, and what they make is protected."""
+        newest = self.invariants.newest
+        if newest is None or self.invariants.steps < steps_before + _STEPS_WANTED:
+            return False
+        leads = [
+            node.node_id
+            for node in self.nodes
+            if node.agent is not None and node.agent.member.lead is not None
+        ]
+        num_here = sum(self.network.nodes[card.node_id].agent is not None for card in newest.voters)
+        if 2 * num_here <= len(newest.voters):
+            return False  # it makes steps still, and is about to pause
+        if leads != [newest.lead] or self.invariants.step_generation != newest.generation:
+            return False
+        group = self._groups.get(newest.generation)
+        if group is None or group.is_broken:
+            return False
+        members = [self.network.nodes[one.node_id] for one in newest.members]
+        if any(node.smp is None or node.smp.committed is None for node in members):
+            return False
+        wishes = self.scenario.settings.wishes
+        endpoint = self.nodes[0].agent
+        here = sum(
+            node.agent is not None
+            and (endpoint is not None or node.agent.member.role in (Role.FOLLOWING, Role.LEADING))
+            for node in self.nodes
+        )
+        return len(newest.members) == min(here, wishes.max_nodes)
+
+    def _finish(self) -> str:
+        """Let the run come to its end: every agent says 0."""
+        newest = self.invariants.newest
+        assert newest is not None
+        self.last_step = self._groups[newest.generation].step + 2
+        agent = self.network.nodes[newest.lead].agent
+        assert agent is not None
+        assert agent.member.lead is not None
+        peers = agent.member.lead.peers
+        expected = {
+            node_id
+            for node_id, peer in peers.items()
+            if peer.linked and not peer.lost and self.network.nodes[node_id].agent is not None
+        }
+        end_s = self.world.now_s + 25.0
+        while self.world.now_s < end_s and not self.world.is_over and not self._all_ended():
+            self.world.run_until(self.world.now_s + 1.0)
+        codes = {
+            node_id: int(command.exit_code)
+            for node_id, command in self.invariants.exits
+            if node_id in expected
+        }
+        if codes != dict.fromkeys(sorted(expected), 0):
+            raise Violation(f"the run is over, and not all nodes end with 0: {codes}")
+        return "finished"
+
+    def _all_ended(self) -> bool:
+        is_late = self.world.now_s > self.scenario.faults_end_s + _BOOTED_S
+        return is_late and all(node.agent is None for node in self.nodes)
+
+    def _check_end(self) -> None:
+        """It is over: was there no other way?"""
+        codes = {int(command.exit_code) for _, command in self.invariants.exits}
+        allowed = {
+            int(code)
+            for code in (ExitCode.NOT_ENOUGH_NODES, ExitCode.STATE_LOST, ExitCode.TRY_AGAIN)
+        }
+        if self.invariants.is_second_run:
+            return
+        if not codes <= allowed:
+            raise Violation(f"it ends with {sorted(codes)}")
+
+    def _must_converge(self) -> bool:
+        """Whether the nodes that are here are enough, beyond doubt."""
+        newest = self.invariants.newest
+        here = [
+            node
+            for node in self.nodes
+            if node.agent is not None
+            and (self.nodes[0].agent is not None or node.memory.kept is not None)
+        ]
+        settings = self.scenario.settings
+        if any(node.exit is not None for node in self.nodes):
+            return False
+        if newest is None:
+            is_full = len(here) == len(self.nodes) and not self.invariants.accepted
+            return is_full and len(here) >= settings.wishes.min_nodes
+        if len(here) < settings.wishes.min_nodes:
+            return False
+        memories = {node.node_id: node.memory for node in here}
+        record = self.invariants._newest_committed(newest)
+        if record is not None and not (record.is_safe and can_have(record.version, memories)):
+            return False
+        later = [at for at in self.invariants.accepted if at >= newest.generation]
+        return all(self._can_decide(self.invariants.accepted[at], here) for at in later)
+
+    @staticmethod
+    def _can_decide(plan: Plan, here: list[Node]) -> bool:
+        voters = electorate(plan.voters)
+        cards = [node.agent.card for node in here if node.agent is not None]
+        agreed = {identity(card) for card in cards}
+        return carries(voters, agreed & voters)
+
+    def _word(self) -> str:
+        if self.invariants.is_second_run:
+            return "second run"
+        codes = sorted({int(command.exit_code) for _, command in self.invariants.exits})
+        if self._all_ended() or self.is_ending:
+            return f"ended {' '.join(map(str, codes))}"
+        leads = [node.agent.member.lead for node in self.nodes if node.agent is not None]
+        if any(lead is not None and lead.paused_since_s is not None for lead in leads):
+            return "paused"
+        return "running"
+
+    def _state(self) -> str:
+        found = []
+        for node in self.nodes:
+            agent = node.agent
+            if agent is None:
+                found.append(f"{node.node_id} off" if not node.is_on else f"{node.node_id} ended")
+                continue
+            member = agent.member
+            lead = member.lead_card.node_id if member.lead_card is not None else "nobody"
+            found.append(
+                f"{node.node_id} {member.role.value} {lead} generation "
+                f"{member.follower.generation}, promised {member.follower.vote.promised}"
+            )
+        return "; ".join(found)
+
+
+def run_seed(seed: int, mode: str, *, keep_log: bool = False) -> Outcome:
+    """Run one seed once."""
+    simulation = Simulation(seed, mode)
+    problem, verdict = "", ""
+    try:
+        verdict = simulation.run()
+    except Violation as error:
+        problem = str(error)
+    world, seen = simulation.world, simulation.invariants
+    return Outcome(
+        seed=seed,
+        mode=mode,
+        problem=problem,
+        verdict=verdict or "violation",
+        digest=world.trace_digest(),
+        num_events=world.num_events,
+        virtual_s=world.now_s,
+        steps=seen.steps,
+        generations=len(seen.effective),
+        commits=seen.commits,
+        restores=seen.restores,
+        faults=dict(simulation.faults.counts),
+        log=tuple(world.log) if keep_log or problem else (),
+    )

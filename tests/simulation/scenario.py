@@ -1,0 +1,97 @@
+"""What a seed stands for: how many nodes, which settings, how long, how many faults."""
+
+from dataclasses import dataclass
+from random import Random
+
+from ftrun.recovery.places import Wishes
+from ftrun.recovery.settings import ClusterSettings
+from ftrun.recovery.supervisor import Policy
+
+MODES = ("safety", "liveness")
+_STRICT = 0.3
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """One seed's world, before anything goes wrong."""
+
+    mode: str
+    num_nodes: int
+    """That are started; fewer or more than are wished for."""
+    late_nodes: int
+    """Of these, so many come only after a while."""
+    num_ranks: int
+    settings: ClusterSettings
+    policy: Policy
+    every: int
+    transfer_s: float
+    """The longest time that a shard takes to another node."""
+    step_s: float
+    tick_s: float
+    unruly: float
+    """How probable it is that a message is lost, doubled or late within a connection."""
+    has_checkpoints: bool
+    num_faults: int
+    faults_end_s: float
+    num_left_off: int
+    """Nodes that stay switched off when all else is mended."""
+
+    @property
+    def num_voters(self) -> int:
+        return self.settings.wishes.max_nodes + self.settings.wishes.spares
+
+
+def draw(seed: int, mode: str) -> Scenario:
+    """The scenario of a seed."""
+    random = Random(f"{seed}/scenario/{mode}")
+    nodes = random.choices((1, 2, 3, 4, 5, 6, 7), (6, 22, 26, 20, 12, 8, 6))[0]
+    spares = random.choices((0, 1, 2), (5, 4, 2) if nodes > 2 else (3, 2, 4))[0]
+    is_elastic = nodes > 1 and random.random() < 0.4
+    fewest = random.randint(1, nodes) if is_elastic else nodes
+    wishes = Wishes(fewest, nodes, spares)
+    is_live = mode == "liveness"
+    is_strict = not is_live and random.random() < _STRICT
+    has_checkpoints = random.random() < (0.5 if spares > nodes else 0.15)
+    total = nodes + spares
+    late = random.randint(0, nodes - fewest) if is_elastic and random.random() < 0.5 else 0
+    late += random.random() < 0.2
+    settings = ClusterSettings(
+        wishes=wishes,
+        endpoint=("n0", 29400),
+        heartbeat_s=0.5,
+        pause_limit_s=20.0,
+        join_wait_s=60.0,
+        settle_s=random.choice((1.0, 3.0)),
+        failures_per_hour=3 if is_strict else 1000,
+        erasure_data=random.choice((None, None, 1, 2, 3)),
+        erasure_parity=random.choice((0, 1, 2)),
+        has_checkpoints=has_checkpoints,
+        answer_s=8.0,
+    )
+    policy = Policy(
+        max_restarts=None,
+        budget=random.choice((2, 4)) if is_strict else 1000,
+        window_s=3600.0,
+        backoff_first_s=0.5,
+        backoff_limit_s=2.0,
+        same_cause_limit=3 if is_strict else 1000,
+        grace_s=5.0,
+        boundary_wait_s=2.0,
+    )
+    return Scenario(
+        mode=mode,
+        num_nodes=total,
+        late_nodes=min(late, total - 1),
+        num_ranks=random.choice((1, 1, 2)),
+        settings=settings,
+        policy=policy,
+        every=random.choice((1, 1, 2, 3)),
+        transfer_s=random.choice((0.15, 0.15, 0.8)),
+        step_s=random.choice((0.3, 0.6, 1.0)),
+        tick_s=0.4,
+        unruly=random.choice((0.002, 0.01)) if not is_live and random.random() < 0.2 else 0.0,
+        has_checkpoints=has_checkpoints,
+        num_faults=random.randint(1, 8),
+        faults_end_s=random.uniform(9.0, 16.0),
+        num_left_off=random.choice((0, 0, 0, 1, 2)),
+    )

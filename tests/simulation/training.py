@@ -1,0 +1,179 @@
+"""Ranks: a step is made when all ranks of one generation make it together.
+
+The state of the world is one number; each step makes the next one of it, and of who made it. Two
+timelines never have the same.
+"""
+
+from typing import TYPE_CHECKING
+
+import xxhash
+
+from ftrun.events import Kind, WorkerExit
+from ftrun.ids import Rank, version
+from ftrun.wire.cluster import Plan
+
+if TYPE_CHECKING:
+    from simulation.node import Node
+    from simulation.run import Simulation
+
+_STUCK_S = 0.25
+_BEGINNING = 1
+
+
+def next_state(state: int, generation: int, step: int) -> int:
+    return xxhash.xxh3_64_intdigest(f"{state} {generation} {step}".encode())
+
+
+class Ranks:
+    """The workers of one node in one generation."""
+
+    def __init__(self, node: "Node", plan: Plan, group: "Group") -> None:
+        self.node = node
+        self.plan = plan
+        self.group = group
+        self.are_alive = True
+        self.are_held = False
+        self.are_ready = False
+        """They have their state, and wait for the others."""
+        self.step = 0
+        self.first_step = 0
+        self.stop_after = -1
+        self.state = 0
+        self.has_finished = False
+
+    @property
+    def can_move(self) -> bool:
+        return self.are_alive and not self.are_held and self.node.is_running
+
+    @property
+    def is_at_boundary(self) -> bool:
+        return self.are_alive and 0 <= self.stop_after == self.step
+
+    @property
+    def waits(self) -> bool:
+        """It was told to stop at a boundary that it has reached."""
+        return 0 <= self.stop_after <= self.step
+
+    def kill(self) -> None:
+        self.are_alive = False
+        self.group.is_broken = True
+
+
+class Group:
+    """All ranks of one generation."""
+
+    def __init__(self, simulation: "Simulation", plan: Plan) -> None:
+        self.simulation = simulation
+        self.plan = plan
+        self.ranks: dict[str, Ranks] = {}
+        self.step = 0
+        self.is_broken = False
+        """Somebody in it is dead: it never makes another step."""
+        self.is_going = False
+
+    def joined(self, ranks: Ranks) -> None:
+        """One node's ranks have their state."""
+        self.ranks[ranks.node.node_id] = ranks
+        ranks.are_ready = True
+        if len(self.ranks) == len(self.plan.members) and not self.is_going:
+            self.is_going = True
+            self.step = ranks.step
+            self._next()
+
+    def _next(self) -> None:
+        simulation = self.simulation
+        simulation.world.after(simulation.scenario.step_s, self._try)
+
+    def _try(self) -> None:
+        """Make a step, if all are there."""
+        if self.is_broken:
+            return
+        if not self._can_step():
+            self.simulation.world.after(_STUCK_S, self._try)
+            return
+        self.step += 1
+        members = [self.ranks[node_id] for node_id in sorted(self.ranks)]
+        for ranks in members:
+            ranks.state = next_state(ranks.state, self.plan.generation, self.step)
+            ranks.step = self.step
+        self.simulation.invariants.step_made(self, members)
+        last_step = self.simulation.last_step
+        if 0 <= last_step <= self.step:
+            self._finish(members)
+            return
+        self._capture(members)
+        self._next()
+
+    def _can_step(self) -> bool:
+        members = self.ranks
+        if any(not ranks.can_move or ranks.waits for ranks in members.values()):
+            return False
+        passes = self.simulation.network.passes
+        first, *others = sorted(members)
+        # A ring has every node as a neighbour of the first one's tree: that is link enough.
+        return all(passes(first, one) and passes(one, first) for one in others)
+
+    def _capture(self, members: list[Ranks]) -> None:
+        taken = version(self.plan.generation, self.step)
+        every = self.simulation.scenario.every
+        due = [r for r in members if self.step % every == 0 or r.stop_after == self.step]
+        if not due:
+            return
+        able = [ranks for ranks in due if self._may_capture(ranks)]
+        for ranks in due:
+            smp = ranks.node.smp
+            if smp is None:
+                continue
+            if ranks not in able:
+                if able:
+                    smp.skipped(self.step)  # or the one that comes after it is told
+                continue
+            smp.begin_capture(taken)
+            ranks.node.agent_noted(f"captures {taken}")
+            delay_s = 0.02 + 0.2 * ranks.node.random.random()
+            ranks.node.later(delay_s, self._seal, ranks, taken, ranks.state)
+
+    @staticmethod
+    def _may_capture(ranks: Ranks) -> bool:
+        smp = ranks.node.smp
+        return smp is not None and smp.is_alive and smp.may_capture()
+
+    def _seal(self, ranks: Ranks, taken: "object", state: int) -> None:
+        smp = ranks.node.smp
+        if not ranks.are_alive or smp is None or smp.generation != self.plan.generation:
+            return
+        self.simulation.invariants.sealed(taken, state)
+        smp.sealed(taken, state)
+
+    def _finish(self, members: list[Ranks]) -> None:
+        for ranks in members:
+            ranks.has_finished = True
+            ranks.are_alive = False
+            ranks.node.ranks_ended(ranks, Kind.FINISHED)
+        self.is_broken = True
+
+    def fail(self, ranks: Ranks) -> None:
+        """One node's rank was killed; the others may notice."""
+        ranks.kill()
+        ranks.node.ranks_ended(ranks, Kind.SIGNAL)
+        for node_id in sorted(self.ranks):
+            other = self.ranks[node_id]
+            has_moved = self.step > other.first_step
+            if other is not ranks and has_moved and ranks.node.random.random() < 0.5:
+                delay_s = 0.01 + 0.3 * ranks.node.random.random()
+                other.node.later(delay_s, self._raises, other)
+
+    def _raises(self, ranks: Ranks) -> None:
+        if ranks.are_alive:
+            ranks.are_alive = False
+            ranks.node.ranks_ended(ranks, Kind.EXCEPTION)
+
+
+def exit_of(ranks: Ranks, rank: int, kind: Kind) -> WorkerExit:
+    code = {Kind.FINISHED: 0, Kind.SIGNAL: -9}.get(kind, 1)
+    text = f"rank {rank} of node {ranks.node.node_id}: {kind.value}"
+    return WorkerExit(Rank(rank), kind, code, text, "", f"{kind.value} {ranks.step}")
+
+
+def beginning() -> int:
+    return _BEGINNING
