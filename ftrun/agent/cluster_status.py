@@ -28,7 +28,8 @@ def cluster_status(brain: Brain) -> dict[str, Any]:
         return {**known, "state": brain.member.role.value, "verdict": _without_lead(brain)}
     beats = dict(brain.oversight.beats)
     now_s = clock.now_s()
-    nodes = [_node(peer, plan, beats, now_s) for peer in list(lead.peers.values())]
+    peers = sorted(lead.peers.values(), key=lambda peer: _place(peer, plan))
+    nodes = [_node(peer, plan, beats, now_s) for peer in peers]
     protection = _protection(brain, plan, beats)
     return {
         **known,
@@ -49,6 +50,13 @@ def _state(brain: Brain, lead: Lead) -> str:
     if lead.ending is not None:
         return "ending"
     return "stopping" if brain.oversight.is_stopping else "running"
+
+
+def _place(peer: Peer, plan: Plan | None) -> tuple[int, str]:
+    """In the order of ranks, then those that stand by, then all others."""
+    order = [card.node_id for card in plan.voters] if plan is not None else []
+    node_id = peer.card.node_id
+    return (order.index(node_id) if node_id in order else len(order), node_id)
 
 
 def _node(peer: Peer, plan: Plan | None, beats: dict[str, Beat], now_s: float) -> dict[str, Any]:
@@ -106,7 +114,8 @@ def _verdict(
     steps = [beats[node.node_id].step for node in plan.members if node.node_id in beats]
     at = f"at step {max(steps, default=0):,}"
     lost = [peer.card.node_id for peer in lead.peers.values() if peer.lost]
-    nodes = f"on {len(plan.members)} nodes"
+    num = len(plan.members)
+    nodes = f"on {num} node" + ("s" if num > 1 else "")
     spares = len(plan.spares) - sum(card.node_id in lost for card in plan.spares)
     if spares > 0:
         nodes += f" and {spares} spare" + ("s" if spares > 1 else "")

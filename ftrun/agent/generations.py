@@ -155,6 +155,11 @@ class Generations:
         except PeerError as error:
             self._journal.write("smp_not_told", why=str(error))
 
+    def tell_new_smp(self) -> None:
+        """One was started in the middle of a generation."""
+        self.tell_smp()
+        self._remember()
+
     def move_peers(self, ports: dict[str, int]) -> None:
         """SMPs of other nodes were started again: give ours their places anew."""
         if self.plan is not None:
@@ -231,10 +236,17 @@ class Generations:
         """Give the stub whatever memory has come or gone; cheap when nothing has."""
         self._stub.keep([fd for _, fd in self._smp.held], self._kept)
 
-    def _keep_state(self) -> None:
-        pids = self._workers.pids()
-        self._kept = KeptState(pids, self.plan, took_effect=self._took_effect)
+    def keep_plan(self, plan: Plan, *, took_effect: bool) -> None:
+        """Have the next agent of this node know who else votes now; the ranks' plan stays."""
+        self._kept = KeptState(self._workers.pids(), plan, took_effect=took_effect)
         self.keep_arenas()
+        self._remember()
+
+    def _keep_state(self) -> None:
+        assert self.plan is not None
+        self.keep_plan(self.plan, took_effect=self._took_effect)
+
+    def _remember(self) -> None:
         try:
             self._smp.keep_run_state(self._kept.encode())
         except PeerError as error:

@@ -32,9 +32,9 @@ from ftrun.errors import ExitCode, PeerError, SnapshotError
 from ftrun.journal import Journal
 from ftrun.monitor.exits import end_in_words, signal_name
 from ftrun.recovery import commands
-from ftrun.recovery.happenings import Adopted, HereIs, Quiesced
+from ftrun.recovery.happenings import Adopted, HereIs, PlanKept, Quiesced
 from ftrun.recovery.own_parts import Parts
-from ftrun.wire.cluster import Beat, Plan
+from ftrun.wire.cluster import Beat, Plan, VersionPair
 
 _log = logging.getLogger(__name__)
 
@@ -120,7 +120,7 @@ class RunLoop:
             self._wait()
             self._gather()
             if self.caretaker.look_after(clock.now_s()):
-                self.generations.tell_smp()
+                self.generations.tell_new_smp()
             if self.desk is not None:
                 self.desk.pass_lines_on()
 
@@ -143,6 +143,9 @@ class RunLoop:
                 self._quiesce(order)
             case commands.Adopt():
                 self._adopt(order.plan)
+            case commands.KeepPlan():
+                self.generations.keep_plan(order.plan, took_effect=order.took_effect)
+                self.brain.tell(PlanKept(order.plan.edition))
             case commands.RunGeneration():
                 self._run_generation()
             case commands.KillWorkers():
@@ -152,8 +155,9 @@ class RunLoop:
                 self._note(order)  # it is done already, see ClusterBrain
             case commands.Commit():
                 self.caretaker.last_commit = order.version
-                with suppress(PeerError):
-                    self.smp.commit(order.version)
+                if not self.generations.is_alone:
+                    with suppress(PeerError):
+                        self.smp.commit(order.version)
             case commands.Checkpoint():
                 self.caretaker.write_part(order.version)
             case commands.Abandon():
@@ -282,7 +286,6 @@ class RunLoop:
     def _here(self) -> Beat:
         progress = self.workers.progress()
         runs = bool(self.workers.handles) and self.generations.is_member
-        ready = self.smp.ready_version
         return Beat(
             generation=self.generations.number if runs else -1,
             state="held" if self.workers.is_held else "running" if runs else "idle",
@@ -290,18 +293,25 @@ class RunLoop:
             steps_here=progress.steps_here,
             attached=progress.attached,
             exits=tuple(self._exits),
-            ready=(ready.generation, ready.step) if ready is not None else None,
+            ready=self._ready(),
             abandoned_step=self.smp.abandoned_step,
             at_boundary=self._awaits_boundary and self.workers.all_at_boundary(),
             wished_every=self.workers.wished_every(),
             stops=self._stops,
             stop_signal=self._stop_signal,
             smp_port=self.smp.port,
-            survives=self.smp.survives,
+            survives=0 if self.generations.is_alone else self.smp.survives,
             problem=self.smp.restore_failed,
             unprotected=self.caretaker.smp_given_up or self.smp.survives_why,
             ranks=self.workers.reports(clock.now_s()),
         )
+
+    def _ready(self) -> VersionPair | None:
+        """The newest version that this node holds and protects in this generation."""
+        ready = self.smp.ready_version
+        if self.desk is not None and self.generations.is_alone:
+            ready = self.smp.committed  # its SMP has nobody to wait for, and commits by itself
+        return (ready.generation, ready.step) if ready is not None else None
 
     def _take_ends(self) -> None:
         ended = self.workers.ended()

@@ -104,9 +104,10 @@ def _style(document: Mapping[str, Any]) -> str:
 def _verdict(document: Mapping[str, Any]) -> str:
     verdict = str(document.get("verdict", ""))
     snapshots = document.get("snapshots") or {}
-    if snapshots.get("protected", True) or "UNPROTECTED" in verdict:
+    note = snapshots.get("note")
+    if snapshots.get("protected", True) or "UNPROTECTED" in verdict or not note:
         return verdict
-    return f"{verdict} - UNPROTECTED: {snapshots.get('note', '')}"
+    return f"{verdict} - UNPROTECTED: {note}"
 
 
 def _headline(document: Mapping[str, Any]) -> Text:

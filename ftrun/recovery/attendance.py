@@ -42,6 +42,8 @@ class Peer:
     dialled_s: float = _LONG_AGO_S
     asked_s: float = _LONG_AGO_S
     beat_number: int = 0
+    promised: int = -1
+    """The highest number that it has promised anyone."""
 
 
 @dataclass
@@ -61,9 +63,18 @@ class Peers:
     def get(self, node_id: str) -> Peer | None:
         return self.by_id.get(node_id)
 
-    def put(self, card: NodeCard, *, now_s: float, linked: bool) -> Peer:
-        """Know this agent from now on, and no other one of its node."""
-        peer = Peer(card, now_s, now_s, now_s, linked=linked)
+    def put(self, card: NodeCard, *, now_s: float, linked: bool, has_answered: bool) -> Peer:
+        """Know this agent from now on, and no other one of its node.
+
+        Args:
+            card: of the agent.
+            now_s: the time.
+            linked: there is a connection to it.
+            has_answered: it may be taken for one that hears this lead. Who was lost and is back
+                has perhaps promised another one meanwhile, and is not, until it answers.
+        """
+        acked_s = now_s if has_answered else _LONG_AGO_S
+        peer = Peer(card, now_s, acked_s, now_s, linked=linked)
         self.by_id[card.node_id] = peer
         return peer
 

@@ -19,14 +19,17 @@ Rule 2: a generation takes effect with the acceptances of a majority of the vote
 Rule 3: a voter is a node id and an incarnation. Its successor in the same node is another one,
         and proof that the first can vote no more. What the first had accepted is known only
         where the successor has its memory.
-Rule 4: where no voter is left that could be part of another majority, none is needed. So a run
+Rule 4: a generation's lead may change its spares while the ranks run, by the acceptances of a
+        majority of the voters before the change and of those after it. That roster counts like
+        a generation in rule 2: whoever proposes next finds one who knows of it.
+Rule 5: where no voter is left that could be part of another majority, none is needed. So a run
         whose agents were all started again goes on from what they have kept.
 """
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
-from ftrun.wire.cluster import Accepted, Identity, NodeCard, Plan, Promise, Voters
+from ftrun.wire.cluster import Accepted, Edition, Identity, NodeCard, Plan, Promise, Voters
 
 Electorate = frozenset[Identity]
 
@@ -92,6 +95,20 @@ class Vote:
         self.accepted = plan
         return True
 
+    def enrol(self, plan: Plan, lead: Identity) -> bool:
+        """Whether this roster may be accepted from the lead of its generation; kept if so."""
+        accepted = self.accepted
+        if accepted is not None and accepted.edition >= plan.edition:
+            return accepted == plan
+        if self.promised >= plan.generation and (self.promised, self.proposer) != (
+            plan.generation,
+            lead,
+        ):
+            return False
+        self.promise(plan.generation, lead)
+        self.accepted = plan
+        return True
+
 
 @dataclass
 class Ballot:
@@ -99,9 +116,9 @@ class Ballot:
 
     generation: int
     why: str
-    base_generation: int
-    """The newest generation that is known to have taken effect; -1: none has."""
-    needs: dict[int, Electorate]
+    base: Edition
+    """The newest that is known to have taken effect; generation -1: none has."""
+    needs: dict[Edition, Electorate]
     """Whose majorities it needs: the base's, and those of plans that may have taken effect. Empty
     while nobody knows of any generation."""
     begun_s: float
@@ -113,33 +130,34 @@ class Ballot:
     def take_promise(self, promise: Promise) -> None:
         self.promises[promise.card.node_id] = promise
         effective, accepted = promise.effective, promise.accepted
-        if effective is not None and effective.generation > self.base_generation:
+        if effective is not None and effective.edition > self.base:
             # Newer than what we knew: its voters decide, and those before it no more.
-            self.base_generation = effective.generation
-            self.needs[effective.generation] = electorate(effective.voters)
+            self.base = effective.edition
+            self.needs[effective.edition] = electorate(effective.voters)
         if accepted is not None:
             self.mind(accepted)
-        self.needs = {at: who for at, who in self.needs.items() if at >= self.base_generation}
+        self.needs = {at: who for at, who in self.needs.items() if at >= self.base}
 
     def mind(self, plan: Plan) -> None:
         """This plan may have taken effect, or any that it was to follow."""
-        self.needs[plan.generation] = electorate(plan.voters)
+        self.needs[plan.edition] = electorate(plan.voters)
         for voters in plan.decided_by:
-            self.needs.setdefault(voters.generation, frozenset(voters.who))
+            self.needs.setdefault(voters.edition, frozenset(voters.who))
 
     def newest_plan(self) -> Plan | None:
         """The newest plan that somebody brought, whether it has taken effect or may have."""
         found = [p for has in self.promises.values() for p in (has.effective, has.accepted) if p]
-        return max(found, key=lambda plan: plan.generation, default=None)
+        return max(found, key=lambda plan: plan.edition, default=None)
 
     def decided_by(self) -> list[Voters]:
         """Whose majorities it needs; of the first generation those who are here are the voters."""
-        first = {-1: electorate(has.card for has in self.promises.values())}
-        return [Voters(at, sorted(who)) for at, who in sorted((self.needs or first).items())]
+        first = {(-1, 0): electorate(has.card for has in self.promises.values())}
+        needs = sorted((self.needs or first).items())
+        return [Voters(generation, sorted(who), roster) for (generation, roster), who in needs]
 
     def announce(self, plan: Plan) -> None:
         self.plan = plan
-        self.needs = {voters.generation: frozenset(voters.who) for voters in plan.decided_by}
+        self.needs = {voters.edition: frozenset(voters.who) for voters in plan.decided_by}
 
     def is_promised(self, refused: Collection[str]) -> bool:
         """Whether it may be announced.
@@ -160,7 +178,7 @@ class Ballot:
     def _is_carried(self, agreed: Collection[Identity], refused: Collection[str]) -> bool:
         return all(
             carries(who, agreed, dead=dead, gone=gone)
-            for generation, who in self.needs.items()
+            for (generation, _), who in self.needs.items()
             for dead, gone in [self._no_more(who, generation, refused)]
         )
 

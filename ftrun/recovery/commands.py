@@ -101,6 +101,14 @@ class Adopt:
 
 
 @dataclass(frozen=True, slots=True)
+class KeepPlan:
+    """Keep the plan of the running generation with its new roster. Answer: `PlanKept`."""
+
+    plan: Plan
+    took_effect: bool
+
+
+@dataclass(frozen=True, slots=True)
 class RunGeneration:
     """It has taken effect: start this node's ranks, where it has any."""
 
@@ -201,6 +209,7 @@ NetworkCommand = Dial | Send | HangUp
 NodeCommand = (
     Quiesce
     | Adopt
+    | KeepPlan
     | RunGeneration
     | HoldRanks
     | ReleaseRanks

@@ -84,10 +84,10 @@ class Election:
             unsure: a newer one that may have.
             now_s: the time.
         """
-        known = plan.generation if plan is not None else -1
-        if unsure is not None and unsure.generation <= known:
+        known = plan.edition if plan is not None else (-1, 0)
+        if unsure is not None and unsure.edition <= known:
             unsure = None
-        self.highest = max(self.highest, known, unsure.generation if unsure else -1) + 1
+        self.highest = max(self.highest, known[0], unsure.generation if unsure else -1) + 1
         needs = {known: electorate(plan.voters)} if plan is not None else {}
         self.ballot = Ballot(self.highest, why, known, needs, now_s)
         if unsure is not None:
@@ -215,5 +215,5 @@ class Election:
     def _prepare(self, ballot: Ballot, peer: Peer, now_s: float) -> list[Command]:
         peer.asked_s = now_s
         # Nobody need send a plan that is as old as the base.
-        body = Prepare(ballot.generation, self._me, ballot.why, ballot.base_generation)
+        body = Prepare(ballot.generation, self._me, ballot.why, ballot.base)
         return [Send(peer.card.node_id, body)]

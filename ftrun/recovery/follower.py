@@ -24,6 +24,7 @@ from ftrun.recovery.commands import (
     Command,
     Commit,
     EndRun,
+    KeepPlan,
     KillWorkers,
     MovePeers,
     Quiesce,
@@ -32,10 +33,11 @@ from ftrun.recovery.commands import (
     SetInterval,
     SignalWorkers,
 )
-from ftrun.recovery.happenings import Adopted, Quiesced
+from ftrun.recovery.happenings import Adopted, PlanKept, Quiesced
 from ftrun.wire.cluster import (
     Accepted,
     Announce,
+    Edition,
     Identity,
     LeadBeat,
     NodeCard,
@@ -66,6 +68,8 @@ class Follower:
         """The newest plan that an earlier agent of this node has accepted."""
         self._quiesced: Quiesced | None = None
         self._adopted: Adopted | None = None
+        self._enrolled: Edition = (-1, 0)
+        """The newest roster whose acceptance was kept."""
         self._prepare: tuple[str, Prepare] | None = None
         self._done = LeadBeat(generation=-1)
         """What has been obeyed of the lead's orders, in the generation it names."""
@@ -78,6 +82,10 @@ class Follower:
     @property
     def generation(self) -> int:
         return self.plan.generation if self.plan is not None else -1
+
+    @property
+    def edition(self) -> Edition:
+        return self.plan.edition if self.plan is not None else (-1, 0)
 
     @property
     def is_in_ballot(self) -> bool:
@@ -96,7 +104,7 @@ class Follower:
     def newest_plan(self) -> Plan | None:
         """The newest one that it knows, whether it took effect or may have."""
         plans = [plan for plan in (self.plan, self.vote.accepted, self._kept) if plan is not None]
-        return max(plans, key=lambda plan: plan.generation, default=None)
+        return max(plans, key=lambda plan: plan.edition, default=None)
 
     def begin_to_follow(self) -> None:
         """Another lead counts its heartbeats anew."""
@@ -141,11 +149,11 @@ class Follower:
             return []
         sender, body = self._prepare
         newest, plan = self.newest_plan, self.plan
-        maybe = newest is not None and newest.generation > self.generation
+        maybe = newest is not None and newest.edition > self.edition
         answer = Promise(
             generation=body.generation,
             card=self.me,
-            effective=plan if plan is not None and plan.generation > body.knows else None,
+            effective=plan if plan is not None and plan.edition > body.knows else None,
             accepted=newest if maybe else None,
             knows=self.knows,
             committed=self.committed,
@@ -176,6 +184,32 @@ class Follower:
         event = self._adopted
         return [Send(sender, Accepted(event.generation, event.restored, event.problem))]
 
+    # --- a roster ---------------------------------------------------------------------------
+
+    def enrol(self, sender: str, plan: Plan, lead: Identity) -> list[Command]:
+        """The lead that is followed wants other spares to vote in the generation that runs."""
+        if self.plan is None or not plan.is_of(self.plan) or plan.edition <= self.edition:
+            return []
+        if not self.vote.enrol(plan, lead):
+            return []
+        if self._enrolled == plan.edition:
+            return [Send(sender, Accepted(plan.generation, None, roster=plan.roster))]
+        return [KeepPlan(plan, took_effect=False)]
+
+    def plan_kept(self, event: PlanKept) -> list[Command]:
+        """Whoever follows this agent on this node will know of it: it may be accepted."""
+        accepted = self.vote.accepted
+        if accepted is None or accepted.edition != event.edition or not accepted.roster:
+            return []
+        self._enrolled = accepted.edition
+        answer = Accepted(accepted.generation, None, roster=accepted.roster)
+        return [Send(accepted.lead, answer)]
+
+    def knows_of(self, body: LeadBeat) -> bool:
+        """What this heartbeat says to be in effect is in effect here, or was accepted."""
+        accepted, told = self.vote.accepted, (body.generation, body.roster)
+        return told <= self.edition or (accepted is not None and accepted.edition == told)
+
     # --- a generation -----------------------------------------------------------------------
 
     def obey(self, sender: str, body: LeadBeat) -> list[Command]:
@@ -204,11 +238,17 @@ class Follower:
         return found
 
     def _learn_of_effect(self, sender: str, body: LeadBeat) -> list[Command]:
-        accepted = self.vote.accepted
-        if accepted is None or not body.generation == accepted.generation > self.generation:
-            return []
+        accepted, told = self.vote.accepted, (body.generation, body.roster)
         # Whoever leads in its proposer's stead wants another one.
-        return self._took_effect(accepted) if accepted.lead == sender else []
+        if accepted is None or accepted.lead != sender or accepted.generation != body.generation:
+            return []
+        if accepted.generation > self.generation:
+            return self._took_effect(accepted)
+        return self._other_voters(accepted) if accepted.edition == told > self.edition else []
+
+    def _other_voters(self, plan: Plan) -> list[Command]:
+        self.plan = plan
+        return [KeepPlan(plan, took_effect=True)]
 
     def _took_effect(self, plan: Plan) -> list[Command]:
         self._effective(plan)
@@ -245,9 +285,11 @@ class Follower:
 
     def take_current(self, plan: Plan) -> list[Command]:
         """A lead has taken us in beside a generation, or in one that we have accepted."""
-        if plan.generation <= self.generation:
+        if plan.edition <= self.edition:
             return []
-        if self.vote.accepted == plan:
+        if self.plan is not None and plan.is_of(self.plan):
+            return self._other_voters(plan)
+        if self.vote.accepted is not None and plan.is_of(self.vote.accepted):
             return self._took_effect(plan)
         found: list[Command] = []
         if self.is_member:

@@ -60,7 +60,8 @@ class Growth:
             self._asked_s = now_s
             return ""
         committed = oversight.orders.committed
-        is_safe = committed == (plan.generation, self._boundary)
+        # One node alone stops at a boundary of its own, which may be a later one.
+        is_safe = committed is not None and committed >= (plan.generation, self._boundary)
         if oversight.reports.all_at_boundary and is_safe:
             return why
         is_late = now_s - self._asked_s >= self._settings.answer_s

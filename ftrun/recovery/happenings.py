@@ -5,7 +5,7 @@ Runs in:  every agent. Pure.
 
 from dataclasses import dataclass
 
-from ftrun.wire.cluster import AnyClusterMessage, Beat, VersionPair
+from ftrun.wire.cluster import AnyClusterMessage, Beat, Edition, VersionPair
 from ftrun.wire.messages import Inventory
 
 
@@ -66,6 +66,13 @@ class Adopted:
 
 
 @dataclass(frozen=True, slots=True)
+class PlanKept:
+    """The next agent of this node will know of this roster."""
+
+    edition: Edition
+
+
+@dataclass(frozen=True, slots=True)
 class HereIs:
     """How things are on this node; goes to the lead with the next heartbeat."""
 
@@ -79,4 +86,4 @@ class Passing:
     """Time goes by."""
 
 
-Happening = Opened | Closed | DialFailed | Heard | Quiesced | Adopted | HereIs | Passing
+Happening = Opened | Closed | DialFailed | Heard | Quiesced | Adopted | PlanKept | HereIs | Passing

@@ -32,6 +32,7 @@ from ftrun.recovery.commands import (
     SupervisorCommand,
 )
 from ftrun.recovery.election import Election, Stage
+from ftrun.recovery.enrolment import Enrolment
 from ftrun.recovery.growth import Growth
 from ftrun.recovery.oversight import Oversight
 from ftrun.recovery.places import NotEnough, assign
@@ -91,6 +92,7 @@ class Lead:
         """This lead may have been replaced without knowing it."""
         self._election = Election(me, settings, self.known)
         self._growth = Growth(settings)
+        self._enrolment = Enrolment(settings)
         self._history_of = -1
         """The newest generation whose lead's history this one goes on from."""
         self._is_effective = False
@@ -124,7 +126,7 @@ class Lead:
         if old is not None and old.card.incarnation != card.incarnation and not old.lost:
             found += self._lose(old, _RESTARTED, now_s)
         if old is None or old.card.incarnation != card.incarnation or old.lost:
-            peer = self.known.put(card, now_s=now_s, linked=linked)
+            peer = self.known.put(card, now_s=now_s, linked=linked, has_answered=False)
             found.append(Note("NodeJoined", f"node {card.node_id} has come", {"host": card.host}))
             found += self._election.joined(peer, now_s=now_s)
         return found
@@ -238,6 +240,7 @@ class Lead:
     def propose(self, why: str, *, now_s: float) -> list[Command]:
         """Begin a ballot for the next generation."""
         self._growth.reset()
+        self._enrolment.reset()
         return self._election.begin(why, plan=self.plan, unsure=self.unsure, now_s=now_s)
 
     def promised(self, body: Promise, *, now_s: float) -> list[Command]:
@@ -254,7 +257,22 @@ class Lead:
         return []
 
     def accepted(self, node_id: str, body: Accepted, *, now_s: float) -> list[Command]:
+        if body.roster:
+            return self._enrolled(node_id, body, now_s)
         return self._check(now_s) if self._election.accepted(node_id, body) else []
+
+    def _enrolled(self, node_id: str, body: Accepted, now_s: float) -> list[Command]:
+        """A voter has accepted another roster of the generation that runs."""
+        peer = self.known.get(node_id)
+        if peer is None or self.plan is None or not self.is_settled:
+            return []
+        plan = self._enrolment.accepted(peer.card, body, self.plan)
+        if plan is None:
+            return []
+        self.plan, self.unsure = plan, None
+        spares = ", ".join(card.node_id for card in plan.spares)
+        text = f"{len(plan.voters)} nodes decide about the next generation; standing by: {spares}"
+        return [Note("Roster", text, {"roster": plan.roster}), *self.heartbeat(now_s=now_s)]
 
     def _check(self, now_s: float) -> list[Command]:
         """Take the ballot as far as it goes."""
@@ -280,7 +298,7 @@ class Lead:
             return self._end(self.oversight.stopped(), now_s)
         found = [ballot.newest_plan(), self.plan, self.unsure]
         known = [plan for plan in found if plan is not None]
-        previous = max(known, key=lambda plan: plan.generation, default=None)
+        previous = max(known, key=lambda plan: plan.edition, default=None)
         self._take_history(previous, now_s)
         for command in self._tell_of_losses(now_s):
             if isinstance(command, EndRun):
@@ -364,6 +382,7 @@ class Lead:
 
     def _note_promise(self, peer: Peer, promised: int, now_s: float) -> None:
         """A member that has promised a later generation to another has no ranks any more."""
+        peer.promised = promised
         self._election.highest = max(self._election.highest, promised)
         plan = self.plan
         if plan is None or not self.is_settled:
@@ -378,7 +397,7 @@ class Lead:
         return [Send(node_id, body) for node_id in self.known.linked]
 
     def _heartbeat(self, now_s: float) -> LeadBeat:
-        known = self.plan.generation if self.plan is not None else -1
+        known = self.plan.edition if self.plan is not None else (-1, 0)
         is_held = self.is_doubtful and self.ending is None
         number = self.known.next_number(now_s=now_s)
         return self.oversight.heartbeat(known, number, is_held=is_held)
@@ -417,7 +436,8 @@ class Lead:
         """Whether those that do not hear this lead could decide without it."""
         if self.plan is None or self.ballot is not None:
             return False
-        return self.known.may_decide_without_me(self.plan, now_s=now_s)
+        plans = [self.plan] if self.unsure is None else [self.plan, self.unsure]
+        return any(self.known.may_decide_without_me(plan, now_s=now_s) for plan in plans)
 
     def _watch(self, peer: Peer, now_s: float) -> list[Command]:
         silent_s = self.known.silent_s(peer, now_s=now_s)
@@ -440,7 +460,18 @@ class Lead:
         why = self._growth.look(self.plan, self.known, aside, self.oversight, now_s=now_s)
         if why:
             return found + self.propose(why, now_s=now_s)
-        return found + self._spread(now_s)
+        return found + self._enrol(now_s) + self._spread(now_s)
+
+    def _enrol(self, now_s: float) -> list[Command]:
+        """Have spares that have come vote; not where they are about to get ranks."""
+        assert self.plan is not None
+        is_full = len(self.plan.members) >= self.settings.wishes.max_nodes
+        if not is_full or not self.oversight.is_steady:
+            return []
+        history = self.oversight.history(now_s=now_s)
+        found = self._enrolment.look(self.plan, self.known, history, now_s=now_s)
+        self.unsure = self._enrolment.wanted or self.unsure
+        return found
 
     def _awaits_cause(self, now_s: float) -> bool:
         """Ranks have failed, perhaps because of a node that is not heard just now."""

@@ -49,6 +49,7 @@ from ftrun.recovery.happenings import (
     HereIs,
     Opened,
     Passing,
+    PlanKept,
     Quiesced,
 )
 from ftrun.recovery.lead import Lead
@@ -159,6 +160,8 @@ class Member:
                 return self.follower.quiesced(event)
             case Adopted():
                 return self.follower.adopted(event)
+            case PlanKept():
+                return self.follower.plan_kept(event)
             case HereIs():
                 return self._here_is(event, now_s)
             case Passing():
@@ -279,11 +282,13 @@ class Member:
         return found
 
     def _announced(self, sender: str, body: say.Announce, now_s: float) -> list[Command]:
-        proposer = self.follower.vote.proposer
-        if proposer is None or proposer[0] != sender:
-            return []
         if self._follows(sender):
             self._waiting.heard_s = now_s
+            if body.plan.roster:
+                return self.follower.enrol(sender, body.plan, (sender, self._links[sender]))
+        proposer = self.follower.vote.proposer
+        if proposer is None or proposer[0] != sender or body.plan.roster:
+            return []
         return self.follower.announce(sender, body, proposer)
 
     def _lead_beat(self, sender: str, body: say.LeadBeat, now_s: float) -> list[Command]:
@@ -294,9 +299,7 @@ class Member:
         self._waiting.heard_s = now_s
         self._waiting.lead_says_hold = body.is_held
         found: list[Command] = []
-        accepted = self.follower.vote.accepted
-        is_known = accepted is not None and accepted.generation == body.generation
-        if body.generation > self.follower.generation and not is_known:
+        if not self.follower.knows_of(body):
             found.append(Send(sender, self._join()))
         orders = self.follower.obey(sender, body)
         if self.follower.is_ended:
@@ -437,7 +440,8 @@ class Member:
         self.lead, self.role, self.lead_card = lead, Role.LEADING, self.me
         self._gatherer = None
         for card in [*(one for one in cards if one.node_id != self.me.node_id), self.me]:
-            peer = lead.known.put(card, now_s=now_s, linked=lead.has_link(card))
+            linked = lead.has_link(card)
+            peer = lead.known.put(card, now_s=now_s, linked=linked, has_answered=True)
             if card.node_id in succession.lost:
                 peer.lost = "the lead is lost"
             peer.refused = card.node_id in succession.refused

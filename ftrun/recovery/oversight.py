@@ -40,7 +40,7 @@ from ftrun.recovery.commands import (
 from ftrun.recovery.reports import Reports
 from ftrun.recovery.settings import ClusterSettings
 from ftrun.recovery.supervisor import Policy, State, Supervisor
-from ftrun.wire.cluster import Beat, History, LeadBeat, Plan
+from ftrun.wire.cluster import Beat, Edition, History, LeadBeat, Plan
 
 CAUSE_WAIT_S = 0.15
 """A peer's death and the exceptions it leads to are reported within this of each other."""
@@ -225,18 +225,19 @@ class Oversight:
 
     # --- orders -------------------------------------------------------------------------------
 
-    def heartbeat(self, generation: int, number: int, *, is_held: bool) -> LeadBeat:
+    def heartbeat(self, edition: Edition, number: int, *, is_held: bool) -> LeadBeat:
         """What the lead has to say now.
 
         Args:
-            generation: the newest that is known to have taken effect.
+            edition: the newest that is known to have taken effect.
             number: of the heartbeat.
             is_held: the ranks of all nodes are to wait.
         """
         self._told = body = self.orders
+        generation, roster = edition
         if body.generation != generation and not body.ended:
             body = LeadBeat(generation=generation)
-        return msgspec.structs.replace(body, number=number, is_held=is_held)
+        return msgspec.structs.replace(body, roster=roster, number=number, is_held=is_held)
 
     def has_new_orders(self) -> bool:
         """Something is ordered that no heartbeat has said."""

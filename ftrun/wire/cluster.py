@@ -22,6 +22,10 @@ Identity = tuple[str, int]
 """Node id and incarnation."""
 
 
+Edition = tuple[int, int]
+"""Generation, and which roster of it: who votes may change while its ranks run."""
+
+
 class NodeCard(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One agent: who it is, and where it is found."""
 
@@ -73,6 +77,11 @@ class Voters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     generation: int
     """-1: none has been yet."""
     who: list[Identity]
+    roster: int = 0
+
+    @property
+    def edition(self) -> Edition:
+        return (self.generation, self.roster)
 
 
 class History(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -117,6 +126,17 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The newest version that is known to be committed."""
     ancestry: list[VersionPair] = []
     """Which versions of earlier generations this one has come from: of each the last step."""
+    roster: int = 0
+    """Counts how often other spares were taken in while this generation ran."""
+
+    @property
+    def edition(self) -> Edition:
+        return (self.generation, self.roster)
+
+    def is_of(self, other: "Plan") -> bool:
+        """Whether both are the same generation, whoever its spares are."""
+        same = self.generation == other.generation and self.lead == other.lead
+        return same and self.members == other.members
 
     @property
     def world_size(self) -> int:
@@ -201,8 +221,8 @@ class Prepare(Message, frozen=True):
     generation: int
     card: NodeCard
     why: str
-    knows: int
-    """The newest generation that the proposer knows to have taken effect."""
+    knows: Edition
+    """The newest that the proposer knows to have taken effect."""
 
 
 class Promise(Message, frozen=True):
@@ -236,7 +256,7 @@ class NotPromised(Message, frozen=True):
 
 
 class Announce(Message, frozen=True):
-    """Proposer -> everyone: this is the generation I was promised."""
+    """Proposer -> everyone: this is the generation I was promised; or its lead: its new roster."""
 
     plan: Plan
 
@@ -248,6 +268,7 @@ class Accepted(Message, frozen=True):
     restored: VersionPair | None
     """What this node will start from; differs from the plan's only after a checkpoint was read."""
     problem: str = ""
+    roster: int = 0
 
 
 # --- what is repeated ----------------------------------------------------------------------
@@ -313,6 +334,8 @@ class LeadBeat(Message, frozen=True):
 
     generation: int
     """The newest one that has taken effect."""
+    roster: int = 0
+    """Of that generation; the newest one that has."""
     number: int = 0
     """Counted by each lead: one with a lower number is late."""
     is_held: bool = False

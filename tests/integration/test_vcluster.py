@@ -439,8 +439,10 @@ def test_two_clusters_are_apart(whole: VirtualCluster) -> None:
 
 
 HOLDS_A_CLUSTER = """
-import sys, threading
+import signal, sys, threading
 from virtual_cluster import VirtualCluster
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # also where a shell has us ignore it
 
 with VirtualCluster(2, name=sys.argv[1]) as cluster:
     child = cluster.run(0, ["sleep", "600"])
