@@ -36,14 +36,14 @@ def cluster_status(brain: Brain) -> dict[str, Any]:
         "nodes": nodes,
         **protection,
         "state": _state(brain, lead),
-        "paused": lead.paused_why if lead.paused_since_s is not None else "",
+        "paused": lead.pause.why,
         "set_aside": sorted(brain.oversight.set_aside(now_s=now_s)),
         "verdict": _verdict(brain, lead, plan, beats, protection),
     }
 
 
 def _state(brain: Brain, lead: Lead) -> str:
-    if lead.paused_since_s is not None:
+    if lead.pause.is_on:
         return "paused"
     if lead.ballot is not None or lead.plan is None:
         return "starting"
@@ -107,8 +107,8 @@ def _protection(brain: Brain, plan: Plan | None, beats: dict[str, Beat]) -> dict
 def _verdict(
     brain: Brain, lead: Lead, plan: Plan | None, beats: dict[str, Beat], has: dict[str, Any]
 ) -> str:
-    if lead.paused_since_s is not None:
-        return f"PAUSED: {lead.paused_why}"
+    if lead.pause.is_on:
+        return f"PAUSED: {lead.pause.why}"
     if plan is None or lead.ballot is not None:
         return f"starting generation {lead.ballot.generation if lead.ballot else 0}"
     steps = [beats[node.node_id].step for node in plan.members if node.node_id in beats]

@@ -11,6 +11,8 @@ Rule 2: who does not hear the lead is as silent as one that is not heard, so eve
         passes one way only, is seen by both at the same time.
 Rule 3: silence counts from when this process could hear; it may have stood still itself. What
         others may have decided meanwhile does not wait for that.
+Rule 4: a voter that has died could not have helped to replace this lead only if it had heard the
+        lead until just before. Otherwise it may have, whoever is on its node now.
 """
 
 from collections.abc import Iterator
@@ -18,7 +20,7 @@ from dataclasses import dataclass, field
 
 from ftrun.recovery.ballots import identity
 from ftrun.recovery.settings import ClusterSettings
-from ftrun.wire.cluster import Beat, NodeCard, Plan
+from ftrun.wire.cluster import Beat, Identity, NodeCard, Plan
 
 _LONG_AGO_S = -1e9
 
@@ -56,6 +58,8 @@ class Peers:
     _number: int = 0
     _left_s: dict[int, float] = field(default_factory=dict)
     _awake_s: float = _LONG_AGO_S
+    _faithful: set[Identity] = field(default_factory=set)
+    """Agents that are dead, and had not stopped hearing this lead."""
 
     def __iter__(self) -> Iterator[Peer]:
         return iter(list(self.by_id.values()))
@@ -73,10 +77,22 @@ class Peers:
             has_answered: it may be taken for one that hears this lead. Who was lost and is back
                 has perhaps promised another one meanwhile, and is not, until it answers.
         """
+        old = self.by_id.get(card.node_id)
+        if old is not None and old.card.incarnation != card.incarnation:
+            self._died(old, now_s)
         acked_s = now_s if has_answered else _LONG_AGO_S
         peer = Peer(card, now_s, acked_s, now_s, linked=linked)
         self.by_id[card.node_id] = peer
         return peer
+
+    def refuse(self, peer: Peer, *, now_s: float) -> None:
+        """Its kernel says that no agent is there."""
+        peer.refused = True
+        self._died(peer, now_s)
+
+    def _died(self, peer: Peer, now_s: float) -> None:
+        if now_s - peer.acked_s < self.settings.cut_off_s:
+            self._faithful.add(identity(peer.card))
 
     def opened(self, peer: Peer, *, now_s: float) -> None:
         peer.linked, peer.refused = True, False
@@ -120,6 +136,18 @@ class Peers:
         since_s = max(min(peer.heard_s, peer.acked_s), peer.met_s, self._awake_s)
         return now_s - since_s
 
+    def is_member_late(self, plan: Plan, *, now_s: float) -> bool:
+        """Whether a node that runs ranks has missed a heartbeat, and may be about to be lost."""
+        late_s = 2 * self.settings.heartbeat_s
+        members = [self.by_id.get(node.node_id) for node in plan.members]
+        return any(
+            peer is not None
+            and not peer.lost
+            and peer.card.node_id != self.me.node_id
+            and self.silent_s(peer, now_s=now_s) >= late_s
+            for peer in members
+        )
+
     def is_to_be_dialled(self, peer: Peer, *, now_s: float) -> bool:
         if peer.linked or now_s - peer.dialled_s < self.settings.redial_s:
             return False
@@ -131,11 +159,10 @@ class Peers:
         limit_s = self.settings.cut_off_s
         unheard = 0
         for card in plan.voters:
-            if card.node_id == self.me.node_id:
+            if card.node_id == self.me.node_id or identity(card) in self._faithful:
                 continue
             peer = self.by_id.get(card.node_id)
-            if peer is None:
+            is_here = peer is not None and identity(peer.card) == identity(card)
+            if peer is None or not is_here or now_s - peer.acked_s >= limit_s:
                 unheard += 1
-            elif identity(peer.card) == identity(card) and not peer.refused:
-                unheard += now_s - peer.acked_s >= limit_s
         return 2 * unheard > len(plan.voters)

@@ -155,6 +155,15 @@ class Ballot:
         needs = sorted((self.needs or first).items())
         return [Voters(generation, sorted(who), roster) for (generation, roster), who in needs]
 
+    def shortage(self) -> str:
+        """Why those who have promised may not decide, in words."""
+        voters = {node_id for node_id, _ in self.needs[max(self.needs)]}
+        missing = sorted(voters - self.promises.keys())
+        of = f"the {len(voters)} nodes that decide"
+        if not missing:
+            return f"too many of {of} have lost their memory"
+        return f"too few of {of} are here; missing: {', '.join(missing)}"
+
     def announce(self, plan: Plan) -> None:
         self.plan = plan
         self.needs = {voters.edition: frozenset(voters.who) for voters in plan.decided_by}

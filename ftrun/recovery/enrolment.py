@@ -22,7 +22,7 @@ import msgspec
 
 from ftrun.recovery.attendance import Peer, Peers
 from ftrun.recovery.ballots import carries, electorate, identity
-from ftrun.recovery.commands import Command, Send
+from ftrun.recovery.commands import Command, Note, Send
 from ftrun.recovery.settings import ClusterSettings
 from ftrun.wire.cluster import Accepted, Announce, History, Identity, NodeCard, Plan, Voters
 
@@ -119,3 +119,10 @@ def _with_spares(plan: Plan, spares: list[NodeCard], roster: int, history: Histo
     return msgspec.structs.replace(
         plan, spares=spares, roster=roster, decided_by=[before], history=history
     )
+
+
+def note_of(plan: Plan) -> Note:
+    """What the journal should know of a roster that has taken effect."""
+    spares = ", ".join(card.node_id for card in plan.spares)
+    text = f"{len(plan.voters)} nodes decide about the next generation; standing by: {spares}"
+    return Note("Roster", text, {"roster": plan.roster})

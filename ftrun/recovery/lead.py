@@ -18,7 +18,6 @@ Rule 4: where the newest committed version cannot be had, and nodes are missing 
 from collections.abc import Mapping
 
 from ftrun.errors import ExitCode
-from ftrun.ids import version
 from ftrun.recovery.attendance import Peer, Peers
 from ftrun.recovery.ballots import Ballot, identity
 from ftrun.recovery.commands import (
@@ -31,12 +30,14 @@ from ftrun.recovery.commands import (
     StartGeneration,
     SupervisorCommand,
 )
+from ftrun.recovery.doubt import Doubt
 from ftrun.recovery.election import Election, Stage
-from ftrun.recovery.enrolment import Enrolment
+from ftrun.recovery.enrolment import Enrolment, note_of
 from ftrun.recovery.growth import Growth
 from ftrun.recovery.oversight import Oversight
+from ftrun.recovery.pausing import Pause
 from ftrun.recovery.places import NotEnough, assign
-from ftrun.recovery.planning import StateMissing, make_plan
+from ftrun.recovery.planning import StateMissing, make_plan, notes_of, refusal
 from ftrun.recovery.settings import ClusterSettings
 from ftrun.wire.cluster import (
     Accepted,
@@ -49,10 +50,9 @@ from ftrun.wire.cluster import (
     Promise,
 )
 
+_RESTARTED = "its agent was started again"
 _ASK_AGAIN_PLACE = 4
 """So patiently it asks again for what nodes hold, as if there were so many proposers before it."""
-
-_RESTARTED = "its agent was started again"
 
 
 class Lead:
@@ -85,11 +85,8 @@ class Lead:
         self.unsure = unsure
         self.known = Peers(me, settings)
         self._links = links
-        self.paused_since_s: float | None = None
-        self.paused_why = ""
+        self.pause = Pause(settings.pause_limit_s)
         self.ending: EndRun | None = None
-        self.is_doubtful = False
-        """This lead may have been replaced without knowing it."""
         self._election = Election(me, settings, self.known)
         self._growth = Growth(settings)
         self._enrolment = Enrolment(settings)
@@ -97,9 +94,9 @@ class Lead:
         """The newest generation whose lead's history this one goes on from."""
         self._is_effective = False
         """A generation of this lead has taken effect."""
+        self._doubt = Doubt(settings)
         self._untold: dict[str, str] = {}
         """Members that were lost, of which the supervisor does not know yet, and why."""
-        self._paused_end = EndRun(ExitCode.NOT_ENOUGH_NODES, "")
         self._look_s = 0.0
         self._ended: set[str] = set()
         self._ending_since_s = 0.0
@@ -111,6 +108,11 @@ class Lead:
     @property
     def ballot(self) -> Ballot | None:
         return self._election.ballot
+
+    @property
+    def is_doubtful(self) -> bool:
+        """This lead may have been replaced without knowing it."""
+        return self._doubt.is_on
 
     @property
     def is_settled(self) -> bool:
@@ -179,7 +181,7 @@ class Lead:
         if peer is None or peer.linked or not refused:
             return []
         is_news = not peer.refused
-        peer.refused = True
+        self.known.refuse(peer, now_s=now_s)
         if not peer.lost:
             return self._lose(peer, "its agent is dead: the connection is refused", now_s)
         return self._check(now_s) if is_news else []
@@ -192,7 +194,7 @@ class Lead:
     def stood_still(self, *, now_s: float) -> None:
         """This process could hear nobody: nobody else is late for it."""
         self.known.stood_still(now_s=now_s)
-        self.is_doubtful = self.may_be_replaced(now_s=now_s)
+        self._doubt_oneself(now_s)
 
     def knows_endpoint(self) -> bool:
         """The agent at the rendezvous endpoint is with us."""
@@ -270,9 +272,7 @@ class Lead:
         if plan is None:
             return []
         self.plan, self.unsure = plan, None
-        spares = ", ".join(card.node_id for card in plan.spares)
-        text = f"{len(plan.voters)} nodes decide about the next generation; standing by: {spares}"
-        return [Note("Roster", text, {"roster": plan.roster}), *self.heartbeat(now_s=now_s)]
+        return [note_of(plan), *self.heartbeat(now_s=now_s)]
 
     def _check(self, now_s: float) -> list[Command]:
         """Take the ballot as far as it goes."""
@@ -283,8 +283,7 @@ class Lead:
             case Stage.PROMISED:
                 return self._plan_it(ballot, now_s)
             case Stage.SHORT:
-                end = EndRun(ExitCode.NOT_ENOUGH_NODES, "")
-                return self._pause(_short(ballot), end, now_s)
+                return self.pause.begin(ballot.shortage(), now_s=now_s)
             case Stage.CARRIED:
                 return self._take_effect(ballot, now_s)
             case Stage.BROKEN:
@@ -296,8 +295,7 @@ class Lead:
         """All who are here have promised: say what the next generation is to be."""
         if self.oversight.stop_signal:
             return self._end(self.oversight.stopped(), now_s)
-        found = [ballot.newest_plan(), self.plan, self.unsure]
-        known = [plan for plan in found if plan is not None]
+        known = [one for one in (ballot.newest_plan(), self.plan, self.unsure) if one is not None]
         previous = max(known, key=lambda plan: plan.edition, default=None)
         self._take_history(previous, now_s)
         for command in self._tell_of_losses(now_s):
@@ -307,7 +305,7 @@ class Lead:
         aside = self.oversight.set_aside(now_s=now_s)
         places = assign(here, previous, self.settings.wishes, aside)
         if isinstance(places, NotEnough):
-            return self._pause(str(places), EndRun(ExitCode.NOT_ENOUGH_NODES, ""), now_s)
+            return self.pause.begin(str(places), now_s=now_s)
         plan = make_plan(
             ballot,
             places,
@@ -320,33 +318,24 @@ class Lead:
         if isinstance(plan, StateMissing):
             # What a node has told of its memory may have changed: SMPs go on with what they began.
             self._election.begin_again(ballot.why, _ASK_AGAIN_PLACE, now_s=now_s)
-            return self._pause(plan.why, plan.end, now_s)
+            return self.pause.begin(plan.why, now_s=now_s, end=plan.end)
         if isinstance(plan, EndRun):
             return self._end(plan, now_s)
-        self.paused_since_s, self.paused_why = None, ""
+        self.pause.over()
         self._history_of = plan.generation
         return self._election.announce(plan, now_s=now_s)
 
     def _take_effect(self, ballot: Ballot, now_s: float) -> list[Command]:
         plan = self._election.won()
         accepted = {node.node_id: ballot.accepted[node.node_id] for node in plan.members}
-        problems = [f"{node_id}: {has.problem}" for node_id, has in accepted.items() if has.problem]
-        if problems:
-            return self._end(EndRun(ExitCode.STATE_LOST, "; ".join(problems)), now_s)
-        if len({has.restored for has in accepted.values()}) > 1:
-            return self._end(EndRun(ExitCode.STATE_LOST, _different(accepted)), now_s)
+        if end := refusal(accepted):
+            return self._end(end, now_s)
         self.plan, self.unsure, self._is_effective = plan, None, True
         self._untold.clear()
         # Acceptances may be old where this process has stood still.
-        self.is_doubtful = self.may_be_replaced(now_s=now_s)
-        text = f"generation {plan.generation}: {len(plan.members)} nodes, {plan.world_size} ranks"
-        note = Note(
-            "Generation",
-            text,
-            {"why": plan.why, "restored": str(plan.restore), "restore_why": plan.restore_why},
-        )
+        self._doubt_oneself(now_s)
         self._decide(self.oversight.begin(plan, now_s=now_s), now_s)
-        return [note, *_warned(plan), *self.heartbeat(now_s=now_s)]
+        return [*notes_of(plan), *self.heartbeat(now_s=now_s)]
 
     def _take_history(self, plan: Plan | None, now_s: float) -> None:
         """Be as strict as the lead of this plan was, if that is news."""
@@ -375,7 +364,7 @@ class Lead:
         self._note_promise(peer, body.promised, now_s)
         if not self.is_settled:
             self.oversight.note(node_id, body)
-            is_stopped = self.oversight.stop_signal and self.paused_since_s is not None
+            is_stopped = self.oversight.stop_signal and self.pause.is_on
             return self._end(self.oversight.stopped(), now_s) if is_stopped else []
         found = self._decide(self.oversight.beat(node_id, body, now_s=now_s), now_s)
         return found + self._go_on(now_s)
@@ -413,12 +402,9 @@ class Lead:
             found += self.propose(self._election.again_why, now_s=now_s)
         if self.is_settled:
             found += self._go_on(now_s)
-        if self.paused_since_s is not None and self.ending is None:
-            waited_s = now_s - self.paused_since_s
-            if waited_s >= self.settings.pause_limit_s:
-                end = self._paused_end
-                why = f"{self.paused_why}, for {waited_s:.0f} s"
-                found += self._end(EndRun(end.exit_code, why, end.cause, end.advice), now_s)
+        end = self.pause.given_up(now_s=now_s)
+        if end is not None:
+            found += self._end(end, now_s)
         return found + self._finish(now_s)
 
     def _look_around(self, now_s: float) -> list[Command]:
@@ -428,23 +414,23 @@ class Lead:
                 found += self._watch(peer, now_s)
         found += self._election.repeat(now_s=now_s)
         found += self._check(now_s)
-        was_doubtful = self.is_doubtful
-        self.is_doubtful = self.may_be_replaced(now_s=now_s)
-        return found + (self.heartbeat(now_s=now_s) if self.is_doubtful != was_doubtful else [])
+        if self._doubt_oneself(now_s):
+            return found + self.heartbeat(now_s=now_s)
+        if self.is_settled and self._doubt.stays(now_s=now_s):
+            return found + self.propose("too few of the nodes that decide are heard", now_s=now_s)
+        return found
 
-    def may_be_replaced(self, *, now_s: float) -> bool:
-        """Whether those that do not hear this lead could decide without it."""
-        if self.plan is None or self.ballot is not None:
-            return False
-        plans = [self.plan] if self.unsure is None else [self.plan, self.unsure]
-        return any(self.known.may_decide_without_me(plan, now_s=now_s) for plan in plans)
+    def _doubt_oneself(self, now_s: float) -> bool:
+        """Whether this lead may have been replaced; True where that is news."""
+        plan = self.plan if self.ballot is None else None
+        return self._doubt.look(plan, self.unsure, self.known, now_s=now_s)
 
     def _watch(self, peer: Peer, now_s: float) -> list[Command]:
         silent_s = self.known.silent_s(peer, now_s=now_s)
         found: list[Command] = []
         if not peer.lost and silent_s >= self.settings.deadline_s:
             found += self._lose(peer, f"silent for {silent_s:.1f} s", now_s)
-        is_wanted = not peer.lost or self.paused_since_s is not None
+        is_wanted = not peer.lost or self.pause.is_on
         if is_wanted and self.known.is_to_be_dialled(peer, now_s=now_s):
             found.append(Dial(peer.card.host, peer.card.port, peer.card.node_id))
         return found
@@ -475,16 +461,9 @@ class Lead:
 
     def _awaits_cause(self, now_s: float) -> bool:
         """Ranks have failed, perhaps because of a node that is not heard just now."""
-        if not self.oversight.waits_for_cause:
+        if not self.oversight.waits_for_cause or self.plan is None:
             return False
-        late_s = 2 * self.settings.heartbeat_s
-        return any(
-            not peer.lost
-            and self._runs_ranks(peer.card)
-            and self.known.silent_s(peer, now_s=now_s) >= late_s
-            for peer in self.known
-            if peer.card.node_id != self.me.node_id
-        )
+        return self.known.is_member_late(self.plan, now_s=now_s)
 
     def _decide(self, commands: list[SupervisorCommand], now_s: float) -> list[Command]:
         """Carry out the supervisor's commands, as far as they are the lead's to carry out."""
@@ -499,17 +478,6 @@ class Lead:
     def _spread(self, now_s: float) -> list[Command]:
         """New orders go out at once."""
         return self.heartbeat(now_s=now_s) if self.oversight.has_new_orders() else []
-
-    def _pause(self, why: str, end: EndRun, now_s: float) -> list[Command]:
-        self._paused_end = end
-        if self.paused_since_s is None:
-            self.paused_since_s = now_s
-        if why == self.paused_why:
-            return []
-        self.paused_why = why
-        limit_s = self.settings.pause_limit_s
-        text = f"PAUSED: {why}; gives up after {limit_s:.0f} s"
-        return [Note("Paused", text, {}, say=True)]
 
     def _end(self, command: EndRun, now_s: float) -> list[Command]:
         if self.ending is not None:
@@ -530,31 +498,3 @@ class Lead:
         if others and waited_s < 2 * self.settings.deadline_s:
             return []
         return [self.ending]
-
-
-def _warned(plan: Plan) -> list[Command]:
-    if plan.generation > 0 or len(plan.voters) != 2:
-        return []
-    text = (
-        "two nodes and no spare: where one does not answer, the other cannot know whether it is "
-        "dead or cut off, and pauses. A spare (--spares 1) decides it"
-    )
-    return [Note("TwoVoters", text, {}, say=True)]
-
-
-def _short(ballot: Ballot) -> str:
-    newest = max(ballot.needs)
-    voters = {node_id for node_id, _ in ballot.needs[newest]}
-    missing = sorted(voters - ballot.promises.keys())
-    of = f"the {len(voters)} nodes that decide"
-    if not missing:
-        return f"too many of {of} have lost their memory"
-    return f"too few of {of} are here; missing: {', '.join(missing)}"
-
-
-def _different(accepted: dict[str, Accepted]) -> str:
-    found = ", ".join(
-        f"{node_id} {version(*has.restored) if has.restored else 'nothing'}"
-        for node_id, has in sorted(accepted.items())
-    )
-    return f"the nodes do not read the same checkpoint: {found}. Give all the same --checkpoint-dir"

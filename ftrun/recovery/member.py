@@ -3,28 +3,18 @@
 Runs in:  every agent, in the thread that speaks with the others. Pure.
 Takes in: `Happening`s and the time.
 Gives:    `Command`s for the network and for this node's hands.
-Survives: its lead: the next agent in order takes over, and every agent knows the order.
+Survives: its lead, see allegiance.py.
 Source:   the design's membership section; Hashicorp's Lifeguard for doubting oneself first.
 
-    JOINING    looks for the run, at the endpoint or at an address it was told
-    GATHERING  listens at the endpoint itself, and knows of no run
-    FOLLOWING  has a lead: as a member, as a spare, or beside the generation
-    SEEKING    has lost its lead, or was started again, and looks who leads
-    LEADING    leads, or proposes itself
-    ENDED      was told that the run is over, or has given up
-
-Rule 1: the first generation needs all nodes, and each must say that it knows no generation. A
-        newcomer at the endpoint waits for a lead that looks for it before it begins a run, and
-        begins none once it has met a node that knows of one.
-Rule 2: a proposer gives way to a lead that is settled, and to the promise it has itself given;
+Rule 1: a proposer gives way to a lead that is settled, and to the promise it has itself given;
         never to another proposer's word alone, or two could give way to each other.
 """
 
 from collections import deque
 from collections.abc import Callable
-from enum import Enum
 
 from ftrun.errors import ExitCode
+from ftrun.recovery.allegiance import Allegiance, Role
 from ftrun.recovery.ballots import identity
 from ftrun.recovery.commands import (
     Command,
@@ -39,7 +29,6 @@ from ftrun.recovery.commands import (
     Send,
 )
 from ftrun.recovery.follower import Follower
-from ftrun.recovery.gathering import Gatherer
 from ftrun.recovery.happenings import (
     Adopted,
     Closed,
@@ -54,22 +43,8 @@ from ftrun.recovery.happenings import (
 )
 from ftrun.recovery.lead import Lead
 from ftrun.recovery.oversight import Oversight
-from ftrun.recovery.patience import Patience
 from ftrun.recovery.settings import ClusterSettings
-from ftrun.recovery.succession import Succession
-from ftrun.recovery.waiting import Waiting
 from ftrun.wire import cluster as say
-
-
-class Role(Enum):
-    """What an agent is doing about the others."""
-
-    JOINING = "joining"
-    GATHERING = "gathering"
-    FOLLOWING = "following"
-    SEEKING = "seeking"
-    LEADING = "leading"
-    ENDED = "ended"
 
 
 class Member:
@@ -86,34 +61,39 @@ class Member:
         took_effect: bool = False,
     ) -> None:
         self.me = me
-        self.role = Role.JOINING
         self.follower = Follower(me, kept, took_effect=took_effect)
         self.lead: Lead | None = None
-        self.lead_card: say.NodeCard | None = None
         self.is_held = False
-        self._reach = "nobody has answered yet"
         self._settings = settings
         self._oversight = oversight
         self._links: dict[str, int] = {me.node_id: me.incarnation}
         self._to_self: deque[say.AnyClusterMessage] = deque()
         self._here = say.Beat(generation=-1)
         self._beat_number = 0
-        self._gatherer: Gatherer | None = None
-        self._waiting = Waiting(settings, now_s=now_s)
-        self._patience = Patience(settings, now_s=now_s)
-        self._succession = Succession(me)
-        self._since_s = self._apart_s = now_s
         self._beat_due_s = self._dial_due_s = now_s
-        if kept is not None:
-            self.role = Role.SEEKING
-        elif me.endpoint:
-            self.role = Role.GATHERING
-            self._gatherer = Gatherer(me, settings, now_s=now_s)
+        self._allegiance = Allegiance(
+            me,
+            settings,
+            self.follower,
+            self._links,
+            self._take_the_lead,
+            was_here=kept is not None,
+            now_s=now_s,
+        )
+
+    @property
+    def role(self) -> Role:
+        return self._allegiance.role
+
+    @property
+    def lead_card(self) -> say.NodeCard | None:
+        """Whom it follows, or tries to reach."""
+        return self._allegiance.lead_card
 
     @property
     def reach(self) -> str:
         """Whom it has reached so far, in words."""
-        return self._gatherer.missing() if self._gatherer is not None else self._reach
+        return self._allegiance.reach
 
     def handle(self, event: Happening, *, now_s: float) -> list[Command]:
         """Take in one happening; what follows from it, in order."""
@@ -139,7 +119,7 @@ class Member:
                 if isinstance(command, Send) and command.node_id not in self._links:
                     continue
                 if isinstance(command, EndRun):
-                    self.role = Role.ENDED
+                    self._allegiance.role = Role.ENDED
                 elif isinstance(command, Quiesce | KillWorkers | RunGeneration):
                     self.is_held = False
                 done.append(command)
@@ -177,18 +157,19 @@ class Member:
         if self._follows(node_id):
             assert self.lead_card is not None
             if self.lead_card.incarnation != event.incarnation:
-                return self._seek(f"the agent of {node_id} was started again", now_s)
+                why = f"the agent of {node_id} was started again"
+                return self._allegiance.seek(why, now_s=now_s)
             return [Send(node_id, self._beat()), *self._join_if_new(node_id)]
         if self.role in (Role.JOINING, Role.SEEKING):
-            return [Send(node_id, self._join())]
+            return [Send(node_id, self._allegiance.join())]
         return []
 
     def _closed(self, node_id: str, now_s: float) -> list[Command]:
         self._links.pop(node_id, None)
         if self.lead is not None:
             return self.lead.closed(node_id, now_s=now_s)
-        if self._gatherer is not None:
-            self._gatherer.gone(node_id)
+        if self._allegiance.gatherer is not None:
+            self._allegiance.gatherer.gone(node_id)
         if self._follows(node_id) and self.lead_card is not None:
             return [Dial(self.lead_card.host, self.lead_card.port, node_id)]
         return []
@@ -196,7 +177,7 @@ class Member:
     def _dial_failed(self, event: DialFailed, now_s: float) -> list[Command]:
         if event.node_id in self._links:
             return []
-        self._reach = event.why
+        self._allegiance.answer = event.why
         if event.final and self.role is Role.JOINING:
             return [EndRun(ExitCode.USAGE, event.why)]
         if self.lead is not None:
@@ -207,9 +188,9 @@ class Member:
             return []
         if self.role is Role.FOLLOWING:
             why = f"{event.node_id} is dead: the connection is refused"
-            return self._seek(why, now_s, refused=True)
+            return self._allegiance.seek(why, now_s=now_s, refused=True)
         if self.role is Role.SEEKING or self.follower.newest_plan is not None:
-            return self._give_up_on_lead(now_s, refused=True)
+            return self._allegiance.give_up(now_s=now_s, refused=True)
         return []
 
     # --- messages -----------------------------------------------------------------------------
@@ -227,7 +208,7 @@ class Member:
             case say.LeadIs():
                 return self._told_of_lead(sender, body, now_s)
             case say.Gathering():
-                return self._gathers(body, now_s)
+                return self._allegiance.gathers(body, now_s=now_s)
             case say.Current():
                 return self._taken_in(sender, body, now_s)
             case say.TurnedAway():
@@ -283,7 +264,7 @@ class Member:
 
     def _announced(self, sender: str, body: say.Announce, now_s: float) -> list[Command]:
         if self._follows(sender):
-            self._waiting.heard_s = now_s
+            self._allegiance.waiting.heard_s = now_s
             if body.plan.roster:
                 return self.follower.enrol(sender, body.plan, (sender, self._links[sender]))
         proposer = self.follower.vote.proposer
@@ -296,11 +277,11 @@ class Member:
             return []
         if body.ended and self.lead is not None:
             return []  # it waits until all others know
-        self._waiting.heard_s = now_s
-        self._waiting.lead_says_hold = body.is_held
+        self._allegiance.waiting.heard_s = now_s
+        self._allegiance.waiting.lead_says_hold = body.is_held
         found: list[Command] = []
         if not self.follower.knows_of(body):
-            found.append(Send(sender, self._join()))
+            found.append(Send(sender, self._allegiance.join()))
         orders = self.follower.obey(sender, body)
         if self.follower.is_ended:
             # The lead waits for this word before it ends itself.
@@ -315,8 +296,8 @@ class Member:
                 "Give the same to every node"
             )
             return [Send(sender, say.TurnedAway(why))]
-        if self._gatherer is not None:
-            return self._gatherer.join(sender, body, now_s=now_s)
+        if self._allegiance.gatherer is not None:
+            return self._allegiance.gatherer.join(sender, body, now_s=now_s)
         lead = self.lead
         if lead is not None:
             found = lead.add(body.card, now_s=now_s, linked=True)
@@ -342,16 +323,9 @@ class Member:
             return self.lead.meet(body.card, now_s=now_s)
         if self.role is Role.FOLLOWING and not body.is_settled:
             return [self._lead_is(sender, now_s)]
-        if body.card.node_id in self._succession.refused and not body.is_settled:
+        if body.card.node_id in self._allegiance.succession.refused and not body.is_settled:
             return []
-        return self._go_to(body.card, now_s)
-
-    def _gathers(self, body: say.Gathering, now_s: float) -> list[Command]:
-        self._reach = f"{len(body.here)} of {body.needed} nodes are here"
-        if self.role is Role.JOINING and self.follower.newest_plan is not None:
-            # Nobody at the endpoint knows of the run. We do.
-            return self._take_the_lead(now_s)
-        return []
+        return self._allegiance.go_to(body.card, now_s=now_s)
 
     def _taken_in(self, sender: str, body: say.Current, now_s: float) -> list[Command]:
         plan = body.plan
@@ -362,64 +336,21 @@ class Member:
             return []
         if not self._follows(sender):
             self._follow(card, now_s)
-        self._waiting.heard_s = now_s
-        self._waiting.answered(body.number)
+        self._allegiance.waiting.heard_s = now_s
+        self._allegiance.waiting.answered(body.number)
         return self.follower.take_current(plan)
 
     # --- whom to follow -----------------------------------------------------------------------
 
     def _follow(self, card: say.NodeCard, now_s: float) -> None:
-        self.lead_card, self.role, self.lead = card, Role.FOLLOWING, None
-        self._gatherer = None
-        self._waiting.follow(now_s=now_s)
-        self.follower.begin_to_follow()
-        self._succession.found()
-        self._apart_s = now_s
+        self.lead = None
+        self._allegiance.follow(card, now_s=now_s)
 
     def _step_down(self, card: say.NodeCard, now_s: float) -> list[Command]:
         """Another one leads a generation as new as ours: go there."""
         self.lead = None
         note = Note("SteppedDown", f"node {card.node_id} leads")
-        return [note, *self._go_to(card, now_s)]
-
-    def _go_to(self, card: say.NodeCard, now_s: float) -> list[Command]:
-        """Ask this agent to take us in."""
-        self._gatherer = None
-        is_new = self.role is not Role.JOINING or self.lead_card != card
-        self.role, self.lead_card = Role.JOINING, card
-        if is_new:
-            self._since_s = now_s
-        return self._reach_out(card)
-
-    def _reach_out(self, card: say.NodeCard) -> list[Command]:
-        if card.node_id in self._links:
-            return [Send(card.node_id, self._join())]
-        return [Dial(card.host, card.port, card.node_id)]
-
-    def _seek(self, why: str, now_s: float, *, refused: bool = False) -> list[Command]:
-        """The lead is lost: the next agent in order takes over."""
-        note = Note("LeadLost", f"the lead is lost: {why}", say=True)
-        self.role = Role.SEEKING
-        self._apart_s = now_s
-        return [note, *self._give_up_on_lead(now_s, refused=refused)]
-
-    def _give_up_on_lead(self, now_s: float, *, refused: bool = False) -> list[Command]:
-        self._succession.lose(self.lead_card, refused=refused)
-        return self._next_in_order(now_s)
-
-    def _next_in_order(self, now_s: float) -> list[Command]:
-        self._since_s = now_s
-        card = self._succession.next(self.follower.newest_plan)
-        if card == self.me:
-            return self._take_the_lead(now_s)
-        self.lead_card = card
-        if card is not None:
-            self.role = Role.SEEKING
-            return self._reach_out(card)
-        # Not one of the voters, and none of them is left that could take us in.
-        self._succession.found()
-        self.role = Role.JOINING
-        return []
+        return [note, *self._allegiance.go_to(card, now_s=now_s)]
 
     def _take_the_lead(self, now_s: float) -> list[Command]:
         plan = self.follower.newest_plan
@@ -428,7 +359,7 @@ class Member:
 
     def _lead_from(self, cards: list[say.NodeCard], now_s: float, *, why: str) -> list[Command]:
         """Propose ourselves to these."""
-        follower, succession = self.follower, self._succession
+        follower, succession = self.follower, self._allegiance.succession
         lead = Lead(
             self.me,
             self._settings,
@@ -437,8 +368,7 @@ class Member:
             follower.newest_plan,
             links=self._links,
         )
-        self.lead, self.role, self.lead_card = lead, Role.LEADING, self.me
-        self._gatherer = None
+        self.lead = lead
         for card in [*(one for one in cards if one.node_id != self.me.node_id), self.me]:
             linked = lead.has_link(card)
             peer = lead.known.put(card, now_s=now_s, linked=linked, has_answered=True)
@@ -446,80 +376,33 @@ class Member:
                 peer.lost = "the lead is lost"
             peer.refused = card.node_id in succession.refused
         lost = set(succession.lost)
-        succession.found()
-        self._waiting.follow(now_s=now_s)
-        follower.begin_to_follow()
+        self._allegiance.lead(now_s=now_s)
         return lead.succeed(lost, why, now_s=now_s)
 
     # --- time ---------------------------------------------------------------------------------
 
     def _passing(self, now_s: float) -> list[Command]:
         found: list[Command] = []
-        if self._gatherer is not None and self._gatherer.is_complete(now_s=now_s):
-            cards = list(self._gatherer.cards.values())
+        gatherer = self._allegiance.gatherer
+        if gatherer is not None and gatherer.is_complete(now_s=now_s):
+            cards = list(gatherer.cards.values())
             found += self._lead_from(cards, now_s, why="the run begins")
-        found += self._look_for_lead(now_s)
+        lead = self.lead
+        found += (lead if lead is not None else self._allegiance).passing(now_s=now_s)
         if now_s >= self._dial_due_s:
             self._dial_due_s = now_s + self._settings.redial_s
-            found += self._dial_again(now_s)
+            found += self._dial_again()
         if now_s >= self._beat_due_s:
             self._beat_due_s = now_s + self._settings.heartbeat_s
             found += self._tell(now_s)
         return found
 
-    def _look_for_lead(self, now_s: float) -> list[Command]:
-        """What is due of the lead's duties, or of the search for one."""
-        if self.lead is not None:
-            return self.lead.passing(now_s=now_s)
-        deadline_s = self._settings.deadline_s
-        if self.role is Role.FOLLOWING:
-            silent_s = self._waiting.silent_s(now_s=now_s)
-            if silent_s < deadline_s or self.lead_card is None:
-                return []
-            return self._seek(f"{self.lead_card.node_id} is silent for {silent_s:.1f} s", now_s)
-        gathers = self._gatherer is not None
-        waited_s = now_s - self._apart_s
-        found = self._patience.wait(waited_s, self.reach, gathers=gathers, now_s=now_s)
-        if gathers or now_s - self._since_s < deadline_s:
-            return found
-        return found + self._look_further(now_s)
-
-    def _look_further(self, now_s: float) -> list[Command]:
-        """Whoever was asked has not answered within the deadline."""
-        if self.lead_card is None and self.role is Role.SEEKING:
-            # Started again, and nobody knows a lead: those who are here agree on one.
-            for card in self._succession.acquaintances(self.follower.newest_plan):
-                if card.node_id not in self._links:
-                    self._succession.lose(card)
-        if self.role is Role.SEEKING or self.follower.newest_plan is not None:
-            return self._give_up_on_lead(now_s)
-        self.lead_card = None
-        return []
-
-    def _dial_again(self, now_s: float) -> list[Command]:
+    def _dial_again(self) -> list[Command]:
         """Keep looking: for the run, for the lead, for a newcomer at the endpoint."""
+        if self.lead is None:
+            return self._allegiance.dial_again()
         host, port = self._settings.endpoint
-        endpoint = [Dial(host, port)] if port else []
-        if self.lead is not None:
-            return [] if self.lead.knows_endpoint() else list(endpoint)
-        if self.role is Role.GATHERING:
-            return []
-        card = self.lead_card
-        found: list[Command] = []
-        if self.role is Role.FOLLOWING and card is not None:
-            is_linked = card.node_id in self._links
-            if is_linked and self._waiting.question:
-                return [Send(card.node_id, self._join(self._waiting.question))]
-            return [] if is_linked else [Dial(card.host, card.port, card.node_id)]
-        if card is not None:
-            return self._reach_out(card)
-        if self.role is Role.SEEKING:
-            for one in self._succession.acquaintances(self.follower.newest_plan):
-                found += self._reach_out(one)
-            return found
-        others = [one for one in sorted(self._links) if one != self.me.node_id]
-        found += [Send(one, self._join()) for one in others]
-        return found or list(endpoint)
+        return [Dial(host, port)] if port and not self.lead.knows_endpoint() else []
 
     def _tell(self, now_s: float) -> list[Command]:
         if self.lead is not None:
@@ -558,21 +441,21 @@ class Member:
     def _why_to_hold(self, now_s: float) -> str:
         if self.lead is not None:
             return "too few of the other nodes are heard" if self.lead.is_doubtful else ""
-        return self._waiting.why(now_s=now_s)
+        return self._allegiance.waiting.why(now_s=now_s)
 
     def _mind_the_gap(self, now_s: float) -> list[Command]:
         """Whether this process itself has stood still."""
-        gap_s = self._waiting.stood_still_s(now_s=now_s)
+        gap_s = self._allegiance.waiting.stood_still_s(now_s=now_s)
         if not gap_s:
             return []
-        self._since_s += gap_s
+        self._allegiance.stood_still(gap_s)
         if self.lead is not None:
             self.lead.stood_still(now_s=now_s)
             return []
         card = self.lead_card
         if self.role is not Role.FOLLOWING or card is None or not self.follower.is_member:
             return []
-        return [Send(card.node_id, self._join(self._waiting.ask()))]
+        return [Send(card.node_id, self._allegiance.join(self._allegiance.waiting.ask()))]
 
     # --- small things -------------------------------------------------------------------------
 
@@ -583,35 +466,26 @@ class Member:
     def _follows(self, node_id: str) -> bool:
         if self.lead is not None:
             return node_id == self.me.node_id
-        card = self.lead_card
-        return self.role is Role.FOLLOWING and card is not None and card.node_id == node_id
+        return self._allegiance.follows(node_id)
 
     def _hears_lead(self, now_s: float) -> bool:
         """Somebody leads a generation that has taken effect, and must not be deserted."""
         if self.lead is not None:
             is_sure = self.lead.is_settled and not self.lead.is_doubtful
             return is_sure or self.lead.ending is not None
-        card = self.lead_card
-        if self.role is not Role.FOLLOWING or card is None or card.node_id not in self._links:
-            return False
-        return not self.follower.is_in_ballot and not self._waiting.is_cut_off(now_s=now_s)
+        return self._allegiance.hears_lead(now_s=now_s)
 
     def _lead_is(self, node_id: str, now_s: float) -> Send:
         assert self.lead_card is not None
         settled = self._hears_lead(now_s)
         return Send(node_id, say.LeadIs(self.lead_card, self.follower.generation, settled))
 
-    def _join(self, number: int = 0) -> say.Join:
-        newest = self.follower.newest_plan
-        knows = newest.generation if newest is not None else -1
-        return say.Join(self.me, str(self._settings.wishes), knows, number)
-
     def _join_if_new(self, node_id: str) -> list[Command]:
         plan = self.follower.plan
         is_known = plan is not None and plan.card(self.me.node_id) == self.me
-        if self._waiting.question:
-            return [Send(node_id, self._join(self._waiting.question))]
-        return [] if is_known else [Send(node_id, self._join())]
+        if self._allegiance.waiting.question:
+            return [Send(node_id, self._allegiance.join(self._allegiance.waiting.question))]
+        return [] if is_known else [Send(node_id, self._allegiance.join())]
 
     def _beat(self) -> say.Beat:
         self._beat_number += 1

@@ -5,18 +5,19 @@ Takes in: the promises of a ballot, the places of its nodes, the last plan.
 Gives:    a `Plan`; or what state is missing; or the end of the run, where it cannot be had.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ftrun.erasure.groups import Group as ErasureGroup
 from ftrun.erasure.groups import default_parity, next_groups
 from ftrun.errors import ExitCode
-from ftrun.ids import Version
+from ftrun.ids import Version, version
 from ftrun.recovery.ballots import Ballot
-from ftrun.recovery.commands import EndRun
+from ftrun.recovery.commands import EndRun, Note
 from ftrun.recovery.places import Assignment
 from ftrun.recovery.restore_choice import Choice, ancestry, choose
 from ftrun.recovery.settings import ClusterSettings
-from ftrun.wire.cluster import History, Plan, PlanNode
+from ftrun.wire.cluster import Accepted, History, Plan, PlanNode
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,15 +58,9 @@ def make_plan(
     )
     problem = _what_is_lost(choice, ballot, previous)
     if problem:
-        end = _lost(problem)
-        # A checkpoint is older: first whoever was only started again has the time to come back.
-        limit_s = 2 * settings.deadline_s + settings.settle_s
-        waits = not settings.has_checkpoints or waited_s < limit_s
-        if choice.holders and waits:
-            away = ", ".join(sorted(choice.holders))
-            return StateMissing(f"{problem}. {away} may hold it, and cannot be reached", end)
-        if choice.version is None and not settings.has_checkpoints:
-            return end
+        obstacle = _cannot_begin(choice, problem, settings, waited_s)
+        if obstacle is not None:
+            return obstacle
     first = places.members[0]
     groups = _groups(places, previous, settings)
     return Plan(
@@ -91,6 +86,19 @@ def make_plan(
         committed=_pair(choice.committed if choice.version is not None else None),
         ancestry=ancestry(choice.version, previous),
     )
+
+
+def _cannot_begin(
+    choice: Choice, problem: str, settings: ClusterSettings, waited_s: float
+) -> StateMissing | EndRun | None:
+    """What is lost is waited for, or is the end; nothing where something older will do."""
+    end = _lost(problem)
+    # A checkpoint is older: first whoever was only started again has the time to come back.
+    limit_s = 2 * settings.deadline_s + settings.settle_s
+    if choice.holders and (not settings.has_checkpoints or waited_s < limit_s):
+        away = ", ".join(sorted(choice.holders))
+        return StateMissing(f"{problem}. {away} may hold it, and cannot be reached", end)
+    return end if choice.version is None and not settings.has_checkpoints else None
 
 
 def _why(choice: Choice, problem: str, previous: Plan | None) -> str:
@@ -155,3 +163,36 @@ def _lost(problem: str) -> EndRun:
         "another one; --checkpoint-dir guards against this."
     )
     return EndRun(ExitCode.STATE_LOST, f"the state of the run is lost: {problem}", advice=advice)
+
+
+def refusal(accepted: Mapping[str, Accepted]) -> EndRun | None:
+    """Why a plan that was accepted cannot be carried out all the same.
+
+    Args:
+        accepted: by node id, of all members.
+    """
+    problems = [f"{node_id}: {has.problem}" for node_id, has in accepted.items() if has.problem]
+    if problems:
+        return EndRun(ExitCode.STATE_LOST, "; ".join(problems))
+    if len({has.restored for has in accepted.values()}) < 2:
+        return None
+    found = ", ".join(
+        f"{node_id} {version(*has.restored) if has.restored else 'nothing'}"
+        for node_id, has in sorted(accepted.items())
+    )
+    why = f"the nodes do not read the same checkpoint: {found}"
+    return EndRun(ExitCode.STATE_LOST, f"{why}. Give all the same --checkpoint-dir")
+
+
+def notes_of(plan: Plan) -> list[Note]:
+    """What the journal, and of the first generation the user, should know."""
+    text = f"generation {plan.generation}: {len(plan.members)} nodes, {plan.world_size} ranks"
+    why = {"why": plan.why, "restored": str(plan.restore), "restore_why": plan.restore_why}
+    notes = [Note("Generation", text, dict(why))]
+    if plan.generation > 0 or len(plan.voters) != 2:
+        return notes
+    text = (
+        "two nodes and no spare: where one does not answer, the other cannot know whether it is "
+        "dead or cut off, and pauses. A spare (--spares 1) decides it"
+    )
+    return [*notes, Note("TwoVoters", text, {}, say=True)]

@@ -1,0 +1,53 @@
+"""A run that cannot go on for now: too few nodes, or too few that may decide.
+
+Runs in:  the agent that leads, or that tries to. Pure.
+Takes in: what is missing, and how the run ends if that does not come.
+Gives:    a line for the operator where the reason is news; the end, once the limit has passed.
+"""
+
+from dataclasses import replace
+
+from ftrun.errors import ExitCode
+from ftrun.recovery.commands import Command, EndRun, Note
+
+
+class Pause:
+    """One lead's wait for nodes."""
+
+    def __init__(self, limit_s: float) -> None:
+        self.why = ""
+        """What is missing, in words."""
+        self._limit_s = limit_s
+        self._since_s: float | None = None
+        self._end = EndRun(ExitCode.NOT_ENOUGH_NODES, "")
+
+    @property
+    def is_on(self) -> bool:
+        return self._since_s is not None
+
+    def begin(self, why: str, *, now_s: float, end: EndRun | None = None) -> list[Command]:
+        """The run waits; again where something else is missing by now.
+
+        Args:
+            why: in words.
+            now_s: the time.
+            end: what becomes of the run where the wait is in vain; else it lacks nodes.
+        """
+        self._end = end or EndRun(ExitCode.NOT_ENOUGH_NODES, "")
+        if self._since_s is None:
+            self._since_s = now_s
+        if why == self.why:
+            return []
+        self.why = why
+        text = f"PAUSED: {why}; gives up after {self._limit_s:.0f} s"
+        return [Note("Paused", text, {}, say=True)]
+
+    def over(self) -> None:
+        """The run goes on."""
+        self._since_s, self.why = None, ""
+
+    def given_up(self, *, now_s: float) -> EndRun | None:
+        """The end of the run, where it has waited for too long."""
+        if self._since_s is None or now_s - self._since_s < self._limit_s:
+            return None
+        return replace(self._end, why=f"{self.why}, for {now_s - self._since_s:.0f} s")
