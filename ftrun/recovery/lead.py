@@ -403,8 +403,8 @@ class Lead:
         if self.is_settled:
             found += self._go_on(now_s)
         end = self.pause.given_up(now_s=now_s)
-        if end is not None:
-            found += self._end(end, now_s)
+        if end is not None and self.ending is None:
+            return found + self._end(end, now_s)
         return found + self._finish(now_s)
 
     def _look_around(self, now_s: float) -> list[Command]:

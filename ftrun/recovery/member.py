@@ -97,13 +97,13 @@ class Member:
 
     def handle(self, event: Happening, *, now_s: float) -> list[Command]:
         """Take in one happening; what follows from it, in order."""
-        if self._is_over:
+        if self.role is Role.ENDED:
             return []
         found = self._mind_the_gap(now_s)
         found += self._handle(event, now_s)
         done: list[Command] = []
         self._sort(found, done, now_s)
-        if not self._is_over:
+        if self.role is not Role.ENDED:
             self._sort(self._hold_or_release(now_s), done, now_s)
         return done
 
@@ -241,8 +241,8 @@ class Member:
             case say.Promise():
                 return lead.promised(body, now_s=now_s)
             case say.NotPromised():
-                is_newer = body.lead_generation >= self.follower.generation
-                if body.lead is not None and is_newer and not lead.is_settled:
+                if self._gives_way(lead, body):
+                    assert body.lead is not None
                     return self._step_down(body.lead, now_s)
                 return lead.not_promised(body, now_s=now_s)
             case say.Accepted():
@@ -251,6 +251,12 @@ class Member:
                 return lead.beat(sender, body, now_s=now_s)
             case _:
                 return []
+
+    def _gives_way(self, lead: Lead, body: say.NotPromised) -> bool:
+        """Whether the lead that somebody hears is one to go to; not where it refuses us."""
+        if body.lead is None or lead.is_settled or body.lead.node_id in lead.known.refused:
+            return False
+        return body.lead_generation >= self.follower.generation
 
     def _prepare(self, sender: str, body: say.Prepare, now_s: float) -> list[Command]:
         is_mine = sender == self.me.node_id
@@ -458,10 +464,6 @@ class Member:
         return [Send(card.node_id, self._allegiance.join(self._allegiance.waiting.ask()))]
 
     # --- small things -------------------------------------------------------------------------
-
-    @property
-    def _is_over(self) -> bool:
-        return self.role is Role.ENDED
 
     def _follows(self, node_id: str) -> bool:
         if self.lead is not None:
