@@ -95,6 +95,10 @@ class Allegiance:
         """Whom it has reached so far, in words."""
         return self.gatherer.missing() if self.gatherer is not None else self.answer
 
+    @property
+    def is_over(self) -> bool:
+        return self.role is Role.ENDED
+
     def follows(self, node_id: str) -> bool:
         card = self.lead_card
         return self.role is Role.FOLLOWING and card is not None and card.node_id == node_id

@@ -41,6 +41,7 @@ class Peer:
     """Its kernel says that no agent is there."""
     lost: str = ""
     """Why it counts as lost; empty while it does not."""
+    lost_s: float = _LONG_AGO_S
     dialled_s: float = _LONG_AGO_S
     asked_s: float = _LONG_AGO_S
     beat_number: int = 0
@@ -89,6 +90,15 @@ class Peers:
         """Its kernel says that no agent is there."""
         peer.refused = True
         self._died(peer, now_s)
+
+    def awaited(self, *, now_s: float) -> set[str]:
+        """Who is to hear of the end: all that are here, and those that are being started again."""
+        back_s = 2 * self.settings.deadline_s
+        return {
+            peer.card.node_id
+            for peer in self.by_id.values()
+            if (peer.linked and not peer.lost) or (peer.refused and now_s - peer.lost_s < back_s)
+        }
 
     def _died(self, peer: Peer, now_s: float) -> None:
         if now_s - peer.acked_s < self.settings.cut_off_s:

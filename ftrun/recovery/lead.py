@@ -202,7 +202,7 @@ class Lead:
 
     def _lose(self, peer: Peer, why: str, now_s: float) -> list[Command]:
         node_id = peer.card.node_id
-        peer.lost = why
+        peer.lost, peer.lost_s = why, now_s
         was_member = self._runs_ranks(peer.card)
         found: list[Command] = [
             Note("NodeLost", f"node {node_id} is lost: {why}", {"member": was_member}, say=True)
@@ -492,8 +492,7 @@ class Lead:
         """End here too, once all have heard that it is over, or have had the time to."""
         if self.ending is None:
             return []
-        here = {peer.card.node_id for peer in self.known if peer.linked and not peer.lost}
-        others = here - {self.me.node_id} - self._ended
+        others = self.known.awaited(now_s=now_s) - {self.me.node_id} - self._ended
         waited_s = now_s - self._ending_since_s
         if others and waited_s < 2 * self.settings.deadline_s:
             return []

@@ -97,13 +97,13 @@ class Member:
 
     def handle(self, event: Happening, *, now_s: float) -> list[Command]:
         """Take in one happening; what follows from it, in order."""
-        if self.role is Role.ENDED:
+        if self._allegiance.is_over:
             return []
         found = self._mind_the_gap(now_s)
         found += self._handle(event, now_s)
         done: list[Command] = []
         self._sort(found, done, now_s)
-        if self.role is not Role.ENDED:
+        if not self._allegiance.is_over:
             self._sort(self._hold_or_release(now_s), done, now_s)
         return done
 
