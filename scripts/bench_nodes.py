@@ -125,15 +125,15 @@ def measure(name: str, fault: Fault, run: NodesRun, count: int) -> list[float]:
         found.append(next_step_s(run, at_ns))
         print(f"{name} {number + 1}: {found[-1]:7.3f} s", flush=True)
         for node in sorted(run.lost):
-            run.bring_back(node)
-            take_in(run)
+            take_in(run, node)
     return found
 
 
-def take_in(run: NodesRun) -> None:
-    """One more generation: only with that a node that has come back is a voter again."""
-    rest(run)
-    next_step_s(run, rank_kill(run, 0))
+def take_in(run: NodesRun, node: int) -> None:
+    """Start it again, and wait until it stands by with a vote."""
+    before = len(run.journals("Roster"))
+    run.bring_back(node)
+    run.wait_for(f"a vote of node{node}", lambda: len(run.journals("Roster")) > before)
 
 
 def next_step_s(run: NodesRun, at_ns: int) -> float:
@@ -188,7 +188,7 @@ FAULTS: dict[str, Fault] = {
 
 
 def control_traffic(is_wanted: bool) -> list[dict[str, Any]]:
-    """Bytes of control messages per node and second by number of nodes, from the simulation."""
+    """What the control messages cost by number of nodes, from the simulation."""
     if not is_wanted or not SIMULATE.exists():
         return []
     with scratch() as folder:
@@ -197,7 +197,7 @@ def control_traffic(is_wanted: bool) -> list[dict[str, Any]]:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode != 0:
             raise BenchError(f"{SIMULATE.name} ended with {done.returncode}:\n{done.stderr}")
-        rows: list[dict[str, Any]] = json.loads(path.read_text())["control_bytes_per_node_s"]
+        rows: list[dict[str, Any]] = json.loads(path.read_text())["control_traffic"]
         return rows
 
 
@@ -222,7 +222,7 @@ def report(
         show_table(
             "Control messages, by the simulation",
             head,
-            [[row[key] for key in head] for row in traffic],
+            [[f"{row[key]:.6g}" for key in head] for row in traffic],
         )
     show_conditions(found)
     figures: dict[str, Any] = {
@@ -231,7 +231,8 @@ def report(
     }
     figures |= {
         "spreads": {name: {**one, "all_s": times[name]} for name, one in spreads.items()},
-        "control_bytes_per_node_s": traffic,
+        "control_bytes_per_node_s": {str(row["nodes"]): row["bytes_per_node_s"] for row in traffic},
+        "control_traffic": traffic,
         "deadline_s": DEADLINE_S,
         "state_mb": args.state_mb,
         "conditions": found,

@@ -131,7 +131,8 @@ def _snapshots(run: RunLoop, now_s: float) -> dict[str, Any]:
         "generation": committed[0] if committed else None,
         "age_s": _age_s(run, committed, now_s) if committed else None,
         "bytes_per_rank": max((page.get(Beat.IMAGE_BYTES) for page in pages), default=0),
-        "memory_bytes": _memory_bytes(run),
+        "memory_bytes": _memory_bytes(run) + _for_others_bytes(run),
+        "for_others_bytes": _for_others_bytes(run),
         "taken": max((page.get(Beat.SEALED_COUNT) for page in pages), default=0),
         "skipped": max((page.get(Beat.SKIPPED_COUNT) for page in pages), default=0),
         "discarded": max((page.get(Beat.DISCARDED_COUNT) for page in pages), default=0),
@@ -175,6 +176,11 @@ def _memory_bytes(run: RunLoop) -> int:
     return sum(
         read_shape(fd).total_bytes for fds in list(run.smp.arenas.values()) for fd in list(fds)
     )
+
+
+def _for_others_bytes(run: RunLoop) -> int:
+    """Mirrors and parity that this node keeps for its group."""
+    return sum(os.fstat(fd).st_size for fd in list(run.smp.vaults.values()))
 
 
 def _checkpoint(run: RunLoop, now_s: float) -> dict[str, Any] | None:

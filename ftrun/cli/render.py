@@ -174,6 +174,8 @@ def _snapshot_lines(document: Mapping[str, Any]) -> list[str]:
     per_rank = found.get("bytes_per_rank")
     each = f"{size(per_rank)} per rank, " if per_rank else ""
     memory = f"{size(found.get('memory_bytes') or 0)} of memory in all"
+    if for_others := found.get("for_others_bytes"):
+        memory += f", {size(for_others)} of it for other nodes"
     lines = [f"snapshots   newest {newest}; {each}{memory}"]
     if "taken" in found:
         every = found.get("every")

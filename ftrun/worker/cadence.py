@@ -8,15 +8,41 @@ All ranks must take a snapshot at the same steps, or none is ever committed, and
 talk to each other about it. So `auto` uses only what every rank reads alike: an interval that
 the agent puts on the command page for all steps beyond one that no rank has reached. Each rank
 publishes what its own measurements ask for; the agent chooses.
+
+What a snapshot costs is what all turns of the loop took longer, from its copy until it was
+committed, than turns in which nothing went on: encoding and sending want processors too.
 """
 
 import math
+from enum import Enum, auto
 
 from ftrun.wire.pages import Beat, Command, Page
 from ftrun.worker.context import SnapshotSettings
 
 _LONGEST = 10_000
 _WEIGHT = 0.1
+
+
+class Turn(Enum):
+    """What went on beside the script between two step boundaries."""
+
+    QUIET = auto()
+    COPY = auto()
+    """A snapshot was copied behind it."""
+    PROTECT = auto()
+    """The last one was on its way to other nodes, or to its commit."""
+
+
+class _Mean:
+    """A mean that follows: of the first few all alike, later the newer ones more."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.value = 0.0
+
+    def add(self, value: float) -> None:
+        self.count += 1
+        self.value += max(_WEIGHT, 1 / self.count) * (value - self.value)
 
 
 class Cadence:
@@ -28,7 +54,11 @@ class Cadence:
         self._commands = commands
         self._every = settings.every if isinstance(settings.every, int) else 1
         self._asked = commands.get(Command.SNAPSHOT_NOW)
-        self._step_s: dict[bool, float] = {}
+        self._quiet_s = _Mean()
+        self._added_s = _Mean()
+        """By one snapshot, to all its turns."""
+        self._turns_s: list[float] = []
+        """Those of the last snapshot, its copy's first."""
 
     def is_due(self, step: int) -> bool:
         """Whether the interval ends at this step; counts from step 0 on every rank."""
@@ -45,23 +75,34 @@ class Cadence:
         self._asked = asked
         return is_new
 
-    def learn(self, *, step_s: float, had_copy: bool, copy_s: float, blocked_s: float) -> None:
+    def learn(self, turn: Turn, *, step_s: float, copy_s: float, blocked_s: float) -> None:
         """Take in what one turn of the loop took, and publish the interval that would suit.
 
         Args:
+            turn: what went on beside it.
             step_s: from the last boundary to this one.
-            had_copy: a snapshot was copied behind it.
             copy_s: how long the last copy took in its thread.
             blocked_s: how long the training thread stood still for it.
         """
-        before = self._step_s.get(had_copy, step_s)
-        self._step_s[had_copy] = before + _WEIGHT * (step_s - before)
-        plain_s = self._step_s.get(False)
-        if plain_s is None:
-            # No turn without a copy to compare with: as if nothing of it were hidden.
-            plain_s = max(self._step_s[True] - copy_s, 0.1 * self._step_s[True])
-            added_s = max(copy_s, blocked_s)
+        if turn is Turn.QUIET:
+            self._quiet_s.add(step_s)
+        if turn is not Turn.PROTECT and self._turns_s:
+            self._close()
+        if turn is not Turn.QUIET:
+            self._turns_s.append(step_s)
+        if self._quiet_s.count:
+            plain_s, added_s = self._quiet_s.value, self._added_s.value
         else:
-            added_s = max(self._step_s.get(True, plain_s) - plain_s, blocked_s)
-        wish = math.ceil(added_s / (self._settings.overhead_budget * plain_s))
+            # Nothing to compare with: as if nothing of a copy were hidden.
+            first_s = self._turns_s[0]
+            plain_s, added_s = max(first_s - copy_s, 0.1 * first_s), copy_s
+        wish = math.ceil(max(added_s, blocked_s) / (self._settings.overhead_budget * plain_s))
+        if not self._quiet_s.count:
+            wish = max(wish, 2 * len(self._turns_s))  # so that there is a turn to compare with
         self._page.set(Beat.WISHED_EVERY, min(max(wish, 1), _LONGEST))
+
+    def _close(self) -> None:
+        """All turns of the last snapshot are known."""
+        turns_s, self._turns_s = self._turns_s, []
+        if self._quiet_s.count:
+            self._added_s.add(sum(turns_s) - len(turns_s) * self._quiet_s.value)

@@ -36,7 +36,7 @@ from ftrun.ids import Version, version
 from ftrun.wire.arena import NUM_SLOTS, Arena, SlotHeader, SlotState, table_digest
 from ftrun.wire.crash_points import crash_point
 from ftrun.wire.pages import Beat, Command
-from ftrun.worker.cadence import Cadence
+from ftrun.worker.cadence import Cadence, Turn
 from ftrun.worker.context import WorkerContext
 from ftrun.worker.copying import CopyThread, SlotCopy
 from ftrun.worker.laziness import Proof
@@ -70,7 +70,7 @@ class Capture:
         self._num_taken = 0
         self._copy_s = 0.0
         self._blocked_ns = 0
-        self._had_copy = False
+        self._turn = Turn.QUIET
         self._is_typical = True
         self._last_boundary_ns = 0
         self._hook_fired = False
@@ -176,12 +176,12 @@ class Capture:
         # A turn with a rehearsal says nothing about the cost of the others.
         if self._last_boundary_ns and self._is_typical:
             self._cadence.learn(
+                self._turn,
                 step_s=(now_ns - self._last_boundary_ns) / 1e9,
-                had_copy=self._had_copy,
                 copy_s=self._copy_s,
                 blocked_s=self._blocked_ns / 1e9,
             )
-        self._had_copy = False
+        self._turn = Turn.QUIET if self._is_free() else Turn.PROTECT
         self._is_typical = True
         self._blocked_ns = 0
 
@@ -211,7 +211,7 @@ class Capture:
             self._rehearsal = (copy, slots.arena.table(slot))
             self._is_typical = False
         else:
-            self._had_copy = True
+            self._turn = Turn.COPY
             self._thread.start(lambda: self._copy(slots, slot, copy, proof, step))
 
     def _is_rehearsal(self) -> bool:

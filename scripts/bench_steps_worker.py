@@ -1,0 +1,60 @@
+"""What bench_steps.py has running: ranks with a state of their own, which all step together.
+
+Each rank trains layers of its own, so nothing is a replica of anything and all of it has to be
+encoded; a small all-reduce keeps the ranks in step, as a training's gradients do.
+"""
+
+import argparse
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from bench_notes import Notes
+from bench_recovery_worker import Layers
+from torch import nn
+
+BATCH = 64
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--state-mb", type=float, required=True)
+    parser.add_argument("--attach", type=int, required=True)
+    args = parser.parse_args()
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    notes = Notes(args.folder / f"rank{rank}.jsonl")
+    notes.write("begun", generation=0, pid=os.getpid(), node=socket.gethostname())
+
+    model = Layers(int(args.state_mb * 1e6))
+    with torch.no_grad():
+        for layer in model.layers:
+            layer += rank * 1e-3
+    data = torch.ones(BATCH, model.width)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
+    for step in steps(model, optimizer, attach=bool(args.attach)):
+        loss = model(data)
+        optimizer.zero_grad()
+        loss.backward()
+        dist.all_reduce(loss.detach())
+        optimizer.step()
+        notes.write("step", step=step, generation=0)
+        if (args.folder / "go").exists():
+            return
+
+
+def steps(model: nn.Module, optimizer: torch.optim.Optimizer, *, attach: bool) -> Iterator[int]:
+    if not attach:
+        yield from range(1 << 40)
+        return
+    import ftrun
+
+    yield from ftrun.attach(model=model, optimizer=optimizer).steps(1 << 40)
+
+
+if __name__ == "__main__":
+    main()

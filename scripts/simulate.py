@@ -1,0 +1,340 @@
+#!/usr/bin/env python3
+"""Run the protocol between nodes in one process, with made-up time, network and faults.
+
+    python scripts/simulate.py --seed 4711 --mode safety      one world, with its whole story
+    python scripts/simulate.py --seeds 1000000                many; what was not as it must be
+    python scripts/simulate.py --traffic 8,64,512,4096        what a quiet run of many nodes costs
+
+A seed stands for one world: so many nodes, these faults, that chance. The same seed is the same
+run, on every machine. Each seed is run in two modes:
+
+safety     faults until the end; nothing may ever be as it must not be
+liveness   the faults stop; then the run must go on, and come to its end
+
+What is looked at after every event stands in tests/simulation/invariants.py. Ends with 1 when
+something was not as it must be; each such world is named with the command that runs it again.
+^C ends at once, and shows what was found so far.
+"""
+
+import argparse
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from bench_common import ROOT, show_table, write_json
+
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+from simulation.run import Outcome, Simulation, run_seed  # noqa: E402
+from simulation.scenario import MODES  # noqa: E402
+from simulation.traffic import (  # noqa: E402
+    HEARTBEAT_S,
+    RANKS_PER_NODE,
+    SNAPSHOT_EVERY,
+    STEP_S,
+    WINDOW_S,
+    measure,
+)
+
+CHUNK = 50
+"""Seeds that a process is given at once."""
+CHUNKS_PER_PROCESS = 400
+"""Then it is replaced, whatever it may have gathered."""
+MAX_KEPT = 50
+"""Violations that are shown; the rest is counted."""
+HANGS_AFTER_S = 60.0
+"""A run takes some hundredths of a second."""
+REPORT_EVERY_S = 10.0
+TRAFFIC = "8,64,512,4096"
+TRAFFIC_HEAD = (
+    *("nodes", "bytes/node/s", "messages/node/s", "lead CPU s/s", "of it deciding"),
+    *("us/message", "plan bytes"),
+)
+_WIDTH = 400
+
+Chunk = tuple[int, int, tuple[str, ...], bool]
+"""First seed, the one after the last, modes, whether to run each twice."""
+
+
+@dataclass
+class Tally:
+    """What has come of some seeds."""
+
+    runs: int = 0
+    events: int = 0
+    virtual_s: float = 0.0
+    verdicts: Counter[str] = field(default_factory=Counter)
+    faults: Counter[str] = field(default_factory=Counter)
+    happened: Counter[str] = field(default_factory=Counter)
+    num_violations: int = 0
+    violations: list[tuple[int, str, str]] = field(default_factory=list)
+    """Seed, mode, what; the first few."""
+
+    def take(self, outcome: Outcome) -> None:
+        self.runs += 1
+        self.events += outcome.num_events
+        self.virtual_s += outcome.virtual_s
+        self.verdicts[f"{outcome.mode}: {outcome.verdict}"] += 1
+        self.faults.update(outcome.faults)
+        self.happened.update(outcome.happened)
+        if outcome.problem:
+            self.violate(outcome, outcome.problem)
+
+    def violate(self, outcome: Outcome, what: str) -> None:
+        self.num_violations += 1
+        if len(self.violations) < MAX_KEPT:
+            self.violations.append((outcome.seed, outcome.mode, what[:_WIDTH]))
+
+    def add(self, other: "Tally") -> None:
+        """Count in what another process has found."""
+        self.runs += other.runs
+        self.events += other.events
+        self.virtual_s += other.virtual_s
+        self.verdicts.update(other.verdicts)
+        self.faults.update(other.faults)
+        self.happened.update(other.happened)
+        self.num_violations += other.num_violations
+        self.violations += other.violations[: MAX_KEPT - len(self.violations)]
+
+
+def main() -> int:
+    args = parse_arguments()
+    if args.traffic is not None:
+        return show_traffic(args)
+    if args.seed is not None:
+        return max([replay(args.seed, mode) for mode in args.modes])
+    return run_many(args)
+
+
+# --- one seed ---------------------------------------------------------------------------------
+
+
+def replay(seed: int, mode: str) -> int:
+    """Tell the whole story of one world."""
+
+    def prepare(simulation: Simulation) -> None:
+        scenario = simulation.scenario
+        print(f"seed {seed}, {mode}\n")
+        for one in fields(scenario):
+            print(f"  {one.name:12} {getattr(scenario, one.name)}")
+        print()
+        simulation.world.on_trace = print
+
+    with hangs_are_errors():
+        outcome = run_seed(seed, mode, prepare=prepare)
+    print(
+        f"\n{outcome.verdict} after {outcome.virtual_s:.1f} s and {outcome.num_events} events; "
+        f"trace {outcome.digest:016x}"
+    )
+    print(", ".join(f"{count} {name}" for name, count in outcome.happened.items()), "\n")
+    if outcome.problem:
+        print(f"VIOLATION {outcome.problem}\n")
+    return 1 if outcome.problem else 0
+
+
+# --- many seeds -------------------------------------------------------------------------------
+
+
+def run_many(args: argparse.Namespace) -> int:
+    total, began_s = Tally(), time.monotonic()
+    said_s, wanted, is_whole = 0.0, args.seeds * len(args.modes), False
+    try:
+        for tally in tallies(args):
+            for seed, mode, what in tally.violations[: MAX_KEPT - len(total.violations)]:
+                print(f"VIOLATION {replay_command(seed, mode)}\n    {what}", flush=True)
+            total.add(tally)
+            now_s = time.monotonic()
+            if now_s - said_s >= REPORT_EVERY_S:
+                said_s = now_s
+                say_progress(total, wanted, now_s - began_s)
+        is_whole = True
+    except KeyboardInterrupt:
+        print("\nstopped before the end", flush=True)
+    report(total, time.monotonic() - began_s, args)
+    if total.num_violations:
+        return 1
+    return 0 if is_whole else 130
+
+
+def tallies(args: argparse.Namespace) -> Iterator[Tally]:
+    """What comes of the seeds, chunk by chunk."""
+    end = args.first + args.seeds
+    chunks = (
+        (first, min(first + CHUNK, end), args.modes, args.twice)
+        for first in range(args.first, end, CHUNK)
+    )
+    if args.jobs == 1:
+        yield from map(run_chunk, chunks)
+        return
+    context = multiprocessing.get_context("spawn")
+    # Leaving it, in whatever way, ends all of its processes.
+    with context.Pool(args.jobs, ignore_interrupt, (), CHUNKS_PER_PROCESS) as pool:
+        yield from pool.imap_unordered(run_chunk, chunks)
+
+
+def run_chunk(chunk: Chunk) -> Tally:
+    first, end, modes, is_twice = chunk
+    tally = Tally()
+    for seed in range(first, end):
+        for mode in modes:
+            with hangs_are_errors():
+                outcome = run_seed(seed, mode)
+                tally.take(outcome)
+                if is_twice and run_seed(seed, mode) != outcome:
+                    tally.violate(outcome, "run twice, it was not the same run")
+    return tally
+
+
+def ignore_interrupt() -> None:
+    """^C is the first process's business."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+@contextmanager
+def hangs_are_errors() -> Iterator[None]:
+    """A decision that never ends is an exception, which names the seed."""
+
+    def hangs(number: int, frame: FrameType | None) -> None:
+        raise TimeoutError(f"one run has taken more than {HANGS_AFTER_S:.0f} s")
+
+    signal.signal(signal.SIGALRM, hangs)
+    signal.setitimer(signal.ITIMER_REAL, HANGS_AFTER_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+# --- results ----------------------------------------------------------------------------------
+
+
+def replay_command(seed: int, mode: str) -> str:
+    return f"python scripts/simulate.py --seed {seed} --mode {mode}"
+
+
+def say_progress(total: Tally, wanted: int, took_s: float) -> None:
+    rate = total.runs / took_s
+    left_s = (wanted - total.runs) / rate
+    print(
+        f"{total.runs:,} of {wanted:,} runs, {rate:.0f} a second, {total.num_violations} "
+        f"violations; {left_s / 60:.0f} min left",
+        flush=True,
+    )
+
+
+def report(total: Tally, took_s: float, args: argparse.Namespace) -> None:
+    runs = max(1, total.runs)
+    show_table(
+        "How runs have ended",
+        ["verdict", "runs", "%"],
+        [[name, n, f"{100 * n / runs:.1f}"] for name, n in total.verdicts.most_common()],
+    )
+    show_table("Faults", ["what", "times"], list(total.faults.most_common()))
+    show_table("What else has happened", ["what", "times"], list(total.happened.most_common()))
+    print(
+        f"\n  {total.runs:,} runs of seeds {args.first} to {args.first + args.seeds - 1} "
+        f"({', '.join(args.modes)}{', each twice' if args.twice else ''}), "
+        f"{total.virtual_s / 3600:,.1f} hours of their time and {total.events:,} events in "
+        f"{took_s:.0f} s: {total.runs / max(took_s, 1e-9):.0f} runs a second"
+    )
+    print(f"  {total.num_violations} violations")
+    for seed, mode, what in total.violations:
+        print(f"\n  {replay_command(seed, mode)}\n    {what}")
+    if total.num_violations > len(total.violations):
+        print(f"\n  and {total.num_violations - len(total.violations)} more")
+    write_json(args.json, {**vars(total), "seconds": took_s})
+
+
+# --- traffic ----------------------------------------------------------------------------------
+
+
+def show_traffic(args: argparse.Namespace) -> int:
+    rows = []
+    for count in args.traffic:
+        began_s = time.monotonic()
+        rows.append(measure(count, time.thread_time))
+        took_s = time.monotonic() - began_s
+        print(f"{count} nodes, {WINDOW_S:.0f} s of theirs: {took_s:.0f} s", flush=True)
+    show_table(
+        f"Control messages of a quiet run: {RANKS_PER_NODE} ranks a node, a heartbeat each "
+        f"{HEARTBEAT_S:g} s, a step each {STEP_S:g} s, a snapshot each {SNAPSHOT_EVERY} steps",
+        TRAFFIC_HEAD,
+        [
+            [
+                row.nodes,
+                f"{row.bytes_per_node_s:.0f}",
+                f"{row.messages_per_node_s:.2f}",
+                f"{row.lead_cpu:.4f}",
+                f"{row.lead_decides:.4f}",
+                f"{row.lead_us_per_message:.1f}",
+                f"{row.plan_bytes:,}",
+            ]
+            for row in rows
+        ],
+    )
+    figures: dict[str, Any] = {
+        "control_bytes_per_node_s": {str(row.nodes): row.bytes_per_node_s for row in rows},
+        "control_messages_per_node_s": {str(row.nodes): row.messages_per_node_s for row in rows},
+        "lead_cpu_s_per_s": {str(row.nodes): row.lead_cpu for row in rows},
+        "control_traffic": [asdict(row) for row in rows],
+    }
+    write_json(args.json, figures)
+    return 0
+
+
+# --- arguments --------------------------------------------------------------------------------
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--seed", type=int, metavar="S", help="tell the story of this one")
+    what.add_argument("--seeds", type=int, metavar="N", help="run so many, and count")
+    what.add_argument(
+        "--traffic",
+        nargs="?",
+        const=TRAFFIC,
+        metavar="N,N,...",
+        help=f"what quiet runs with so many nodes cost ({TRAFFIC})",
+    )
+    parser.add_argument("--mode", choices=MODES, help="(default: both, one after the other)")
+    parser.add_argument(
+        "--from", type=int, default=0, dest="first", metavar="M", help="the first of --seeds (0)"
+    )
+    parser.add_argument(
+        "--jobs",
+        type=int,
+        default=len(os.sched_getaffinity(0)),
+        help="processes for --seeds (default %(default)s)",
+    )
+    parser.add_argument(
+        "--twice", action="store_true", help="run each of --seeds again, and compare"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
+    args = parser.parse_args()
+    if args.jobs < 1 or (args.seeds is not None and args.seeds < 1):
+        parser.error("--seeds and --jobs are positive")
+    args.modes = MODES if args.mode is None else (args.mode,)
+    if args.traffic is not None:
+        try:
+            args.traffic = [int(word) for word in args.traffic.split(",")]
+        except ValueError:
+            parser.error(f"--traffic takes numbers of nodes, such as {TRAFFIC}")
+        if min(args.traffic) < 1:
+            parser.error("--traffic takes numbers of nodes, of 1 and more")
+    return args
+
+
+if __name__ == "__main__":
+    sys.exit(main())
