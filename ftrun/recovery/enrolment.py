@@ -92,14 +92,16 @@ class Enrolment:
     def _standing_by(self, plan: Plan, peers: Peers, now_s: float) -> list[NodeCard]:
         """Who could vote beside the members: the spares of now first."""
         order = [card.node_id for card in plan.spares]
-        here = [peer for peer in peers if self._may_vote(peer, plan, now_s)]
+        members = {node.node_id for node in plan.members}
+        beside = [peer for peer in peers if peer.card.node_id not in members]
+        here = [peer for peer in beside if self._may_vote(peer, plan, now_s)]
         known = [peer.card for peer in here if peer.card.node_id in order]
         new = [peer.card for peer in here if peer.card.node_id not in order]
         known.sort(key=lambda card: order.index(card.node_id))
         return known + sorted(new, key=lambda card: card.node_id)
 
     def _may_vote(self, peer: Peer, plan: Plan, now_s: float) -> bool:
-        if peer.lost or not peer.linked or plan.member(peer.card.node_id) is not None:
+        if peer.lost or not peer.linked:
             return False
         has_stayed = now_s - peer.met_s >= self._settings.settle_s
         return has_stayed and peer.promised <= plan.generation

@@ -27,7 +27,6 @@ from ftrun.recovery.commands import (
     KillWorkers,
     Note,
     Send,
-    StartGeneration,
     SupervisorCommand,
 )
 from ftrun.recovery.doubt import Doubt
@@ -469,10 +468,10 @@ class Lead:
         """Carry out the supervisor's commands, as far as they are the lead's to carry out."""
         found: list[Command] = []
         for command in self.oversight.stands_for(commands):
-            if isinstance(command, StartGeneration) and self.ballot is None:
-                found += self.propose(command.why, now_s=now_s)
-            elif isinstance(command, EndRun):
+            if isinstance(command, EndRun):
                 found += self._end(command, now_s)
+            else:
+                found += self.propose(command.why, now_s=now_s)
         return found + self._spread(now_s)
 
     def _spread(self, now_s: float) -> list[Command]:

@@ -12,6 +12,7 @@ Rule 1: a proposer gives way to a lead that is settled, and to the promise it ha
 
 from collections import deque
 from collections.abc import Callable
+from typing import assert_never
 
 from ftrun.errors import ExitCode
 from ftrun.recovery.allegiance import Allegiance, Role
@@ -146,6 +147,8 @@ class Member:
                 return self._here_is(event, now_s)
             case Passing():
                 return self._passing(now_s)
+            case _:
+                assert_never(event)
 
     # --- connections --------------------------------------------------------------------------
 
@@ -155,8 +158,7 @@ class Member:
         if self.lead is not None:
             return self.lead.opened(node_id, event.incarnation, now_s=now_s)
         if self._follows(node_id):
-            assert self.lead_card is not None
-            if self.lead_card.incarnation != event.incarnation:
+            if self.lead_card is not None and self.lead_card.incarnation != event.incarnation:
                 why = f"the agent of {node_id} was started again"
                 return self._allegiance.seek(why, now_s=now_s)
             return [Send(node_id, self._beat()), *self._join_if_new(node_id)]
@@ -241,9 +243,8 @@ class Member:
             case say.Promise():
                 return lead.promised(body, now_s=now_s)
             case say.NotPromised():
-                if self._gives_way(lead, body):
-                    assert body.lead is not None
-                    return self._step_down(body.lead, now_s)
+                if (other := self._gives_way_to(lead, body)) is not None:
+                    return self._step_down(other, now_s)
                 return lead.not_promised(body, now_s=now_s)
             case say.Accepted():
                 return lead.accepted(sender, body, now_s=now_s)
@@ -252,11 +253,11 @@ class Member:
             case _:
                 return []
 
-    def _gives_way(self, lead: Lead, body: say.NotPromised) -> bool:
-        """Whether the lead that somebody hears is one to go to; not where it refuses us."""
+    def _gives_way_to(self, lead: Lead, body: say.NotPromised) -> say.NodeCard | None:
+        """The lead that somebody hears, if it is one to go to; not where it refuses us."""
         if body.lead is None or lead.is_settled or body.lead.node_id in lead.known.refused:
-            return False
-        return body.lead_generation >= self.follower.generation
+            return None
+        return body.lead if body.lead_generation >= self.follower.generation else None
 
     def _prepare(self, sender: str, body: say.Prepare, now_s: float) -> list[Command]:
         is_mine = sender == self.me.node_id
@@ -435,7 +436,7 @@ class Member:
         follower, plan = self.follower, self.follower.plan
         if not follower.is_member or plan is None or follower.is_in_ballot:
             return []
-        why = "" if len(plan.voters) == 1 else self._why_to_hold(now_s)
+        why = "" if plan.is_alone else self._why_to_hold(now_s)
         if why and not self.is_held:
             self.is_held = True
             return [HoldRanks(why), Note("Held", f"the ranks of this node wait: {why}", say=True)]

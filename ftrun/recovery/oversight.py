@@ -243,9 +243,9 @@ class Oversight:
         """Something is ordered that no heartbeat has said."""
         return self._told is not self.orders
 
-    def stands_for(self, commands: Sequence[SupervisorCommand]) -> list[SupervisorCommand]:
+    def stands_for(self, commands: Sequence[SupervisorCommand]) -> list[StartGeneration | EndRun]:
         """Put what all nodes are to do into the orders; what is left is the lead's own to do."""
-        left: list[SupervisorCommand] = []
+        left: list[StartGeneration | EndRun] = []
         for index, command in enumerate(commands):
             match command:
                 case KillWorkers():

@@ -143,6 +143,11 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return sum(node.card.num_ranks for node in self.members)
 
     @property
+    def is_alone(self) -> bool:
+        """There is one voter."""
+        return len(self.members) + len(self.spares) == 1
+
+    @property
     def voters(self) -> list[NodeCard]:
         """Who decides about the next generation, in the order of succession."""
         return [node.card for node in self.members] + self.spares
