@@ -11,6 +11,8 @@ encode      from the seals until every node's version is protected: beside what 
 restore     a node is lost; from the new generation until its successor has the state: beside the
             cable's rate
 parity      memory for others' parity on a node: beside 2 m / k of its own state
+cpu         cables without a limit: processor seconds of all SMPs per GB of state; beside a plain
+            socket's for the bytes that must cross, 1 + (m - 1) / k, and the encoding's alone
 """
 
 import argparse
@@ -26,6 +28,7 @@ from typing import Any
 
 import numpy as np
 import xxhash
+from bench_codec import codec_figures
 from bench_common import (
     BenchError,
     Deadline,
@@ -40,6 +43,7 @@ from bench_common import (
 from nodes_run import environment
 from virtual_cluster import VirtualCluster, available
 
+from ftrun.erasure.stripes import BLOCK_BYTES
 from ftrun.ids import Version, version
 from ftrun.snapshot.layout import Entry, Layout, When, make_layout
 from ftrun.wire import messages as msg
@@ -52,6 +56,7 @@ SHAPES = ((3, 1), (4, 2))
 LINK = "1gbit"
 WAIT_S = 60.0
 LINK_BYTES = 100_000_000
+CODEC_BYTES = 64 << 20
 PORT = 5201
 
 RECEIVER = f"""
@@ -60,15 +65,18 @@ with socket.create_server(("", {PORT})) as server:
     print("ready", flush=True)
     connection, _ = server.accept()
     buffer, total = bytearray(1 << 20), len(connection.recv(1 << 20))
-    began_s = time.monotonic()
+    began_s, cpu_s = time.monotonic(), time.process_time()
     while count := connection.recv_into(buffer):
         total += count
-    print(total / (time.monotonic() - began_s))
+    print(total / (time.monotonic() - began_s), time.process_time() - cpu_s)
 """
 SENDER = f"""
-import socket, sys
+import socket, sys, time
+data = bytes({LINK_BYTES})
 with socket.create_connection((sys.argv[1], {PORT})) as connection:
-    connection.sendall(bytes({LINK_BYTES}))
+    cpu_s = time.process_time()
+    connection.sendall(data)
+    print(time.process_time() - cpu_s)
 """
 
 
@@ -314,7 +322,7 @@ def measure(k: int, m: int, args: argparse.Namespace, deadline: Deadline) -> dic
     with scratch(base=None) as folder, VirtualCluster(k + m) as cluster:
         for at in range(k + m):
             cluster.slow(at, LINK)
-        link = link_rate(cluster)
+        link, _ = link_rate(cluster)
         nodes = [SmpNode(cluster, rank, layout, folder, deadline) for rank in range(k + m)]
         for node in nodes:
             node.start()
@@ -326,7 +334,9 @@ def measure(k: int, m: int, args: argparse.Namespace, deadline: Deadline) -> dic
         parity_bytes = sum(os.fstat(fd).st_size for fd in nodes[0].vaults.values())
         restored_s = group.restore(nodes[0], version(0, args.rounds + 1))
         for node in nodes:
+            cluster.slow(node.rank, "off")
             node.lose()
+        cpu = cpu_figures(cluster, nodes, m, num_bytes, args.rounds)
     encode_s = statistics.median(encoded_s)
     return {
         "data": k,
@@ -338,25 +348,70 @@ def measure(k: int, m: int, args: argparse.Namespace, deadline: Deadline) -> dic
         "restore_over_link": num_bytes / restored_s / link,
         "parity_over_ideal": parity_bytes / (2 * m / k * num_bytes),
         "encode_all_s": encoded_s,
+        **cpu,
     }
 
 
-def link_rate(cluster: VirtualCluster) -> float:
-    """Bytes per second from node 0 to node 1, by one connection."""
+def cpu_figures(
+    cluster: VirtualCluster, nodes: list[SmpNode], m: int, num_bytes: int, rounds: int
+) -> dict[str, float]:
+    """Processor seconds per GB of state, without a limit on the cables."""
+    k = len(nodes) - m
+    _, socket_s = link_rate(cluster)
+    for node in nodes:
+        node.start()
+    group = Group(nodes, m, num_bytes)
+    group.begin()
+    for node in nodes:
+        node.employ(0, k + m)
+    group.protect(1)  # the first one makes the memory
+    before_s = sum(map(cpu_s, nodes))
+    took_s = [group.protect(step) for step in range(2, rounds + 2)]
+    all_s = sum(map(cpu_s, nodes)) - before_s
+    for node in nodes:
+        node.lose()
+    per_gb = all_s / (rounds * len(nodes) * num_bytes / 1e9)
+    socket_per_gb = socket_s / (LINK_BYTES / 1e9) * (1 + (m - 1) / k)
+    shapes = [(k, m)]
+    (codec,) = codec_figures(
+        shapes, num_bytes=CODEC_BYTES, block_bytes=BLOCK_BYTES, rounds=5, deadline=nodes[0].deadline
+    )
+    encode_per_gb = 1 / codec["gb_per_cpu_s"]["update"]
+    return {
+        "cpu_s_per_gb": per_gb,
+        "socket_cpu_s_per_gb": socket_per_gb,
+        "codec_cpu_s_per_gb": encode_per_gb,
+        "cpu_over_ideal": per_gb / (socket_per_gb + encode_per_gb),
+        "unlimited_s": statistics.median(took_s),
+    }
+
+
+def cpu_s(node: SmpNode) -> float:
+    """What its SMP has used so far."""
+    words = Path(f"/proc/{node.process.pid}/stat").read_text().rsplit(")", 1)[1].split()
+    return (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def link_rate(cluster: VirtualCluster) -> tuple[float, float]:
+    """Bytes per second from node 0 to node 1, by one connection; processor seconds of both."""
     receiver = cluster.run(
         1, [sys.executable, "-c", RECEIVER], stdout=subprocess.PIPE, stdin=subprocess.DEVNULL
     )
     assert receiver.stdout is not None
     receiver.stdout.readline()
-    sender = cluster.run(0, [sys.executable, "-c", SENDER, cluster.address(1)])
-    output, _ = receiver.communicate(timeout=WAIT_S)
-    sender.wait(WAIT_S)
-    return float(output)
+    sender = cluster.run(
+        0, [sys.executable, "-c", SENDER, cluster.address(1)], stdout=subprocess.PIPE
+    )
+    received, _ = receiver.communicate(timeout=WAIT_S)
+    sent, _ = sender.communicate(timeout=WAIT_S)
+    rate, receiver_s = map(float, received.split())
+    return rate, receiver_s + float(sent)
 
 
 def report(rows: list[dict[str, Any]], args: argparse.Namespace, found: dict[str, Any]) -> None:
     names = ["link_mb_per_s", "encode_s", "encode_over_limit", "restore_s", "restore_over_link"]
-    names.append("parity_over_ideal")
+    names += ["parity_over_ideal", "unlimited_s", "cpu_s_per_gb", "socket_cpu_s_per_gb"]
+    names += ["codec_cpu_s_per_gb", "cpu_over_ideal"]
     show_table(
         f"{args.mb:g} MB of its own on each node, every cable limited to {LINK}",
         ["", *(f"{row['data']}+{row['parity']}" for row in rows)],
