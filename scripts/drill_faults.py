@@ -192,6 +192,19 @@ def stale_rejoin(it: Breaking) -> None:
         raise BenchError(f"rank 1 is on node{it.run.node_of(1)}, and should be back on node1")
 
 
+def one_after_the_other(it: Breaking) -> None:
+    """A node that comes back counts at once: with it the next one may go."""
+    it.begin()
+    it.hit("kill", 1)
+    it.run.wait_for_generation(1)
+    it.run.bring_back(1)
+    it.run.wait_for("a vote of node1", lambda: it.run.journals("Roster"))
+    it.hit("kill", 2)
+    it.recovered()
+    if it.run.node_of(1) != 1:
+        raise BenchError(f"rank 1 is on node{it.run.node_of(1)}, and should be back on node1")
+
+
 def flap(it: Breaking) -> None:
     it.begin()
     it.hit("cut", 1)
@@ -298,6 +311,8 @@ class Fault:
     members: int = 2
     spares: int = 1
     flags: tuple[str, ...] = ()
+    pace: float = 1.0
+    """How much slower than usual the job goes, where much has to happen before its end."""
 
 
 _ALL = (
@@ -306,6 +321,13 @@ _ALL = (
     Fault("freeze", "a node stands still; thawed when replaced", freeze),
     Fault("cut", "a node's cable, for good", cut),
     Fault("stale-rejoin", "cut, replaced, healed; then its successor is reset", stale_rejoin),
+    Fault(
+        "one-by-one",
+        "a node; once it is back, its successor",
+        one_after_the_other,
+        flags=("--set", "nodes.settle_s=1"),
+        pace=5.0,
+    ),
     Fault("lead-power-off", "the lead's node", lead_power_off),
     Fault("lead-cut", "the lead's cable; healed when replaced", lead_cut),
     Fault("store-host", "the node of rank 0, which does not lead", store_host),

@@ -101,9 +101,10 @@ class Undisturbed:
         return outcomes(folder, ranks)
 
 
-def job_words(kind: str, folder: Path) -> list[str]:
-    """The script of a drill, and what it is told."""
-    words = [SCRIPT, "--folder", folder, "--kind", kind, "--steps", STEPS, "--pace", PACE_S]
+def job_words(kind: str, folder: Path, pace: float = 1.0) -> list[str]:
+    """The script of a drill, and what it is told; `pace`: so much slower than usual."""
+    words = [SCRIPT, "--folder", folder, "--kind", kind, "--steps", STEPS]
+    words += ["--pace", PACE_S * pace]
     return [str(word) for word in words]
 
 
@@ -152,7 +153,7 @@ def break_one(fault: Fault, kind: str, folder: Path, undisturbed: Undisturbed, r
         run = NodesRun(
             cluster,
             folder,
-            job_words(kind, folder),
+            job_words(kind, folder, fault.pace),
             Deadline(DRILL_S),
             members=fault.members,
             spares=fault.spares,

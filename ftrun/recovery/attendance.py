@@ -91,14 +91,18 @@ class Peers:
         peer.refused = True
         self._died(peer, now_s)
 
-    def awaited(self, *, now_s: float) -> set[str]:
-        """Who is to hear of the end: all that are here, and those that are being started again."""
-        back_s = 2 * self.settings.deadline_s
-        return {
-            peer.card.node_id
-            for peer in self.by_id.values()
-            if (peer.linked and not peer.lost) or (peer.refused and now_s - peer.lost_s < back_s)
-        }
+    def here(self) -> set[str]:
+        return {one.card.node_id for one in self.by_id.values() if one.linked and not one.lost}
+
+    def returning(self, *, ended_s: float) -> set[str]:
+        """Whose agents are being started again, and would look for a run that is over.
+
+        Args:
+            ended_s: when its end was said first. Who has gone since then has heard it.
+        """
+        since_s = ended_s - 2 * self.settings.deadline_s
+        dead = [peer for peer in self.by_id.values() if peer.refused]
+        return {one.card.node_id for one in dead if since_s < one.lost_s < ended_s}
 
     def _died(self, peer: Peer, now_s: float) -> None:
         if now_s - peer.acked_s < self.settings.cut_off_s:

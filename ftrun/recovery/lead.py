@@ -491,8 +491,10 @@ class Lead:
         """End here too, once all have heard that it is over, or have had the time to."""
         if self.ending is None:
             return []
-        others = self.known.awaited(now_s=now_s) - {self.me.node_id} - self._ended
-        waited_s = now_s - self._ending_since_s
-        if others and waited_s < 2 * self.settings.deadline_s:
+        others = self.known.here()
+        if self.ending.exit_code == ExitCode.DONE:
+            others |= self.known.returning(ended_s=self._ending_since_s)
+        others -= {self.me.node_id, *self._ended}
+        if others and now_s - self._ending_since_s < 2 * self.settings.deadline_s:
             return []
         return [self.ending]

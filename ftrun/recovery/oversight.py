@@ -14,6 +14,7 @@ Rule 3: a version is committed when every member says that it holds and protects
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import assert_never
 
 import msgspec
 
@@ -162,11 +163,11 @@ class Oversight:
         self._commit(beat)
         self._name_checkpoint(now_s)
         self._note_port(plan, node_id, beat.smp_port)
-        if beat.exits:
-            self._take_exits(beat.exits, now_s)
         if beat.problem and node_id not in self._problems:
             self._problems.add(node_id)
-            self._take_exits([self._restore_failed(node_id, beat.problem)], now_s)
+            self._take_restore_failure(node_id, beat.problem, now_s)
+        if beat.exits:
+            self._take_exits(beat.exits, now_s)
         if self.reports.all_at_boundary and not self._at_boundary_told:
             self._at_boundary_told = True
             found += self._ask(AllAtBoundary(), now_s)
@@ -259,6 +260,8 @@ class Oversight:
                     self._order(signal=command.signal, signal_count=count, why=command.why)
                 case StartGeneration() | EndRun():
                     left.append(command)
+                case _:
+                    assert_never(command)
         return left
 
     def stop_at_boundary(self, why: str) -> int:
@@ -306,12 +309,20 @@ class Oversight:
             self._exits[one.rank] = one
             self._waiting.append(one)
 
-    def _restore_failed(self, node_id: str, why: str) -> WorkerExit:
+    def _take_restore_failure(self, node_id: str, why: str, now_s: float) -> None:
+        """Its ranks end by an exception for it: the failure stands in the place of one of those."""
         node = self.reports.member(node_id)
         assert node is not None
+        waiting = {one.rank for one in self._waiting}
+        ranks = [Rank(rank) for rank in node.ranks]
+        rank = next((one for one in ranks if one not in self._exits or one in waiting), None)
+        if rank is None:
+            return  # the supervisor has decided about them all
+        self._waiting = [one for one in self._waiting if one.rank != rank]
+        self._exits.pop(rank, None)
         text = f"node {node_id} could not get its state back: {why}"
-        first = next((Rank(r) for r in node.ranks if r not in self._exits), Rank(node.first_rank))
-        return WorkerExit(first, Kind.RESTORE_FAILED, 77, text, fingerprint=f"restore {node_id}")
+        mark = f"restore {node_id}"
+        self._take_exits([WorkerExit(rank, Kind.RESTORE_FAILED, 77, text, fingerprint=mark)], now_s)
 
     def _commit(self, beat: Beat) -> None:
         ready, committed = self.reports.ready_with(beat), self.orders.committed

@@ -1,0 +1,280 @@
+"""Several agents in one test, with a network and hands that do at once what they are told."""
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from ftrun.recovery.allegiance import Role
+from ftrun.recovery.commands import (
+    Adopt,
+    Command,
+    Dial,
+    HangUp,
+    KeepPlan,
+    Quiesce,
+    RunGeneration,
+    Send,
+)
+from ftrun.recovery.happenings import (
+    Adopted,
+    Closed,
+    DialFailed,
+    Happening,
+    Heard,
+    HereIs,
+    Opened,
+    Passing,
+    PlanKept,
+    Quiesced,
+)
+from ftrun.recovery.member import Member
+from ftrun.recovery.oversight import Oversight
+from ftrun.recovery.settings import ClusterSettings
+from ftrun.wire.cluster import Beat, NodeCard, Plan, VersionPair
+from ftrun.wire.messages import Inventory
+from tests.unit.recovery.made import POLICY, card, settings
+
+STEP_S = 0.25
+"""Shorter than two heartbeats: an agent that is asked less often has stood still."""
+
+Found = TypeVar("Found")
+
+
+@dataclass
+class Agent:
+    """One agent with its node."""
+
+    member: Member
+    settings: ClusterSettings
+    beat: Beat = field(default_factory=lambda: Beat(generation=-1))
+    holdings: Inventory = field(default_factory=lambda: Inventory([]))
+    kept: Plan | None = None
+    took_effect: bool = False
+    done: list[Command] = field(default_factory=list)
+    """All that it was told, except what goes to the network."""
+    sent: list[Send | Dial] = field(default_factory=list)
+    is_frozen: bool = False
+    """The process stands still; what comes in waits in its kernel."""
+    missed: list[Happening] = field(default_factory=list)
+
+    @property
+    def card(self) -> NodeCard:
+        return self.member.me
+
+    def told(self, kind: type[Found]) -> list[Found]:
+        return [one for one in self.done if isinstance(one, kind)]
+
+    @property
+    def runs(self) -> int:
+        """The generation whose ranks run here."""
+        return self.beat.generation
+
+
+class Agents:
+    """Agents by node id. `a` is at the endpoint; whoever is linked hears the other at once."""
+
+    def __init__(self, node_ids: str, wishes: ClusterSettings) -> None:
+        self.now_s = 1000.0
+        self.settings = wishes
+        self.all: dict[str, Agent] = {}
+        self.links: set[frozenset[str]] = set()
+        self.cuts: set[frozenset[str]] = set()
+        self.reads: dict[str, tuple[VersionPair | None, str] | None] = {}
+        """What a node starts from in place of the plan's, or why it cannot; None: no answer."""
+        self._queue: deque[tuple[str, Happening]] = deque()
+        for one in node_ids:
+            self.start(one)
+
+    def __getitem__(self, node_id: str) -> Agent:
+        return self.all[node_id]
+
+    # --- agents come and go -------------------------------------------------------------------
+
+    def start(self, node_id: str, incarnation: int = 1, **changes: object) -> Agent:
+        """An agent without any memory."""
+        me = card(node_id, incarnation, endpoint=node_id == "a")
+        wishes = settings(**{**_fields(self.settings), **changes}) if changes else self.settings
+        self.all[node_id] = Agent(_member(me, wishes, self.now_s), wishes)
+        return self.all[node_id]
+
+    def start_again(self, node_id: str) -> Agent:
+        """Another process, which knows what the first has kept."""
+        old = self.all[node_id]
+        self.kill(node_id)
+        me = card(node_id, old.card.incarnation + 1, endpoint=old.card.endpoint)
+        member = _member(me, old.settings, self.now_s, kept=old.kept, took_effect=old.took_effect)
+        again = Agent(member, old.settings, holdings=old.holdings, kept=old.kept)
+        again.took_effect = old.took_effect
+        self.all[node_id] = again
+        return again
+
+    def kill(self, *node_ids: str) -> None:
+        """These processes are gone, all at once; the kernels say so."""
+        for node_id in node_ids:
+            self.all.pop(node_id, None)
+        for pair in [pair for pair in self.links if pair & {*node_ids}]:
+            self._unlink(pair)
+        self._settle()
+
+    def breaks(self, node_id: str, other: str) -> None:
+        """Their connection is gone."""
+        self._unlink(frozenset((node_id, other)))
+        self._settle()
+
+    def cut(self, node_id: str, *others: str) -> None:
+        """No packet gets through to these, or to anybody."""
+        for other in others or [one for one in self.all if one != node_id]:
+            self.cuts.add(frozenset((node_id, other)))
+
+    def heal(self) -> None:
+        self.cuts.clear()
+
+    def thaw(self, node_id: str) -> None:
+        """It goes on, and hears at once what was said to it meanwhile."""
+        agent = self.all[node_id]
+        agent.is_frozen = False
+        missed, agent.missed = agent.missed, []
+        for event in [Passing(), *missed]:
+            self.happens(node_id, event)
+
+    # --- time ---------------------------------------------------------------------------------
+
+    def passes(self, seconds: float) -> None:
+        """Time goes by for all who do not stand still."""
+        end_s = self.now_s + seconds
+        while self.now_s < end_s:
+            self.now_s += STEP_S
+            for node_id in list(self.all):
+                self.happens(node_id, Passing())
+
+    def happens(self, node_id: str, event: Happening) -> None:
+        """One thing, and all that follows at this moment."""
+        self._queue.append((node_id, event))
+        self._settle()
+
+    def _settle(self) -> None:
+        while self._queue:
+            at, what = self._queue.popleft()
+            agent = self.all.get(at)
+            if agent is not None and agent.is_frozen:
+                agent.missed += [] if isinstance(what, Passing) else [what]
+            elif agent is not None:
+                for command in agent.member.handle(what, now_s=self.now_s):
+                    self._carry_out(agent, command)
+
+    def here_is(self, node_id: str, found: Beat) -> None:
+        """The node's ranks have something to say."""
+        self.all[node_id].beat = found
+        self.happens(node_id, HereIs(found))
+
+    # --- commands -----------------------------------------------------------------------------
+
+    def _carry_out(self, agent: Agent, command: Command) -> None:
+        me = agent.card.node_id
+        match command:
+            case Send():
+                agent.sent.append(command)
+                pair = frozenset((me, command.node_id))
+                if pair in self.links and pair not in self.cuts:
+                    self._queue.append((command.node_id, Heard(me, command.message)))
+            case Dial():
+                agent.sent.append(command)
+                self._dial(agent, command)
+            case HangUp():
+                self._unlink(frozenset((me, command.node_id)))
+            case _:
+                agent.done.append(command)
+                self._queue.extend((me, event) for event in self._obey(agent, command))
+
+    def _obey(self, agent: Agent, command: Command) -> list[Happening]:
+        """What the node's hands do, and what they say to it."""
+        match command:
+            case Quiesce():
+                agent.beat = Beat(generation=-1)
+                held = Quiesced(command.generation, agent.holdings, 1000, 2000)
+                return [HereIs(agent.beat), held]
+            case Adopt():
+                agent.kept, agent.took_effect = command.plan, False
+                read = self.reads.get(agent.card.node_id, (command.plan.restore, ""))
+                return [] if read is None else [Adopted(command.plan.generation, *read)]
+            case KeepPlan():
+                agent.kept, agent.took_effect = command.plan, command.took_effect
+                return [] if command.took_effect else [PlanKept(command.plan.edition)]
+            case RunGeneration():
+                agent.kept, agent.took_effect = command.plan, True
+                agent.beat = Beat(generation=command.plan.generation, state="running")
+                return [HereIs(agent.beat)]
+            case _:
+                return []
+
+    def _dial(self, agent: Agent, command: Dial) -> None:
+        me = agent.card.node_id
+        node_id = command.host.removesuffix(".local")
+        pair = frozenset((me, node_id))
+        other = self.all.get(node_id)
+        if node_id == me or pair in self.cuts or (other is not None and other.is_frozen):
+            return
+        if other is None:
+            failed = DialFailed(command.host, command.port, command.node_id, True, "refused")
+            self._queue.append((me, failed))
+            return
+        self.links.add(pair)
+        self._queue.append((me, Opened(node_id, other.card.incarnation)))
+        self._queue.append((node_id, Opened(me, agent.card.incarnation)))
+
+    def _unlink(self, pair: frozenset[str]) -> None:
+        self.links.discard(pair)
+        for node_id in pair:
+            for other in pair - {node_id}:
+                self._queue.append((node_id, Closed(other)))
+
+    def answers(self, node_id: str, event: Happening) -> list[Send | Dial]:
+        """What one agent says to the others on that."""
+        before = len(self.all[node_id].sent)
+        self.happens(node_id, event)
+        return self.all[node_id].sent[before:]
+
+    # --- what has come of it ------------------------------------------------------------------
+
+    def lead(self) -> str:
+        """Whom all follow who have not ended; empty where they disagree."""
+        leads = {
+            agent.member.lead_card.node_id if agent.member.lead_card is not None else ""
+            for agent in self.all.values()
+            if agent.member.role is not Role.ENDED
+        }
+        return leads.pop() if len(leads) == 1 else ""
+
+    def running(self) -> dict[str, int]:
+        """The generation that runs, of each node that runs any."""
+        return {one: agent.runs for one, agent in self.all.items() if agent.runs >= 0}
+
+    def role(self, node_id: str) -> Role:
+        return self.all[node_id].member.role
+
+    def plan(self, node_id: str) -> Plan:
+        found = self.all[node_id].member.follower.plan
+        assert found is not None
+        return found
+
+
+def _fields(wishes: ClusterSettings) -> dict[str, object]:
+    return {name: getattr(wishes, name) for name in wishes.__dataclass_fields__}
+
+
+def _member(
+    me: NodeCard,
+    wishes: ClusterSettings,
+    now_s: float,
+    *,
+    kept: Plan | None = None,
+    took_effect: bool = False,
+) -> Member:
+    return Member(
+        me,
+        wishes,
+        lambda: Oversight(POLICY, wishes),
+        now_s=now_s,
+        kept=kept,
+        took_effect=took_effect,
+    )

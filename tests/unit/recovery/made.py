@@ -1,0 +1,117 @@
+"""Nodes, generations and answers, as short as the tests of recovery want them."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import msgspec
+
+from ftrun.recovery.attendance import Peer, Peers
+from ftrun.recovery.places import Wishes
+from ftrun.recovery.settings import ClusterSettings
+from ftrun.recovery.supervisor import Policy
+from ftrun.wire.cluster import NodeCard, Plan, PlanNode, Promise, VersionPair
+from ftrun.wire.messages import Inventory, ShardOffer
+from ftrun.wire.protected import GroupMember, Protected
+
+POLICY = Policy(
+    max_restarts=None,
+    budget=5,
+    window_s=3600.0,
+    backoff_first_s=1.0,
+    backoff_limit_s=4.0,
+    same_cause_limit=3,
+    grace_s=30.0,
+    boundary_wait_s=10.0,
+)
+SETTINGS = ClusterSettings(Wishes(2, 4, 1), endpoint=("a.local", 29400))
+
+
+def settings(**changes: object) -> ClusterSettings:
+    return replace(SETTINGS, **changes)  # type: ignore[arg-type]
+
+
+def card(node_id: str, incarnation: int = 1, **changes: object) -> NodeCard:
+    """A node of one rank, which listens at a host of its own."""
+    found = NodeCard(node_id, incarnation, f"{node_id}.local", 29400, 1)
+    return msgspec.structs.replace(found, **changes)
+
+
+def cards(node_ids: Iterable[str | NodeCard]) -> list[NodeCard]:
+    """A card for each name; what is one already stays what it is."""
+    return [one if isinstance(one, NodeCard) else card(one) for one in node_ids]
+
+
+def plan(
+    generation: int,
+    members: Iterable[str | NodeCard],
+    spares: Iterable[str | NodeCard] = (),
+    **changes: object,
+) -> Plan:
+    """A generation of these nodes, led by the first; `"abc"` are three of one rank each."""
+    placed, first_rank = [], 0
+    for one in cards(members):
+        placed.append(PlanNode(one, first_rank))
+        first_rank += one.num_ranks
+    found = Plan(
+        generation=generation,
+        lead=placed[0].node_id,
+        why="a test",
+        members=placed,
+        spares=cards(spares),
+        restore=None,
+        restore_why="",
+        store_host=placed[0].card.host,
+        store_port=1,
+    )
+    return msgspec.structs.replace(found, **changes)
+
+
+def promise(generation: int, who: str | NodeCard, **changes: object) -> Promise:
+    """A promise of a node that knows of nothing and holds nothing."""
+    found = Promise(
+        generation=generation,
+        card=cards([who])[0],
+        effective=None,
+        accepted=None,
+        knows=-1,
+        committed=None,
+        holdings=Inventory([]),
+        store_port=1000,
+        smp_port=2000,
+    )
+    return msgspec.structs.replace(found, **changes)
+
+
+def part(
+    node_id: str,
+    at: VersionPair,
+    members: str,
+    *,
+    parity: int = 1,
+    first_rank: int = 0,
+    **changes: object,
+) -> Protected:
+    """One node's whole part in the protection of its group, whose nodes have a rank each."""
+    place = members.index(node_id)
+    found = Protected(
+        generation=at[0],
+        step=at[1],
+        world_size=first_rank + len(members),
+        protected_in=at[0],
+        members=[GroupMember(one, [rank]) for rank, one in enumerate(members, first_rank)],
+        parity=parity,
+        node_id=node_id,
+        mirrors=[members[place - back] for back in range(1, parity + 1)],
+        is_complete=True,
+        is_committed=False,
+    )
+    return msgspec.structs.replace(found, **changes)
+
+
+def offer(rank: int, at: VersionPair, world_size: int) -> ShardOffer:
+    return ShardOffer(rank, at[0], at[1], world_size, 4096)
+
+
+def meet(peers: Peers, who: str | NodeCard, *, now_s: float = 0.0, linked: bool = True) -> Peer:
+    """An agent that has come, and hears this lead as far as anybody knows."""
+    return peers.put(cards([who])[0], now_s=now_s, linked=linked, has_answered=True)

@@ -1,0 +1,499 @@
+"""Ballots: of two generations that take effect, the later one's proposer knows the earlier."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import combinations, pairwise
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import settings as effort
+from hypothesis import strategies as st
+
+from ftrun.recovery.ballots import Ballot, Vote, carries, electorate, identity
+from ftrun.wire.cluster import Accepted, Edition, Identity, Plan, Voters
+from tests.unit.recovery.made import card, cards, plan, promise
+
+FATES = ("for", "against", "silent", "dead", "gone")
+
+
+def who(node_ids: str) -> frozenset[Identity]:
+    return electorate(cards(node_ids))
+
+
+def sorted_by(fates: Sequence[str]) -> dict[str, frozenset[Identity]]:
+    """Voters `n0`, `n1`, ... by their fates."""
+    return {
+        fate: frozenset((f"n{at}", 1) for at, one in enumerate(fates) if one == fate)
+        for fate in FATES
+    }
+
+
+some_fates = st.lists(st.sampled_from(FATES), min_size=1, max_size=7)
+
+
+# --- who may decide for all -----------------------------------------------------------------
+
+
+@effort(max_examples=200, deadline=None)
+@given(some_fates)
+def test_two_sides_never_decide_at_the_same_time(fates: list[str]) -> None:
+    found = sorted_by(fates)
+    voters = frozenset().union(*found.values())
+    dead, gone = found["dead"], found["gone"]
+    is_for = bool(found["for"]) and carries(voters, found["for"], dead=dead, gone=gone)
+    is_against = bool(found["against"]) and carries(voters, found["against"], dead=dead, gone=gone)
+    assert not (is_for and is_against)
+
+
+@effort(max_examples=200, deadline=None)
+@given(some_fates)
+def test_who_decides_knows_of_whatever_a_majority_has_decided(fates: list[str]) -> None:
+    """Rules 2, 3 and 5: somebody of each earlier majority agrees now, or has left its memory."""
+    found = sorted_by(fates)
+    voters = frozenset().union(*found.values())
+    if not carries(voters, found["for"], dead=found["dead"], gone=found["gone"]):
+        return
+    known = found["for"] | found["dead"]
+    for majority in combinations(sorted(voters), len(voters) // 2 + 1):
+        assert known & set(majority)
+
+
+@effort(deadline=None)
+@given(some_fates)
+def test_one_voter_more_for_it_never_undoes_it(fates: list[str]) -> None:
+    found = sorted_by(fates)
+    voters = frozenset().union(*found.values())
+    dead, gone = found["dead"], found["gone"]
+    if carries(voters, found["for"], dead=dead, gone=gone):
+        for one in found["silent"]:
+            assert carries(voters, found["for"] | {one}, dead=dead, gone=gone)
+
+
+@pytest.mark.parametrize(
+    ("agreed", "dead", "gone", "may"),
+    [
+        ("ab", "", "", False),
+        ("abc", "", "", True),
+        ("ab", "", "cd", True),  # nobody is left who could decide otherwise
+        ("ab", "", "c", False),  # d is
+        ("a", "b", "cd", True),  # half of the memory is here
+        ("a", "", "bcd", False),  # b, c and d may have decided what nobody here knows
+        ("", "abcd", "", True),  # all memory is here, and nobody is left
+        ("", "ab", "cd", False),  # nobody agrees
+        ("a", "bcd", "", True),
+        ("abz", "", "", False),  # z has no vote
+    ],
+)
+def test_without_a_majority_all_voters_must_be_accounted_for(
+    agreed: str, dead: str, gone: str, may: bool
+) -> None:
+    assert carries(who("abcd"), who(agreed), dead=who(dead), gone=who(gone)) is may
+
+
+def test_another_incarnation_of_a_voter_has_no_vote() -> None:
+    later = electorate(card(one, 2) for one in "abc")
+    assert not carries(who("abc"), later)
+
+
+# --- what a voter promises ------------------------------------------------------------------
+
+
+@effort(deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 4), st.sampled_from("ab"))))
+def test_each_number_is_promised_to_one_and_never_a_lower_one_after_a_higher(
+    asked: list[tuple[int, str]],
+) -> None:
+    vote = Vote()
+    given_: dict[int, str] = {}
+    for number, name in asked:
+        if not vote.may_promise(number, (name, 1)):
+            assert given_, "nothing stands against the first promise"
+            assert number <= max(given_)
+            assert (number, name) != (max(given_), given_[max(given_)])
+            continue
+        vote.promise(number, (name, 1))
+        assert number >= max(given_, default=number)
+        assert given_.setdefault(number, name) == name
+        assert (vote.promised, vote.proposer) == (number, (name, 1))
+
+
+def test_a_promise_that_came_twice_changes_nothing() -> None:
+    vote = Vote()
+    vote.promise(3, ("a", 1))
+    vote.promise(3, ("b", 1))
+    vote.promise(2, ("b", 1))
+    assert (vote.promised, vote.proposer) == (3, ("a", 1))
+
+
+def test_only_what_was_promised_is_accepted() -> None:
+    vote = Vote()
+    vote.promise(3, ("a", 1))
+    assert not vote.accept(plan(2, "ab"), ("a", 1))
+    assert not vote.accept(plan(3, "ba"), ("b", 1))
+    assert not vote.accept(plan(3, "ab"), ("a", 2))
+    assert vote.accepted is None
+    assert vote.accept(plan(3, "ab"), ("a", 1))
+    assert vote.accepted == plan(3, "ab")
+
+
+# --- rosters (rule 4) -------------------------------------------------------------------------
+
+RUNS = plan(3, "abc")
+
+
+def with_spares(spares: str, roster: int) -> Plan:
+    return plan(3, "abc", spares, roster=roster, decided_by=[Voters(3, sorted(who("abc")))])
+
+
+def test_the_lead_of_a_generation_may_change_its_voters_again_and_again() -> None:
+    vote = Vote(3, ("a", 1), RUNS)
+    for roster in (1, 2, 5):
+        assert vote.enrol(with_spares("d" * (roster % 2), roster), ("a", 1))
+        assert vote.accepted is not None
+        assert vote.accepted.roster == roster
+    assert vote.promised == 3
+
+
+def test_a_roster_that_came_twice_is_accepted_and_an_older_one_or_another_is_not() -> None:
+    vote = Vote(3, ("a", 1), RUNS)
+    vote.enrol(with_spares("d", 2), ("a", 1))
+    assert vote.enrol(with_spares("d", 2), ("a", 1))
+    assert not vote.enrol(with_spares("e", 2), ("a", 1))
+    assert not vote.enrol(with_spares("e", 1), ("a", 1))
+    assert vote.accepted == with_spares("d", 2)
+
+
+def test_who_has_promised_a_later_generation_accepts_no_roster_of_this_one() -> None:
+    for vote in (Vote(4, ("b", 1), RUNS), Vote(3, ("b", 1)), Vote(3, ("a", 2)), Vote(3)):
+        before = vote.accepted
+        assert not vote.enrol(with_spares("d", 1), ("a", 1))
+        assert vote.accepted == before
+
+
+def test_who_votes_for_the_first_time_is_bound_by_it() -> None:
+    vote = Vote()
+    assert vote.enrol(with_spares("d", 1), ("a", 1))
+    assert (vote.promised, vote.proposer) == (3, ("a", 1))
+    assert not vote.may_promise(3, ("b", 1))
+
+
+def test_a_roster_counts_like_a_generation() -> None:
+    made = ballot(9, RUNS)
+    made.take_promise(promise(9, "a", accepted=with_spares("de", 1)))
+    assert made.needs == {(3, 0): who("abc"), (3, 1): who("abcde")}
+    assert made.newest_plan() == with_spares("de", 1)
+    made.take_promise(promise(9, "b", effective=with_spares("d", 2)))
+    assert (made.base, made.needs) == ((3, 2), {(3, 2): who("abcd")})
+    assert made.decided_by() == [Voters(3, sorted(who("abcd")), roster=2)]
+    made.announce(plan(9, "ab", decided_by=made.decided_by()))
+    assert made.needs == {(3, 2): who("abcd")}
+
+
+# --- one ballot -----------------------------------------------------------------------------
+
+
+def ballot(generation: int, base: Plan | None) -> Ballot:
+    if base is None:
+        return Ballot(generation, "a test", (-1, 0), {}, 0.0)
+    return Ballot(generation, "a test", base.edition, {base.edition: electorate(base.voters)}, 0.0)
+
+
+def test_a_promise_that_brings_a_newer_generation_makes_its_voters_decide() -> None:
+    made = ballot(9, plan(1, "abc"))
+    made.take_promise(promise(9, "d", effective=plan(4, "def")))
+    assert made.base == (4, 0)
+    assert made.needs == {(4, 0): who("def")}
+    made.take_promise(promise(9, "a", effective=plan(1, "abc")))
+    assert made.needs == {(4, 0): who("def")}
+
+
+def test_a_plan_that_may_have_taken_effect_has_its_voters_asked_too() -> None:
+    """Rule 2, with all that the plan itself needed."""
+    between = plan(
+        3, "bcd", decided_by=[Voters(1, sorted(who("xyz"))), Voters(2, sorted(who("d")))]
+    )
+    made = ballot(9, plan(1, "abc"))
+    made.take_promise(promise(9, "b", accepted=between))
+    assert made.needs == {(1, 0): who("abc"), (2, 0): who("d"), (3, 0): who("bcd")}
+    for one in "bc":
+        made.take_promise(promise(9, one))
+    assert not made.is_promised(())
+    made.take_promise(promise(9, "d"))
+    assert made.is_promised(())
+
+
+def test_what_came_before_a_generation_that_took_effect_is_not_asked() -> None:
+    made = ballot(9, plan(1, "abc"))
+    made.mind(plan(2, "efg"))
+    made.take_promise(promise(9, "b", effective=plan(3, "bcd")))
+    assert made.needs == {(3, 0): who("bcd")}
+
+
+def test_the_newest_plan_that_anybody_brings_counts() -> None:
+    made = ballot(9, plan(1, "abc"))
+    assert made.newest_plan() is None
+    made.take_promise(promise(9, "a", effective=plan(2, "abc")))
+    made.take_promise(promise(9, "b", accepted=plan(4, "abd")))
+    made.take_promise(promise(9, "c", accepted=plan(3, "abe")))
+    assert made.newest_plan() == plan(4, "abd")
+
+
+def test_a_plan_says_who_has_decided_it() -> None:
+    made = ballot(9, plan(1, "ba"))
+    made.mind(plan(3, "c"))
+    assert made.decided_by() == [
+        Voters(1, [("a", 1), ("b", 1)]),
+        Voters(3, [("c", 1)]),
+    ]
+
+
+def test_of_the_first_generation_those_who_are_here_are_the_voters() -> None:
+    made = ballot(0, None)
+    made.take_promise(promise(0, "b"))
+    made.take_promise(promise(0, "a"))
+    assert made.is_promised(())
+    assert made.decided_by() == [Voters(-1, [("a", 1), ("b", 1)])]
+    made.announce(plan(0, "ab", decided_by=made.decided_by()))
+    made.accepted["a"] = Accepted(0, None)
+    assert not made.is_accepted(())
+    made.accepted["b"] = Accepted(0, None)
+    assert made.is_accepted(())
+
+
+def test_a_generation_takes_effect_only_with_all_of_its_members() -> None:
+    made = ballot(2, plan(1, "abc"))
+    for one in "abc":
+        made.take_promise(promise(2, one))
+    assert not made.is_accepted(()), "nothing was announced"
+    made.announce(plan(2, "abc", decided_by=made.decided_by()))
+    made.accepted |= {"a": Accepted(2, None), "b": Accepted(2, None)}
+    assert not made.is_accepted(())
+    made.accepted["c"] = Accepted(2, None)
+    assert made.is_accepted(())
+
+
+def test_a_generation_takes_effect_only_with_a_majority_of_the_last_one() -> None:
+    made = ballot(2, plan(1, "a", spares="bc"))
+    for one in "abc":
+        made.take_promise(promise(2, one))
+    made.announce(plan(2, "a", spares="bc", decided_by=made.decided_by()))
+    made.accepted["a"] = Accepted(2, None)
+    assert not made.is_accepted(())
+    made.accepted["b"] = Accepted(2, None)
+    assert made.is_accepted(())
+
+
+def test_after_it_is_announced_those_decide_whom_the_plan_names() -> None:
+    made = ballot(2, plan(1, "abc"))
+    made.announce(plan(2, "a", decided_by=[Voters(1, [("d", 1)])]))
+    assert made.needs == {(1, 0): who("d")}
+
+
+# --- agents that were started again (rules 3 and 5) -------------------------------------------
+
+
+@pytest.mark.parametrize(("knows", "may"), [(4, True), (5, True), (3, False), (-1, False)])
+def test_a_successor_with_its_memory_stands_for_what_the_first_had_accepted(
+    knows: int, may: bool
+) -> None:
+    """Where c has lost its memory, b's makes out half of what is known, or a is alone."""
+    made = ballot(9, plan(4, "ab", spares="c"))
+    made.take_promise(promise(9, "a"))
+    assert not made.is_promised(())
+    made.take_promise(promise(9, card("b", 2), knows=knows))
+    assert not made.is_promised(()), "c is silent, and may have accepted something else"
+    made.take_promise(promise(9, card("c", 2), knows=-1))
+    assert made.is_promised(()) is may
+
+
+def test_a_run_whose_agents_were_all_started_again_goes_on_from_what_they_kept() -> None:
+    made = ballot(9, plan(4, "abc"))
+    for one in "ab":
+        made.take_promise(promise(9, card(one, 2), knows=4))
+    assert not made.is_promised(()), "c may have accepted something else"
+    made.take_promise(promise(9, card("c", 2), knows=4))
+    assert made.is_promised(())
+
+
+def test_whoever_has_no_memory_stands_for_nothing_of_the_first_generation() -> None:
+    made = Ballot(1, "a test", (-1, 0), {(-1, 0): who("ab")}, 0.0)
+    made.take_promise(promise(1, card("a", 2), knows=-1))
+    made.take_promise(promise(1, card("b", 2), knows=-1))
+    assert not made.is_promised(())
+    made.take_promise(promise(1, card("a", 2), knows=0))
+    made.take_promise(promise(1, card("b", 2), knows=0))
+    assert made.is_promised(())
+
+
+def test_who_is_missing_is_said_or_that_their_memory_is() -> None:
+    made = ballot(9, plan(4, "abc"))
+    made.take_promise(promise(9, "b"))
+    assert made.shortage() == "too few of the 3 nodes that decide are here; missing: a, c"
+    for one in "abc":
+        made.take_promise(promise(9, card(one, 2)))
+    assert not made.is_promised(())
+    assert made.shortage() == "too many of the 3 nodes that decide have lost their memory"
+
+
+def test_of_two_voters_the_other_kernel_is_believed() -> None:
+    made = ballot(2, plan(1, "ab"))
+    made.take_promise(promise(2, "a"))
+    assert not made.is_promised(())
+    assert made.is_promised({"b"})
+
+
+def test_of_more_voters_no_kernel_is_believed() -> None:
+    made = ballot(2, plan(1, "abcd"))
+    for one in "ab":
+        made.take_promise(promise(2, one))
+    assert not made.is_promised({"c", "d"})
+    # Their successors are proof.
+    for one in "cd":
+        made.take_promise(promise(2, card(one, 2)))
+    assert made.is_promised(())
+
+
+# --- all of it, in any order ------------------------------------------------------------------
+
+IDS = "abcde"
+
+
+@dataclass
+class Voter:
+    """An agent with its vote and what it knows to have taken effect."""
+
+    vote: Vote
+    plan: Plan
+
+
+@dataclass
+class World:
+    """Voters, ballots and changes of voters; a message is lost by not being drawn."""
+
+    voters: dict[str, Voter]
+    ballots: dict[str, Ballot] = field(default_factory=dict)
+    took_effect: list[tuple[Plan, set[Edition]]] = field(default_factory=list)
+    """With the generations whose voters were asked."""
+    highest: int = 0
+    rosters: int = 0
+
+    def begin(self, node_id: str) -> None:
+        voter = self.voters[node_id]
+        self.highest += 1
+        made = ballot(self.highest, voter.plan)
+        accepted = voter.vote.accepted
+        if accepted is not None and accepted.edition > voter.plan.edition:
+            made.mind(accepted)
+        self.ballots[node_id] = made
+
+    def ask(self, proposer: str, node_id: str) -> None:
+        made, voter = self.ballots.get(proposer), self.voters[node_id]
+        if made is None or made.plan is not None:
+            return
+        if not voter.vote.may_promise(made.generation, (proposer, 1)):
+            return
+        voter.vote.promise(made.generation, (proposer, 1))
+        accepted, known = voter.vote.accepted, voter.plan
+        is_unsure = accepted is not None and accepted.edition > known.edition
+        brought = accepted if is_unsure else None
+        made.take_promise(promise(made.generation, node_id, effective=known, accepted=brought))
+
+    def announce(self, proposer: str, members: set[str]) -> None:
+        made = self.ballots.get(proposer)
+        if made is None or made.plan is not None or not made.is_promised(()):
+            return
+        chosen = sorted(members & made.promises.keys())
+        spares = sorted(made.promises.keys() - members)
+        if chosen:
+            decided_by = made.decided_by()
+            made.announce(
+                plan(made.generation, chosen, spares, lead=proposer, decided_by=decided_by)
+            )
+
+    def accept(self, proposer: str, node_id: str) -> None:
+        made = self.ballots.get(proposer)
+        if made is None or made.plan is None or node_id not in made.promises:
+            return
+        if self.voters[node_id].vote.accept(made.plan, (proposer, 1)):
+            made.accepted[node_id] = Accepted(made.generation, None)
+        if made.is_accepted(()):
+            self.took_effect.append((made.plan, set(made.needs)))
+            self.voters[proposer].plan = made.plan
+            del self.ballots[proposer]
+
+    def enrol(self, lead: str, spares: set[str], heard: set[str]) -> None:
+        """The lead wants these spares, and these nodes hear of it."""
+        before = self.voters[lead].plan
+        if before.lead != lead or lead in self.ballots:
+            return
+        self.rosters += 1
+        members = {node.node_id for node in before.members}
+        voters = sorted(electorate(before.voters))
+        wanted = msgspec.structs.replace(
+            before,
+            spares=cards(sorted(spares - members)),
+            roster=self.rosters,
+            decided_by=[Voters(before.generation, voters, before.roster)],
+        )
+        agreed = {
+            (one, 1) for one in sorted(heard) if self.voters[one].vote.enrol(wanted, (lead, 1))
+        }
+        sides = (electorate(before.voters), electorate(wanted.voters))
+        if all(carries(side, agreed) for side in sides):
+            self.took_effect.append((wanted, {before.edition}))
+            self.voters[lead].plan = wanted
+
+    def learn(self, node_id: str) -> None:
+        """It hears from the lead that what it has accepted is in effect."""
+        voter = self.voters[node_id]
+        accepted = voter.vote.accepted
+        if accepted is not None and accepted in [one for one, _ in self.took_effect]:
+            voter.plan = max(voter.plan, accepted, key=lambda one: one.edition)
+
+
+names = st.sampled_from(IDS)
+groups = st.sets(names)
+acts = st.one_of(
+    st.tuples(st.just("begin"), names),
+    st.tuples(st.just("ask"), names, names),
+    st.tuples(st.just("announce"), names, groups),
+    st.tuples(st.just("accept"), names, names),
+    st.tuples(st.just("enrol"), names, groups, groups),
+    st.tuples(st.just("learn"), names),
+    st.tuples(st.just("round"), names, groups, groups, groups),
+)
+
+
+def act(world: World, what: tuple[object, ...]) -> None:
+    """Do one thing, or a ballot as far as it goes with these voters."""
+    match what:
+        case ("round", str(proposer), set(asked), set(members), set(heard)):
+            world.begin(proposer)
+            for node_id in sorted(asked):
+                world.ask(proposer, node_id)
+            world.announce(proposer, members)
+            for node_id in sorted(heard):
+                world.accept(proposer, node_id)
+        case (str(name), *words):
+            getattr(world, name)(*words)
+        case _:
+            raise AssertionError(what)
+
+
+@effort(max_examples=150, deadline=None)
+@given(st.lists(acts, max_size=30))
+def test_what_takes_effect_was_known_to_whatever_takes_effect_next(
+    found: list[tuple[object, ...]],
+) -> None:
+    first = plan(0, "abc", spares="d")
+    world = World({one: Voter(Vote(0, ("a", 1)), first) for one in IDS})
+    for what in found:
+        act(world, what)
+    effective = sorted(world.took_effect, key=lambda one: one[0].edition)
+    for (earlier, _), (later, asked) in pairwise(effective):
+        assert earlier.edition in asked, f"{later.edition} does not know of {earlier.edition}"
+
+
+def test_an_identity_is_a_node_and_its_process() -> None:
+    assert identity(card("a", 7)) == ("a", 7)

@@ -1,0 +1,51 @@
+"""Doubt: a lead has ranks wait before it may have been replaced."""
+
+from ftrun.recovery.attendance import Peers
+from ftrun.recovery.doubt import Doubt
+from tests.unit.recovery.made import card, meet, plan, settings
+
+SETTINGS = settings(deadline_s=3.0, cut_off_s=2.0)
+PLAN = plan(1, "abc")
+
+
+def peers() -> Peers:
+    made = Peers(card("a"), SETTINGS)
+    for one in "abcd":
+        meet(made, one, now_s=100.0)
+    return made
+
+
+def test_it_begins_when_those_who_may_not_hear_the_lead_could_replace_it() -> None:
+    made, known = Doubt(SETTINGS), peers()
+    assert not made.look(PLAN, None, known, now_s=101.9)
+    assert made.look(PLAN, None, known, now_s=102.0), "that is news"
+    assert made.is_on
+    assert not made.look(PLAN, None, known, now_s=102.5)
+    meet(known, "b", now_s=102.5)
+    assert made.look(PLAN, None, known, now_s=102.5), "and that it is over"
+    assert not made.is_on
+
+
+def test_where_there_is_nothing_to_be_replaced_there_is_no_doubt() -> None:
+    made, known = Doubt(SETTINGS), peers()
+    made.look(PLAN, None, known, now_s=200.0)
+    made.look(None, PLAN, known, now_s=200.0)
+    assert not made.is_on
+
+
+def test_voters_of_a_roster_that_may_be_in_effect_count_too() -> None:
+    made, known = Doubt(SETTINGS), peers()
+    meet(known, "b", now_s=110.0)
+    made.look(PLAN, None, known, now_s=110.0)
+    assert not made.is_on
+    made.look(PLAN, plan(1, "ac", "d", roster=1), known, now_s=110.0)
+    assert made.is_on
+
+
+def test_it_stays_when_it_has_lasted_as_long_as_a_node_may_be_silent() -> None:
+    made, known = Doubt(SETTINGS), peers()
+    assert not made.stays(now_s=1e6)
+    made.look(PLAN, None, known, now_s=105.0)
+    made.look(PLAN, None, known, now_s=106.0)
+    assert not made.stays(now_s=107.9)
+    assert made.stays(now_s=108.0)

@@ -1,0 +1,101 @@
+"""Gathering: a first generation begins with all, or with enough once nobody comes any more."""
+
+import msgspec
+
+from ftrun.recovery.commands import Send
+from ftrun.recovery.gathering import Gatherer
+from ftrun.recovery.places import Wishes
+from ftrun.wire.cluster import Gathering, Join, NodeCard, TurnedAway
+from tests.unit.recovery.made import card, settings
+
+SETTINGS = settings(wishes=Wishes(2, 3, 1), settle_s=5.0, blank_wait_s=2.0)
+
+
+def gatherer() -> Gatherer:
+    return Gatherer(card("a"), SETTINGS, now_s=100.0)
+
+
+def join(
+    made: Gatherer, who: NodeCard, *, now_s: float = 100.0, knows: int = -1
+) -> Gathering | TurnedAway:
+    (found,) = made.join(who.node_id, Join(who, "2:3+1", knows), now_s=now_s)
+    assert isinstance(found, Send)
+    assert found.node_id == who.node_id
+    assert isinstance(found.message, Gathering | TurnedAway)
+    return found.message
+
+
+def test_with_all_that_were_wished_for_it_begins_once_a_lead_would_have_come() -> None:
+    made = gatherer()
+    for one in "dc":
+        join(made, card(one), now_s=110.0)
+        assert not made.is_complete(now_s=110.0), "nobody has settled"
+    assert join(made, card("b"), now_s=110.0) == Gathering(["a", "b", "c", "d"], 4)
+    assert made.is_complete(now_s=110.0)
+
+
+def test_it_waits_for_a_lead_that_may_look_for_it() -> None:
+    made = gatherer()
+    for one in "bcd":
+        join(made, card(one))
+    assert not made.is_complete(now_s=101.9)
+    assert made.is_complete(now_s=102.0)
+
+
+def test_with_enough_it_begins_once_nobody_has_come_for_a_while() -> None:
+    made = gatherer()
+    join(made, card("b"), now_s=110.0)
+    assert not made.is_complete(now_s=114.9)
+    assert made.is_complete(now_s=115.0)
+    join(made, card("c"), now_s=115.0)
+    assert not made.is_complete(now_s=119.9)
+    # That one who is here says so again is nobody new.
+    join(made, card("c"), now_s=119.9)
+    assert made.is_complete(now_s=120.0)
+
+
+def test_with_too_few_it_never_begins() -> None:
+    made = gatherer()
+    assert not made.is_complete(now_s=1e6)
+    assert made.missing() == "a is here, and 2 nodes are needed"
+    join(made, card("b"))
+    made.gone("b")
+    made.gone("b")
+    assert not made.is_complete(now_s=1e6)
+    join(made, card("b"))
+    assert made.missing() == "a, b are here, and 2 nodes are needed"
+
+
+def test_where_one_knows_of_a_run_none_is_begun() -> None:
+    made = gatherer()
+    join(made, card("b"), knows=0)
+    for one in "cd":
+        join(made, card(one))
+    assert not made.is_complete(now_s=1e6)
+    made.gone("b")
+    assert made.is_complete(now_s=1e6)
+
+
+def test_two_nodes_of_one_name_are_told_apart() -> None:
+    made = gatherer()
+    mine = msgspec.structs.replace(card("a", 2), host="x.local")
+    answer = join(made, mine)
+    assert isinstance(answer, TurnedAway)
+    assert "a.local and x.local are both named a" in answer.why
+    join(made, card("b"))
+    other = msgspec.structs.replace(card("b", 2), host="x.local")
+    answer = join(made, other)
+    assert isinstance(answer, TurnedAway)
+    assert "b.local and x.local are both named b" in answer.why
+    assert made.cards["b"] == card("b")
+
+
+def test_an_agent_that_was_started_again_takes_the_place_of_the_first() -> None:
+    made = gatherer()
+    join(made, card("b"))
+    assert isinstance(join(made, card("b", 2), now_s=110.0), Gathering)
+    assert made.cards["b"] == card("b", 2)
+    assert not made.is_complete(now_s=114.9), "it has just come"
+    # The same process by another way is the same process.
+    moved = msgspec.structs.replace(card("b", 2), host="x.local")
+    assert isinstance(join(made, moved), Gathering)

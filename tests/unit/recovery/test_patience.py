@@ -1,0 +1,41 @@
+"""Patience: a wait that says what it waits for, and ends with what to check."""
+
+import pytest
+
+from ftrun.errors import ExitCode
+from ftrun.recovery.commands import EndRun, Note
+from ftrun.recovery.patience import SAY_EVERY_S, Patience
+from tests.unit.recovery.made import settings
+
+SETTINGS = settings(join_wait_s=100.0, endpoint=("a.local", 29400))
+
+
+def test_it_says_now_and_then_what_is_waited_for() -> None:
+    made = Patience(SETTINGS, now_s=50.0)
+    said_s = []
+    for now_s in range(50, 100):
+        found = made.wait(now_s - 50.0, "a is here", gathers=True, now_s=float(now_s))
+        if found:
+            assert found == [Note("Waiting", f"waiting for {now_s - 50} s: a is here", say=True)]
+            said_s.append(now_s - 50)
+    assert said_s == [SAY_EVERY_S, 2 * SAY_EVERY_S, 3 * SAY_EVERY_S]
+
+
+@pytest.mark.parametrize(
+    ("gathers", "code", "advice"),
+    [
+        (True, ExitCode.NOT_ENOUGH_NODES, "port 29400 of this node is open"),
+        (False, ExitCode.TRY_AGAIN, "runs on a.local"),
+    ],
+)
+def test_it_gives_up_after_the_limit_with_what_to_check(
+    gathers: bool, code: ExitCode, advice: str
+) -> None:
+    made = Patience(SETTINGS, now_s=0.0)
+    before = made.wait(99.9, "nobody", gathers=gathers, now_s=99.9)
+    assert not any(isinstance(one, EndRun) for one in before)
+    (end,) = made.wait(100.0, "nobody", gathers=gathers, now_s=100.0)
+    assert isinstance(end, EndRun)
+    assert end.exit_code == code
+    assert "within 100 s: nobody" in end.why
+    assert advice in end.why

@@ -1,0 +1,41 @@
+"""Pausing: what is missing is said once, and the wait for it ends."""
+
+from ftrun.errors import ExitCode
+from ftrun.recovery.commands import EndRun, Note
+from ftrun.recovery.pausing import Pause
+
+
+def test_it_says_what_is_missing_and_says_it_again_where_that_is_news() -> None:
+    made = Pause(100.0)
+    assert made.begin("b is missing", now_s=0.0) == [
+        Note("Paused", "PAUSED: b is missing; gives up after 100 s", {}, say=True)
+    ]
+    assert made.begin("b is missing", now_s=1.0) == []
+    assert len(made.begin("c is missing", now_s=2.0)) == 1
+    assert made.why == "c is missing"
+
+
+def test_the_limit_counts_from_the_first_reason_and_the_end_is_the_last_ones() -> None:
+    made = Pause(100.0)
+    made.begin("b is missing", now_s=0.0)
+    lost = EndRun(ExitCode.STATE_LOST, "", None, "bring it back")
+    made.begin("the state is lost", now_s=60.0, end=lost)
+    assert made.given_up(now_s=99.9) is None
+    assert made.given_up(now_s=100.0) == EndRun(
+        ExitCode.STATE_LOST, "the state is lost, for 100 s", None, "bring it back"
+    )
+    made.begin("b is missing", now_s=101.0)
+    found = made.given_up(now_s=101.0)
+    assert found is not None
+    assert found.exit_code == ExitCode.NOT_ENOUGH_NODES
+
+
+def test_a_run_that_goes_on_waits_for_nothing() -> None:
+    made = Pause(100.0)
+    assert made.given_up(now_s=1e6) is None
+    made.begin("b is missing", now_s=0.0)
+    assert made.is_on
+    made.over()
+    assert not made.is_on
+    assert made.given_up(now_s=1e6) is None
+    assert len(made.begin("b is missing", now_s=0.0)) == 1, "it is news again"

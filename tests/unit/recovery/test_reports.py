@@ -1,0 +1,94 @@
+"""Reports: the sums that are kept are those that would be made."""
+
+from hypothesis import given
+from hypothesis import settings as effort
+from hypothesis import strategies as st
+
+from ftrun.events import Progress
+from ftrun.ids import Step
+from ftrun.recovery.reports import Reports
+from ftrun.wire.cluster import Beat
+from tests.unit.recovery.made import plan
+
+beats = st.builds(
+    Beat,
+    generation=st.integers(1, 2),
+    step=st.integers(0, 9),
+    steps_here=st.integers(0, 5),
+    attached=st.booleans(),
+    ready=st.sampled_from([None, (1, 4), (2, 5)]),
+    abandoned_step=st.integers(-1, 3),
+    at_boundary=st.booleans(),
+    wished_every=st.integers(0, 3),
+)
+node_ids = st.sampled_from("abz")
+acts = st.one_of(
+    st.tuples(st.just("take"), node_ids, beats),
+    st.tuples(st.just("forget"), node_ids),
+    st.tuples(st.just("begin"), st.integers(1, 2)),
+)
+
+
+def agrees(reports: Reports, newest: dict[str, Beat], seen: list[Beat], generation: int) -> None:
+    """Everything as it comes out when it is looked up among all."""
+    now = [beat for one, beat in newest.items() if one in "ab" and beat.generation == generation]
+    assert reports.step == max((beat.step for beat in seen), default=0)
+    assert reports.steps_here == max((beat.steps_here for beat in seen), default=0)
+    assert reports.attached == any(beat.attached for beat in seen)
+    assert reports.abandoned_step == max((beat.abandoned_step for beat in seen), default=-1)
+    assert reports.all_run == (len(now) == 2)
+    assert reports.all_at_boundary == (sum(beat.at_boundary for beat in now) == 2)
+    assert reports.wished_every() == max((beat.wished_every for beat in now), default=0)
+    for beat in now:
+        is_ready = [one.ready for one in now] == [beat.ready] * 2 and beat.ready is not None
+        assert reports.ready_with(beat) == (beat.ready if is_ready else None)
+
+
+@effort(max_examples=120, deadline=None)
+@given(st.lists(acts, max_size=25))
+def test_the_sums_are_those_of_the_members_of_the_running_generation(
+    found: list[tuple[object, ...]],
+) -> None:
+    reports, generation = Reports(), 1
+    reports.begin(plan(1, "ab", spares="z"))
+    newest: dict[str, Beat] = {}
+    seen: list[Beat] = []
+    for what in found:
+        match what:
+            case ("take", str(node_id), Beat() as beat):
+                counts = node_id in "ab" and beat.generation == generation
+                assert reports.take(node_id, beat) is counts
+                newest[node_id] = beat
+                seen += [beat] if counts else []
+            case ("forget", str(node_id)):
+                reports.forget(node_id)
+                newest.pop(node_id, None)
+            case ("begin", int(generation)):
+                reports.begin(plan(generation, "ab", spares="z"))
+                seen = [
+                    beat
+                    for one, beat in newest.items()
+                    if one in "ab" and beat.generation == generation
+                ]
+            case _:
+                raise AssertionError(what)
+        assert reports.beats == newest
+        agrees(reports, newest, seen, generation)
+
+
+def test_before_the_first_generation_nothing_is_summed_up() -> None:
+    reports = Reports()
+    assert not reports.take("a", Beat(generation=0, step=7, at_boundary=True, ready=(0, 7)))
+    assert reports.progress == Progress(Step(0), 0, False)
+    assert not reports.all_run
+    assert not reports.all_at_boundary
+    assert reports.member("a") is None
+
+
+def test_a_member_is_known_with_its_ranks() -> None:
+    reports = Reports()
+    reports.begin(plan(1, "ab", spares="z"))
+    node = reports.member("b")
+    assert node is not None
+    assert list(node.ranks) == [1]
+    assert reports.member("z") is None
