@@ -361,8 +361,8 @@ class Lead:
         if body.state == "ended":
             self._ended.add(node_id)
         self._note_promise(peer, body.promised, now_s)
-        if not self.is_settled:
-            self.oversight.note(node_id, body)
+        if not self.is_settled or self.is_doubtful:
+            self.oversight.note(node_id, body)  # rule 3; what counts is said again
             is_stopped = self.oversight.stop_signal and self.pause.is_on
             return self._end(self.oversight.stopped(), now_s) if is_stopped else []
         found = self._decide(self.oversight.beat(node_id, body, now_s=now_s), now_s)

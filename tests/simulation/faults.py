@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ftrun.recovery import commands as do
+from simulation.plots import Plots
 
 if TYPE_CHECKING:
     from simulation.node import Node
@@ -51,6 +52,8 @@ class Faults:
         span_s = scenario.faults_end_s - _FIRST_S
         for _ in range(scenario.num_faults):
             self.world.after(_FIRST_S + span_s * self.random.random(), self.strike)
+        if scenario.plot:
+            Plots(self).begin(scenario.plot)
         self.world.after(scenario.faults_end_s, self.end)
 
     def strike(self) -> None:
@@ -81,7 +84,7 @@ class Faults:
     def end(self) -> None:
         """From now on nothing breaks, and what can be mended is."""
         self.are_over = True
-        self._note("faults end", None)
+        self.note("faults end", None)
         network = self.simulation.network
         network.cuts.clear()
         network.slow.clear()
@@ -96,7 +99,7 @@ class Faults:
                 node.agent.thaw()
             if node.node_id in left_off:
                 if node.is_on and node.exit is None:
-                    self._note("stays off", node)
+                    self.note("stays off", node)
                     node.power_off()
             elif not node.is_on:
                 node.boot(self.random.random() * 2)
@@ -105,64 +108,62 @@ class Faults:
 
     def kill_agent(self, node: "Node") -> None:
         if node.agent is not None:
-            self._note("kill agent", node)
+            self.note("kill agent", node)
             node.kill_agent(restart_s=0.3 + 3 * self.random.random())
 
     def kill_agent_and_smp(self, node: "Node") -> None:
         if node.agent is not None:
-            self._note("kill agent and SMP", node)
+            self.note("kill agent and SMP", node)
             node.kill_agent(restart_s=0.3 + 3 * self.random.random())
             node.kill_smp()
 
     def kill_rank(self, node: "Node") -> None:
         ranks = node.ranks
         if ranks is not None and ranks.are_alive:
-            self._note("kill a rank", node)
+            self.note("kill a rank", node)
             ranks.group.fail(ranks)
 
     def kill_smp(self, node: "Node") -> None:
-        self._note("kill SMP", node)
+        self.note("kill SMP", node)
         node.kill_smp()
 
     def power_cycle(self, node: "Node") -> None:
         if node.is_on:
-            self._note("power off and on", node)
+            self.note("power off and on", node)
             node.power_off()
             self.world.after(0.2 + 6 * self.random.random(), self._boot, node)
 
     def power_off(self, node: "Node") -> None:
         if node.is_on:
-            self._note("power off", node)
+            self.note("power off", node)
             node.power_off()
 
     def wipe(self, node: "Node") -> None:
         if node.is_on and node.exit is None:
-            self._note("kill stub, agent and SMP", node)
+            self.note("kill stub, agent and SMP", node)
             node.wipe()
             node.boot(1 + 4 * self.random.random())
 
     def freeze_agent(self, node: "Node") -> None:
         agent = node.agent
         if agent is not None and not agent.is_frozen:
-            self._note("freeze agent", node)
+            self.note("freeze agent", node)
             agent.freeze()
             self.world.after(self._a_while_s(), self._thaw_agent, agent)
 
     def freeze_node(self, node: "Node") -> None:
         if node.is_running:
-            self._note("freeze node", node)
+            self.note("freeze node", node)
             node.freeze()
             self.world.after(self._a_while_s(), self._thaw_node, node)
 
     def cut_off(self, node: "Node") -> None:
-        others = [other for other in self._nodes() if other is not node]
-        pairs = [pair for other in others for pair in _both(node, other)]
-        self._cut("cut off", node, pairs)
+        self.cut("cut off", node, [node], [one for one in self._nodes() if one is not node])
 
     def cut_pair(self, node: "Node") -> None:
         other = self.random.choice(self._nodes())
         if other is not node:
-            self._cut(f"cut from {other.node_id}", node, _both(node, other))
+            self._cut(f"cut from ({other.node_id})", node, _both(node, other))
 
     def cut_one_way(self, node: "Node") -> None:
         others = [other for other in self._nodes() if other is not node]
@@ -176,11 +177,10 @@ class Faults:
     def split(self, node: "Node") -> None:
         side = [other for other in self._nodes() if other is node or self.random.random() < 0.5]
         rest = [other for other in self._nodes() if other not in side]
-        pairs = [pair for one in side for other in rest for pair in _both(one, other)]
-        self._cut(f"split off {' '.join(one.node_id for one in side)}", node, pairs)
+        self.cut(f"split off ({' '.join(one.node_id for one in side)})", node, side, rest)
 
     def slow_down(self, node: "Node") -> None:
-        self._note("slow links", node)
+        self.note("slow links", node)
         for other in self._nodes():
             for pair in _both(node, other):
                 self.simulation.network.slow[pair] = 0.6
@@ -192,7 +192,7 @@ class Faults:
         if not things:
             return
         thing = self.random.choice(things)
-        self._note(f"flip bits of {thing.version}", node)
+        self.note(f"flip bits ({thing.version})", node)
         self.simulation.invariants.flipped(node)
         thing.spoil(self.random)
 
@@ -204,7 +204,7 @@ class Faults:
         """A node is away while the run goes on; when it is back, the next ballot begins."""
         self.cut_off(node)
         delay_s = 3.5 + 3 * self.random.random()
-        self.world.after(delay_s, self._heal_all)
+        self.world.after(delay_s, self.heal_all)
         self.world.after(delay_s + 1.5 * self.random.random(), self._kill_any_rank)
 
     def forget(self, node: "Node") -> None:
@@ -221,33 +221,47 @@ class Faults:
     def _meet_again(self, lead: "Node", forgetful: "Node") -> None:
         if self.are_over:
             return
-        self._heal_all()
+        self.heal_all()
         rest = [one for one in self._nodes() if one not in (lead, forgetful)]
-        pairs = [pair for one in rest for two in (lead, forgetful) for pair in _both(one, two)]
-        self._cut(f"only with {lead.node_id}", forgetful, pairs)
+        self.cut(f"only with ({lead.node_id})", forgetful, [lead, forgetful], rest)
         self.wipe(forgetful)
 
     def ask_stop(self, node: "Node") -> None:
         if self.world.now_s > self.simulation.scenario.faults_end_s / 2:
-            self._note("SIGTERM", node)
+            self.note("SIGTERM", node)
             self.simulation.stops[node.node_id] = self.simulation.stops.get(node.node_id, 0) + 1
             node.tell(is_urgent=True)
 
     # --- details ------------------------------------------------------------------------------
 
-    def _cut(self, what: str, node: "Node", pairs: list[tuple[str, str]]) -> None:
-        self._note(what, node)
+    def cut(
+        self,
+        what: str,
+        node: "Node",
+        side: list["Node"],
+        rest: list["Node"],
+        *,
+        for_s: float | None = None,
+    ) -> None:
+        """No packet goes between these and those."""
+        pairs = [pair for one in side for other in rest for pair in _both(one, other)]
+        self._cut(what, node, pairs, for_s=for_s)
+
+    def _cut(
+        self, what: str, node: "Node", pairs: list[tuple[str, str]], *, for_s: float | None = None
+    ) -> None:
+        self.note(what, node)
         cuts = self.simulation.network.cuts
         new = [pair for pair in pairs if pair not in cuts]
         cuts.update(new)
-        self.world.after(self._a_while_s(), self._heal, new)
+        self.world.after(self._a_while_s() if for_s is None else for_s, self._heal, new)
 
     def _heal(self, pairs: list[tuple[str, str]]) -> None:
         if not self.are_over:
-            self._note(f"heal {len(pairs)} links", None)
+            self.note(f"heal ({len(pairs)} links)", None)
             self.simulation.network.cuts.difference_update(pairs)
 
-    def _heal_all(self) -> None:
+    def heal_all(self) -> None:
         self._heal(sorted(self.simulation.network.cuts))
 
     def _kill_any_rank(self) -> None:
@@ -257,17 +271,17 @@ class Faults:
 
     def _thaw_agent(self, agent: "object") -> None:
         if not self.are_over:
-            self._note("thaw agent", None)
+            self.note("thaw agent", None)
             agent.thaw()  # type: ignore[attr-defined]
 
     def _thaw_node(self, node: "Node") -> None:
         if not self.are_over:
-            self._note("thaw node", node)
+            self.note("thaw node", node)
             node.thaw()
 
     def _boot(self, node: "Node") -> None:
         if not self.are_over and not node.is_on:
-            self._note("power on", node)
+            self.note("power on", node)
             node.boot(0.3 + 2 * self.random.random())
 
     def _a_while_s(self) -> float:
@@ -276,7 +290,7 @@ class Faults:
     def _nodes(self) -> list["Node"]:
         return self.simulation.nodes
 
-    def _note(self, what: str, node: "Node | None") -> None:
+    def note(self, what: str, node: "Node | None") -> None:
         key = what.split(" (")[0]
         self.counts[key] = self.counts.get(key, 0) + 1
         self.simulation.invariants.stable_since_s = self.world.now_s

@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING
 from ftrun.errors import ExitCode
 from ftrun.ids import Version
 from ftrun.recovery import commands as do
+from ftrun.recovery.ballots import identity
 from ftrun.recovery.happenings import Happening, Heard
-from ftrun.wire.cluster import Announce, LeadBeat, Plan, Prepare, Promise
+from ftrun.wire.cluster import Announce, Edition, LeadBeat, Plan, Prepare, Promise
 from simulation.memory import Memory, can_have
 from simulation.snapshots import as_version
 from simulation.training import Group, Ranks, beginning
@@ -61,13 +62,14 @@ class Invariants:
         self.world = simulation.world
         self.effective: dict[int, Plan] = {}
         self.newest: Plan | None = None
-        self.accepted: dict[int, Plan] = {}
+        self.accepted: dict[Edition, Plan] = {}
         """Plans that somebody has accepted, whether they took effect or not."""
         self.states: dict[Version, int] = {}
         self.records: dict[Version, Record] = {}
         self.step_generation = -1
         self.steps = 0
         self.is_second_run = False
+        self.rosters = 0
         self.went_back = 0
         self.commits = 0
         self.restores = 0
@@ -101,12 +103,17 @@ class Invariants:
                 elif isinstance(command.message, Announce):
                     self._announces(command.message.plan)
             elif isinstance(command, do.Adopt):
-                self.accepted.setdefault(command.plan.generation, command.plan)
+                self.accepted.setdefault(command.plan.edition, command.plan)
                 self._adopted_s.setdefault(command.plan.generation, self.world.now_s)
-            elif isinstance(command, do.Note) and command.kind == "Generation":
+            elif isinstance(command, do.KeepPlan):
+                self.accepted.setdefault(command.plan.edition, command.plan)
+            elif isinstance(command, do.Note) and command.kind in ("Generation", "Roster"):
                 assert agent.member.lead is not None
                 assert agent.member.lead.plan is not None
-                self._takes_effect(agent.member.lead.plan, node)
+                if command.kind == "Generation":
+                    self._takes_effect(agent.member.lead.plan, node)
+                else:
+                    self._other_voters(agent.member.lead.plan)
 
     def _check_message(
         self, agent: "Agent", event: Heard, before: int, found: list[do.Command]
@@ -141,29 +148,42 @@ class Invariants:
             self._took_effect_before(plan)
             return
         if previous is not None:
-            known = max((voters.generation for voters in plan.decided_by), default=-1)
-            if known < previous.generation:
+            known = max((voters.edition for voters in plan.decided_by), default=(-1, 0))
+            if known < previous.edition:
                 self._unknown_to(plan, previous, node)
                 if self.is_second_run:
                     return
             self._check_restore(plan, previous)
+            self._goes_on_without(plan)
             self._check_budget(plan, previous)
         elif plan.restore is not None:
             self.fail(f"the first generation starts from {plan.restore}")
+        elif other := self._beside(plan):
+            self._unknown_to(plan, other, node)
         self.effective[plan.generation] = self.newest = plan
 
     def _took_effect_before(self, plan: Plan) -> None:
         """Its proposer hears late that it was accepted: whoever came after must have known it."""
         later = [one for at, one in self.effective.items() if at > plan.generation]
-        is_known = any(
-            voters.generation == plan.generation for one in later for voters in one.decided_by
-        )
-        if not is_known or self.accepted.get(plan.generation) != plan:
+        is_known = any(voters.edition == plan.edition for one in later for voters in one.decided_by)
+        if not is_known or self.accepted.get(plan.edition) != plan:
             self._unknown_to(plan, later[0], self.simulation.network.nodes[plan.lead])
+
+    def _other_voters(self, plan: Plan) -> None:
+        """Others vote in a generation that runs: its successor must have known it."""
+        self.rosters += 1
+        newest = self.newest
+        assert newest is not None
+        later = newest if newest.generation > plan.generation else plan
+        wanted = plan.edition if later is newest else newest.edition
+        if all(voters.edition != wanted for voters in later.decided_by):
+            self.fail(f"{later.edition} does not know that {wanted} was in effect")
+        if later is plan:
+            self.effective[plan.generation] = self.newest = plan
 
     def _unknown_to(self, plan: Plan, previous: Plan, node: "Node") -> None:
         """Whoever could not know of a run begins another one; whoever could have, must not."""
-        is_first = all(voters.generation < 0 for voters in plan.decided_by)
+        is_first = self._is_first(plan)
         knowing = [
             other.node_id
             for other in self.simulation.nodes
@@ -178,7 +198,7 @@ class Invariants:
             if self.simulation.network.passes(one, node.node_id)
             and self.simulation.network.passes(node.node_id, one)
         ]
-        is_stable = self.world.now_s - self.stable_since_s >= _STABLE_S
+        is_stable = self.world.now_s - self.stable_since_s >= self._stable_s(reached)
         # A run that has come to its end may be followed by another.
         is_stable &= not self.simulation.is_ending
         if not is_first or (reached and is_stable):
@@ -188,6 +208,29 @@ class Invariants:
             )
         self.is_second_run = True
         self.world.is_over = True
+
+    def _is_first(self, plan: Plan) -> bool:
+        """Nobody who decided about it has ever been a voter of a run, as far as they know."""
+        if all(voters.generation < 0 for voters in plan.decided_by):
+            return True
+        before = {identity(card) for one in self.effective.values() for card in one.voters}
+        return not any(before & set(voters.who) for voters in plan.decided_by)
+
+    def _beside(self, plan: Plan) -> Plan | None:
+        """Somebody has accepted a plan that the first one to take effect does not know."""
+        known = {plan.edition} | {voters.edition for voters in plan.decided_by}
+        agents = [node.agent for node in self.simulation.nodes]
+        plans = [agent.member.follower.newest_plan for agent in agents if agent is not None]
+        return next((one for one in plans if one is not None and one.edition not in known), None)
+
+    def _stable_s(self, reached: list[str]) -> float:
+        """A lead that is settled looks for a newcomer at the endpoint all the time."""
+        scenario = self.simulation.scenario
+        agents = [self.simulation.network.nodes[node_id].agent for node_id in reached]
+        leads = [agent.member.lead for agent in agents if agent is not None]
+        looks = any(lead is not None and lead.is_settled for lead in leads)
+        is_orderly = not (scenario.unruly or self.simulation.network.slow)
+        return scenario.settings.blank_wait_s if looks and is_orderly else _STABLE_S
 
     @staticmethod
     def _is_blank(node: "Node") -> bool:
@@ -211,6 +254,14 @@ class Invariants:
                 f"generation {plan.generation} starts from {wanted}, and {newest.version} was "
                 f"committed; lost memory since: {sorted(newest.lost)}; said: {plan.restore_why!r}"
             )
+
+    def _goes_on_without(self, plan: Plan) -> None:
+        """Of what is older than its start, no more is kept for nodes that are not here."""
+        here = {card.node_id for card in plan.voters}
+        start = as_version(plan.restore)
+        for record in self.records.values():
+            if start is not None and record.version < start:
+                record.lost |= {one for nodes, _ in record.groups for one in nodes} - here
 
     def _was_heard(self, record: Record, plan: Plan) -> bool:
         """Some node of the new generation was told of this commit."""
@@ -286,9 +337,10 @@ class Invariants:
     def committed(self, node: "Node", version: Version) -> None:
         """A node's SMP takes this version as committed."""
         smp = node.smp
-        assert smp is not None
-        assert smp.plan is not None
-        plan = smp.plan
+        plan = smp.plan if smp is not None else None
+        if plan is None:
+            self.fail(f"{node.node_id} commits {version} before it was told of any generation")
+            return
         before = self.records.get(version)
         if before is not None and before.protected_in >= plan.generation:
             return
@@ -358,7 +410,7 @@ class Invariants:
         if newest is None or not newest.is_safe or newest.version not in removed:
             return
         memories = self._memories()
-        if can_have(newest.version, memories):
+        if can_have(newest.version, memories) or self._may_be_from_disk():
             return
         later = [
             one
@@ -370,6 +422,19 @@ class Invariants:
                 f"{newest.version} was committed (in generation {newest.protected_in}) and is "
                 f"lost; nodes that lost memory since: {sorted(newest.lost)}"
             )
+
+    def _may_be_from_disk(self) -> bool:
+        """Somebody has accepted to go back to the checkpoint, since nobody there had any state.
+
+        Whoever had it may meet that plan later; and must think that it has taken effect.
+        """
+        return self.simulation.scenario.has_checkpoints and any(
+            plan.edition > self.newest.edition
+            and plan.restore is None
+            and any(words in plan.restore_why for words in _SAID)
+            for plan in self.accepted.values()
+            if self.newest is not None
+        )
 
     def _memories(self) -> dict[str, Memory]:
         return {node.node_id: node.memory for node in self.simulation.nodes if node.is_on}

@@ -6,6 +6,7 @@ closes. A frozen process's kernel takes what comes. Within a connection everythi
 order, or the connection ends; only in an unruly world are messages lost, doubled or reordered.
 """
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -54,6 +55,8 @@ class Network:
         self.slow: dict[tuple[str, str], float] = {}
         self.num_messages = 0
         self.num_bytes = 0
+        self.on_send: Callable[[str, str, AnyClusterMessage], None] | None = None
+        """Looks on: from whom, to whom, what."""
         self._random = world.stream("network")
         self._unruly = unruly
         self._encoded: tuple[object, int, bytes] | None = None
@@ -166,6 +169,8 @@ class Network:
         end = agent.ends.get(node_id)
         if end is None:
             return
+        if self.on_send is not None:
+            self.on_send(agent.node.node_id, node_id, body)
         data = self._encode(agent, body)
         self.num_messages += 1
         self.num_bytes += len(data)
@@ -228,7 +233,10 @@ class Network:
             end.early.append(data)
             return
         sender = end.peer.agent.node.node_id
-        agent.happens_to(end, Heard(sender, _decode(data).body))
+        agent.happens_to(end, Heard(sender, self._decode(agent, data)))
+
+    def _decode(self, agent: "Agent", data: bytes) -> AnyClusterMessage:
+        return _decode(data).body
 
     def _misbehave(self, end: End, data: bytes) -> None:
         """Lose, double or delay one message."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from ftrun.events import Kind, WorkerExit
 from ftrun.ids import Version
 from ftrun.recovery import commands as do
+from ftrun.recovery.allegiance import Role
 from ftrun.recovery.happenings import (
     Adopted,
     Closed,
@@ -14,11 +15,12 @@ from ftrun.recovery.happenings import (
     Heard,
     HereIs,
     Passing,
+    PlanKept,
     Quiesced,
 )
-from ftrun.recovery.member import Member, Role
+from ftrun.recovery.member import Member
 from ftrun.recovery.oversight import Oversight
-from ftrun.wire.cluster import Beat, NodeCard, Plan
+from ftrun.wire.cluster import Beat, NodeCard, Plan, RankReport
 from simulation.memory import Memory
 from simulation.network import End
 from simulation.snapshots import Smp, as_version
@@ -374,6 +376,9 @@ class Hands:
                 self.agent.think(answer)
             case do.Adopt():
                 self._adopt(command.plan, smp)
+            case do.KeepPlan():
+                self.node.memory.kept = (command.plan, command.took_effect)
+                self.agent.think(PlanKept(command.plan.edition))
             case do.RunGeneration():
                 self._run(command.plan)
             case do.Commit():
@@ -485,6 +490,7 @@ class Hands:
             stop_signal=15,
             smp_port=smp.port if smp is not None and smp.is_alive else 0,
             problem=smp.problem if smp is not None and matches else "",
+            ranks=self._reports(ranks, smp.arena[1]) if ranks is not None and matches else (),
         )
         matters = (
             beat.generation, beat.exits, beat.ready, beat.abandoned_step, beat.at_boundary,
@@ -495,6 +501,11 @@ class Hands:
         if is_urgent or beat.step != self._step_told:
             self._step_told = beat.step
             self.agent.think(HereIs(beat, is_urgent))
+
+    def _reports(self, ranks: Ranks, own: tuple[int, ...]) -> tuple[RankReport, ...]:
+        if not self.node.simulation.scenario.has_reports:
+            return ()
+        return tuple(RankReport(one, 10_000 + one, "stepping", ranks.step, 0.25) for one in own)
 
     def _end(self, command: do.EndRun) -> None:
         node = self.node

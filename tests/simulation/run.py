@@ -1,12 +1,15 @@
 """One seed from beginning to end, and what became of it."""
 
+import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 
 from ftrun.errors import ExitCode
 from ftrun.ids import Version, version
 from ftrun.recovery import commands as do
+from ftrun.recovery.allegiance import Role
 from ftrun.recovery.ballots import carries, electorate, identity
-from ftrun.recovery.member import Role
 from ftrun.wire.cluster import Plan
 from simulation.faults import Faults
 from simulation.invariants import Invariants
@@ -20,6 +23,7 @@ from simulation.world import Violation, World
 AFTER_FAULTS_S = 45.0
 _ENDING_S = 8.0
 _BOOTED_S = 4.0
+_MEETS_WITHIN_S = 10.0
 _STEPS_WANTED = 3
 _INCARNATION = 1000
 
@@ -41,17 +45,36 @@ class Outcome:
     generations: int
     commits: int
     restores: int
+    messages: int
+    new_leads: int
+    """Generations under another lead than the one before."""
+    growths: int
+    """Generations of more nodes than the one before."""
+    shrinkings: int
     faults: dict[str, int]
     log: tuple[str, ...] = ()
+
+    @property
+    def happened(self) -> dict[str, int]:
+        """What a run is to do, and how often it has."""
+        names = ("steps", "generations", "commits", "restores", "new_leads", "growths")
+        return {name: getattr(self, name) for name in (*names, "shrinkings", "messages")}
 
 
 class Simulation:
     """All parts of one run."""
 
-    def __init__(self, seed: int, mode: str) -> None:
-        self.scenario: Scenario = draw(seed, mode)
+    def __init__(
+        self,
+        seed: int,
+        mode: str,
+        *,
+        scenario: Scenario | None = None,
+        network: type[Network] = Network,
+    ) -> None:
+        self.scenario: Scenario = draw(seed, mode) if scenario is None else scenario
         self.world = World(seed)
-        self.network = Network(self.world, unruly=self.scenario.unruly)
+        self.network = network(self.world, unruly=self.scenario.unruly)
         self.invariants = Invariants(self)
         self.faults = Faults(self)
         self.stops: dict[str, int] = {}
@@ -80,7 +103,10 @@ class Simulation:
     def agent_ended(self, node: Node, command: do.EndRun) -> None:
         """Where the lead has ended the run, what follows is another run."""
         agent = node.agent
-        if agent is not None and agent.member.lead is not None and not self.is_ending:
+        is_lead = agent is not None and agent.member.lead is not None
+        # One that has waited for long enough speaks for those that it reaches, and no others.
+        gives_up = command.exit_code == ExitCode.NOT_ENOUGH_NODES
+        if is_lead and not gives_up and not self.is_ending:
             self.is_ending = True
             self.world.after(_ENDING_S, self._stop)
 
@@ -103,14 +129,7 @@ class Simulation:
 
     def run(self) -> str:
         """How it has ended, in a word or two; raises a `Violation` where that is not as it must."""
-        random = self.world.stream("start")
-        late = self.nodes[len(self.nodes) - self.scenario.late_nodes :]
-        for node in self.nodes:
-            delay_s = 0.2 * random.random() + (8.0 * random.random() if node in late else 0.0)
-            self.world.after(delay_s, node.boot, 0.1 + 0.5 * random.random())
-        self.faults.begin()
-        if self.scenario.has_checkpoints:
-            self.world.after(4.0, self._write_checkpoint)
+        self.begin()
         end_s = self.scenario.faults_end_s
         if self.scenario.mode == "safety":
             self.world.run_until(end_s + 6.0)
@@ -132,6 +151,17 @@ class Simulation:
             raise Violation(f"no run after {waited_s:.0f} s without faults: {self._state()}")
         return self._word()
 
+    def begin(self) -> None:
+        """All nodes are switched on, and faults are on their way."""
+        random = self.world.stream("start")
+        late = self.nodes[len(self.nodes) - self.scenario.late_nodes :]
+        for node in self.nodes:
+            delay_s = 0.2 * random.random() + (8.0 * random.random() if node in late else 0.0)
+            self.world.after(delay_s, node.boot, 0.1 + 0.5 * random.random())
+        self.faults.begin()
+        if self.scenario.has_checkpoints:
+            self.world.after(4.0, self._write_checkpoint)
+
     def _write_checkpoint(self) -> None:
         newest = max(self.invariants.records, default=None)
         if newest is not None and newest in self.invariants.states:
@@ -150,7 +180,8 @@ class Simulation:
             for node in self.nodes
             if node.agent is not None and node.agent.member.lead is not None
         ]
-        num_here = sum(self.network.nodes[card.node_id].agent is not None for card in newest.voters)
+        agents = [node.agent for node in self.nodes if node.agent is not None]
+        num_here = len({identity(agent.card) for agent in agents} & electorate(newest.voters))
         if 2 * num_here <= len(newest.voters):
             return False  # it makes steps still, and is about to pause
         if leads != [newest.lead] or self.invariants.step_generation != newest.generation:
@@ -222,7 +253,7 @@ class Simulation:
             and (self.nodes[0].agent is not None or node.memory.kept is not None)
         ]
         settings = self.scenario.settings
-        if any(node.exit is not None for node in self.nodes):
+        if any(node.exit is not None or self._gives_up_soon(node) for node in self.nodes):
             return False
         if newest is None:
             is_full = len(here) == len(self.nodes) and not self.invariants.accepted
@@ -233,8 +264,16 @@ class Simulation:
         record = self.invariants._newest_committed(newest)
         if record is not None and not (record.is_safe and can_have(record.version, memories)):
             return False
-        later = [at for at in self.invariants.accepted if at >= newest.generation]
+        later = [at for at in self.invariants.accepted if at >= newest.edition]
         return all(self._can_decide(self.invariants.accepted[at], here) for at in later)
+
+    def _gives_up_soon(self, node: Node) -> bool:
+        """It has been paused for so long that it may end before it has met the others again."""
+        agent = node.agent
+        lead = agent.member.lead if agent is not None else None
+        if agent is None or lead is None:
+            return False
+        return lead.pause.given_up(now_s=agent.now_s + _MEETS_WITHIN_S) is not None
 
     @staticmethod
     def _can_decide(plan: Plan, here: list[Node]) -> bool:
@@ -250,7 +289,7 @@ class Simulation:
         if self._all_ended() or self.is_ending:
             return f"ended {' '.join(map(str, codes))}"
         leads = [node.agent.member.lead for node in self.nodes if node.agent is not None]
-        if any(lead is not None and lead.paused_since_s is not None for lead in leads):
+        if any(lead is not None and lead.pause.is_on for lead in leads):
             return "paused"
         return "running"
 
@@ -270,18 +309,46 @@ class Simulation:
         return "; ".join(found)
 
 
-def run_seed(seed: int, mode: str, *, keep_log: bool = False) -> Outcome:
-    """Run one seed once."""
+def run_seed(
+    seed: int,
+    mode: str,
+    *,
+    keep_log: bool = False,
+    prepare: Callable[[Simulation], None] | None = None,
+) -> Outcome:
+    """Run one seed once.
+
+    Args:
+        seed: of the world.
+        mode: one of `MODES`.
+        keep_log: keep the last lines of its trace also where nothing is wrong.
+        prepare: is given all parts before anything happens, to look on.
+    """
     simulation = Simulation(seed, mode)
+    if prepare is not None:
+        prepare(simulation)
     problem, verdict = "", ""
     try:
         verdict = simulation.run()
     except Violation as error:
         problem = str(error)
+    except Exception as error:  # noqa: BLE001 - whatever it is, its seed is to be known
+        at = " in ".join(f"{one.name}:{one.lineno}" for one in _frames(error))
+        problem = f"at {simulation.world.now_s:.3f} s: {error!r} in {at}"
+    return _outcome(simulation, problem, verdict, keep_log=keep_log)
+
+
+def _frames(error: Exception) -> list[traceback.FrameSummary]:
+    return traceback.extract_tb(error.__traceback__)[:-4:-1]
+
+
+def _outcome(simulation: Simulation, problem: str, verdict: str, *, keep_log: bool) -> Outcome:
     world, seen = simulation.world, simulation.invariants
+    plans = [seen.effective[at] for at in sorted(seen.effective)]
+    pairs = list(pairwise(plans))
     return Outcome(
-        seed=seed,
-        mode=mode,
+        seed=world.seed,
+        mode=simulation.scenario.mode,
         problem=problem,
         verdict=verdict or "violation",
         digest=world.trace_digest(),
@@ -291,6 +358,10 @@ def run_seed(seed: int, mode: str, *, keep_log: bool = False) -> Outcome:
         generations=len(seen.effective),
         commits=seen.commits,
         restores=seen.restores,
+        messages=simulation.network.num_messages,
+        new_leads=sum(before.lead != after.lead for before, after in pairs),
+        growths=sum(len(before.members) < len(after.members) for before, after in pairs),
+        shrinkings=sum(len(before.members) > len(after.members) for before, after in pairs),
         faults=dict(simulation.faults.counts),
         log=tuple(world.log) if keep_log or problem else (),
     )

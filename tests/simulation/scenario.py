@@ -1,11 +1,12 @@
 """What a seed stands for: how many nodes, which settings, how long, how many faults."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
 from ftrun.recovery.places import Wishes
 from ftrun.recovery.settings import ClusterSettings
 from ftrun.recovery.supervisor import Policy
+from simulation.plots import LASTS_S, PLOTS
 
 MODES = ("safety", "liveness")
 _STRICT = 0.3
@@ -35,6 +36,10 @@ class Scenario:
     faults_end_s: float
     num_left_off: int
     """Nodes that stay switched off when all else is mended."""
+    has_reports: bool = False
+    """Heartbeats tell of each rank, as the real ones do; nobody decides by that."""
+    plot: str = ""
+    """A sequence of faults, beside those that come by chance; see plots.py."""
 
     @property
     def num_voters(self) -> int:
@@ -78,7 +83,7 @@ def draw(seed: int, mode: str) -> Scenario:
         grace_s=5.0,
         boundary_wait_s=2.0,
     )
-    return Scenario(
+    scenario = Scenario(
         mode=mode,
         num_nodes=total,
         late_nodes=min(late, total - 1),
@@ -94,4 +99,30 @@ def draw(seed: int, mode: str) -> Scenario:
         num_faults=random.randint(1, 8),
         faults_end_s=random.uniform(9.0, 16.0),
         num_left_off=random.choice((0, 0, 0, 1, 2)),
+    )
+    return _with_plot(scenario, Random(f"{seed}/plot/{mode}"))
+
+
+def _with_plot(scenario: Scenario, random: Random) -> Scenario:
+    """Some worlds are made for one plot, and have little else go wrong."""
+    plot = random.choices(("", *PLOTS), (1 - sum(PLOTS.values()), *PLOTS.values()))[0]
+    if not plot:
+        return scenario
+    has_checkpoints = scenario.has_checkpoints
+    if plot == "outvoted":
+        # What the members hold in memory is not to be had, and without it nobody goes on.
+        wishes, has_checkpoints = random.choice((Wishes(1, 1, 2), Wishes(2, 2, 3))), True
+    else:
+        choices = (Wishes(2, 2, 1), Wishes(1, 3, 0), Wishes(2, 3, 0), Wishes(2, 2, 2))
+        wishes = random.choice((*choices, Wishes(3, 5, 0), Wishes(3, 3, 2)))
+    settings = replace(scenario.settings, wishes=wishes, has_checkpoints=has_checkpoints)
+    return replace(
+        scenario,
+        plot=plot,
+        settings=settings,
+        has_checkpoints=has_checkpoints,
+        num_nodes=wishes.max_nodes + wishes.spares,
+        late_nodes=0,
+        num_faults=random.choice((0, 0, 1)),
+        faults_end_s=LASTS_S,
     )

@@ -4,7 +4,7 @@ A simulation that finds nothing proves nothing, unless it finds these.
 """
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -16,9 +16,9 @@ from ftrun.recovery.commands import Command
 from ftrun.recovery.reports import Reports
 from ftrun.recovery.restore_choice import Choice
 from ftrun.recovery.waiting import Waiting
-from ftrun.wire.cluster import Beat, LeadBeat, Plan, VersionPair
+from ftrun.wire.cluster import Beat, LeadBeat, Plan, Source, VersionPair
 from ftrun.wire.messages import Inventory
-from simulation.memory import Memory, Slot
+from simulation.memory import Memory, Part, Slot
 from simulation.snapshots import Smp
 
 Patch = pytest.MonkeyPatch
@@ -32,6 +32,8 @@ class Variant:
     break_it: Callable[[Patch], None]
     found_as: tuple[str, ...]
     """Words of the violations that may be found."""
+    plot: str = ""
+    """Only such worlds are looked at, where chance alone takes too long."""
 
 
 def _older_slot_overwritten_before_commit(patch: Patch) -> None:
@@ -115,7 +117,12 @@ def _parity_of_another_step_accepted(patch: Patch) -> None:
                         held.add_part(node_id, part)
         return found
 
+    def good_part(self: Smp, wanted: Version, source: Source) -> Part | None:
+        fits = [part for part in self.memory.parts if part.protected_in == source.generation]
+        return min(fits, key=lambda part: part.version != wanted, default=None)
+
     patch.setattr(restore_choice, "_collect", collect)
+    patch.setattr(Smp, "good_part", good_part)
 
 
 def _restore_point_from_one_record(patch: Patch) -> None:
@@ -130,9 +137,8 @@ def _restore_point_from_one_record(patch: Patch) -> None:
         told = [version(*pair) for pair in committed]
         own = next(iter(sorted(holdings)))
         told += [version(one.generation, one.step) for one in holdings[own].offers]
-        if told:
-            return Choice(max(told), "it is in my record")
-        return real(holdings, newest_plan, committed=committed)
+        found = real(holdings, newest_plan, committed=committed)
+        return replace(found, version=max(told)) if told else found
 
     patch.setattr(planning, "choose", choose)
 
@@ -206,26 +212,64 @@ VARIANTS = [
     Variant(
         "older slot overwritten before commit",
         _older_slot_overwritten_before_commit,
-        ("is lost", "does not bear", "starts from"),
+        ("is lost", "does not bear", "starts from", "no run after"),
     ),
     Variant(
         "capture before the restored version is protected again",
         _capture_before_the_restored_version_is_protected,
-        ("is lost", "does not bear", "starts from"),
+        ("is lost", "does not bear", "starts from", "no run after"),
     ),
     Variant("abandoned timeline comes back", _abandoned_timeline_comes_back, ("left behind",)),
     Variant(
-        "generation not checked", _generation_not_checked, ("older generation", "makes a step")
+        "generation not checked",
+        _generation_not_checked,
+        ("of an older generation", "makes a step", "before it was told", "are both obeyed"),
     ),
     Variant("no majority needed", _no_majority_needed, ("does not know", "two agents lead")),
-    Variant("restarted agent votes at once", _restarted_agent_votes_at_once, ()),
+    Variant(
+        "restarted agent votes at once",
+        _restarted_agent_votes_at_once,
+        ("does not know",),
+        plot="forgotten",
+    ),
     Variant("digest not checked", _digest_not_checked, ("not what was sealed",)),
-    Variant("parity of another step accepted", _parity_of_another_step_accepted, ()),
-    Variant("restore point from one record", _restore_point_from_one_record, ()),
-    Variant("promise before ranks are dead", _promise_before_ranks_are_dead, ()),
-    Variant("ranks go on without a lead", _ranks_go_on_without_a_lead, ("makes a step",)),
-    Variant("commit when one node is ready", _commit_when_one_node_is_ready, ()),
-    Variant("endpoint is not told of the run", _endpoint_is_not_told_of_the_run, ()),
-    Variant("lost memory counts as memory", _lost_memory_counts_as_memory, ()),
-    Variant("newest protection is relied on", _newest_protection_is_relied_on, ()),
+    Variant(
+        "parity of another step accepted",
+        _parity_of_another_step_accepted,
+        ("not what was sealed",),
+    ),
+    Variant(
+        "restore point from one record",
+        _restore_point_from_one_record,
+        ("starts from", "left behind", "is lost", "no run after"),
+    ),
+    Variant(
+        "promise before ranks are dead",
+        _promise_before_ranks_are_dead,
+        ("promises while its ranks live",),
+    ),
+    Variant(
+        "ranks go on without a lead",
+        _ranks_go_on_without_a_lead,
+        ("makes a step",),
+        plot="outvoted",
+    ),
+    Variant("commit when one node is ready", _commit_when_one_node_is_ready, ("does not bear",)),
+    Variant(
+        "endpoint is not told of the run",
+        _endpoint_is_not_told_of_the_run,
+        ("could have told",),
+        plot="unexpected",
+    ),
+    Variant(
+        "lost memory counts as memory",
+        _lost_memory_counts_as_memory,
+        ("does not know",),
+        plot="forgotten",
+    ),
+    Variant(
+        "newest protection is relied on",
+        _newest_protection_is_relied_on,
+        ("is lost", "is there", "no run after"),
+    ),
 ]

@@ -30,6 +30,7 @@ class World:
         self.log: deque[str] = deque(maxlen=LAST_EVENTS)
         self.on_trace: Callable[[str], None] | None = None
         self.is_over = False
+        self.max_events = MAX_EVENTS
         self._queue: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._order = 0
         self._digest = xxhash.xxh3_64()
@@ -49,8 +50,10 @@ class World:
         while queue and queue[0][0] <= end_s and not self.is_over:
             self.now_s, _, what, args = heapq.heappop(queue)
             self.num_events += 1
-            if self.num_events > MAX_EVENTS:
-                raise Violation(f"more than {MAX_EVENTS} events: something goes round in a circle")
+            if self.num_events > self.max_events:
+                raise Violation(
+                    f"more than {self.max_events} events: something goes round in a circle"
+                )
             what(*args)
         if not self.is_over:
             self.now_s = end_s
