@@ -246,7 +246,8 @@ class Invariants:
         self.went_back += 1
         is_said = any(words in plan.restore_why for words in _SAID)
         is_known = any(node.memory.kept is not None for node in self.simulation.nodes)
-        is_from_disk = wanted is None and self.simulation.scenario.has_checkpoints and is_said
+        # Where there is a checkpoint, the run does not wait for ever for nodes that hold more.
+        is_from_disk = self.simulation.scenario.has_checkpoints and is_said
         if (newest.is_safe and not is_from_disk) or (
             not is_said and is_known and self._was_heard(newest, plan)
         ):

@@ -1,0 +1,110 @@
+"""Sequences of faults that chance hardly ever makes, each against one rule of the protocol.
+
+forgotten   a node is cut off and replaced; then it is back, and meets of those who replaced it
+            only agents that have lost their memory: they vote no more than strangers do
+outvoted    all members of a generation are cut off from a majority, which is spares; those begin
+            anew from a checkpoint, and the ranks of the members could go on; perhaps they meet
+            spares again that have forgotten
+unexpected  the endpoint's node loses its memory, and comes back while the run goes on
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from ftrun.wire.cluster import Plan
+
+if TYPE_CHECKING:
+    from simulation.faults import Faults
+    from simulation.node import Node
+
+PLOTS = {"forgotten": 0.04, "outvoted": 0.02, "unexpected": 0.02}
+"""How probable each is."""
+LASTS_S = 30.0
+"""A run with a plot goes on for so long before its faults end."""
+_BEGINS_S = 5.0
+_LOOK_S = 0.2
+
+
+class Plots:
+    """The one plot of a run, if it has one."""
+
+    def __init__(self, faults: "Faults") -> None:
+        self._faults = faults
+        self._simulation = faults.simulation
+        self._world = faults.world
+        self._random = faults.random
+        self._plots: dict[str, Callable[[Plan], None]] = {
+            "forgotten": self._forgotten,
+            "outvoted": self._outvoted,
+            "unexpected": self._unexpected,
+        }
+
+    def begin(self, name: str) -> None:
+        self._world.after(_BEGINS_S + 3 * self._random.random(), self._start, name)
+
+    def _start(self, name: str) -> None:
+        """Once a generation runs."""
+        newest = self._simulation.invariants.newest
+        if self._faults.are_over:
+            return
+        if newest is None or len(self._voters(newest)) < 2:
+            self._world.after(_LOOK_S, self._start, name)
+        else:
+            self._faults.note(f"plot {name}", None)
+            self._plots[name](newest)
+
+    # --- plots --------------------------------------------------------------------------------
+
+    def _forgotten(self, plan: Plan) -> None:
+        voters = self._voters(plan)
+        lead = self._simulation.network.nodes[plan.lead]
+        stale = lead if self._random.random() < 0.5 else self._random.choice(voters)
+        rest = [node for node in self._nodes() if node is not stale]
+        self._faults.cut("cut off", stale, [stale], rest, for_s=LASTS_S)
+        self._await_next(plan, [stale], self._random.random() * 2)
+
+    def _await_next(self, plan: Plan, stale: list["Node"], later_s: float) -> None:
+        """Others have gone on without these: some of them lose their memory."""
+        newest = self._simulation.invariants.newest
+        if self._faults.are_over:
+            return
+        if newest is None or newest.generation == plan.generation:
+            self._world.after(_LOOK_S, self._await_next, plan, stale, later_s)
+        else:
+            self._world.after(later_s, self._meet_again, plan, stale)
+
+    def _meet_again(self, plan: Plan, stale: list["Node"]) -> None:
+        if self._faults.are_over:
+            return
+        voters = self._voters(plan)
+        others = [node for node in voters if node not in stale]
+        self._random.shuffle(others)
+        if self._random.random() < 0.5:
+            # As many as make a majority with one of them, were they still who they were.
+            others = others[: len(voters) // 2]
+        met = [*stale, *others]
+        rest = [node for node in self._nodes() if node not in met]
+        self._faults.heal_all()
+        for node in met:
+            self._faults.cut(f"only with ({stale[0].node_id})", node, [node], rest, for_s=LASTS_S)
+        for node in others:
+            self._faults.wipe(node)
+
+    def _outvoted(self, plan: Plan) -> None:
+        members = [self._simulation.network.nodes[one.node_id] for one in plan.members]
+        rest = [node for node in self._nodes() if node not in members]
+        self._faults.cut("members cut off", members[0], members, rest, for_s=LASTS_S)
+        if self._random.random() < 0.5:
+            self._await_next(plan, members, self._random.random() * 2)
+
+    def _unexpected(self, plan: Plan) -> None:
+        endpoint = self._nodes()[0]
+        self._faults.wipe(endpoint)
+
+    # --- details ------------------------------------------------------------------------------
+
+    def _nodes(self) -> list["Node"]:
+        return self._simulation.nodes
+
+    def _voters(self, plan: Plan) -> list["Node"]:
+        return [self._simulation.network.nodes[card.node_id] for card in plan.voters]

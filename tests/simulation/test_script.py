@@ -1,0 +1,82 @@
+"""`scripts/simulate.py` tells the story of a seed, and counts many."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from simulation.run import run_seed
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "simulate.py"
+
+
+def simulate(*words: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, SCRIPT, *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_a_seed_is_told_with_its_whole_story() -> None:
+    done = simulate("--seed", 3, "--mode", "safety")
+    outcome = run_seed(3, "safety")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"trace {outcome.digest:016x}" in done.stdout
+    assert "agent 1001 starts" in done.stdout
+    assert f"{outcome.steps} steps" in done.stdout
+
+
+def test_without_a_mode_it_is_told_in_both() -> None:
+    told = simulate("--seed", 5).stdout
+    assert "seed 5, safety" in told
+    assert "seed 5, liveness" in told
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_many_seeds_are_counted(tmp_path: Path, jobs: int) -> None:
+    path = tmp_path / "found.json"
+    words = ("--seeds", 60, "--from", 40, "--mode", "safety", "--twice")
+    done = simulate(*words, "--jobs", jobs, "--json", path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "0 violations" in done.stdout
+    found = json.loads(path.read_text())
+    assert found["runs"] == 60
+    assert sum(found["verdicts"].values()) == 60
+    assert found["events"] == sum(run_seed(seed, "safety").num_events for seed in range(40, 100))
+
+
+def test_stopped_by_hand_it_shows_what_it_has_and_ends() -> None:
+    command = [sys.executable, SCRIPT, "--seeds", "1000000", "--jobs", "2", "--mode", "safety"]
+    run = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        process_group=0,
+    )
+    try:
+        assert run.stdout is not None
+        first = run.stdout.readline()
+        os.killpg(run.pid, signal.SIGINT)
+        # The end of the output: none of its processes is left to write.
+        rest, _ = run.communicate(timeout=60)
+    finally:
+        if run.poll() is None:
+            os.killpg(run.pid, signal.SIGKILL)
+            run.communicate()
+    assert run.returncode == 130, first + rest
+    assert "runs of seeds 0 to 999999" in rest
+
+
+def test_traffic_is_written_by_number_of_nodes(tmp_path: Path) -> None:
+    path = tmp_path / "traffic.json"
+    done = simulate("--traffic", "4,8", "--json", path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(path.read_text())
+    for key in ("control_bytes_per_node_s", "control_messages_per_node_s", "lead_cpu_s_per_s"):
+        assert list(found[key]) == ["4", "8"]
+        assert min(found[key].values()) > 0

@@ -1,0 +1,128 @@
+"""The simulation finds nothing in the protocol, and finds each rule of it that is left out."""
+
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from simulation.plots import PLOTS
+from simulation.run import Outcome, run_seed
+from simulation.scenario import MODES, draw
+from simulation.variants import VARIANTS, Variant
+
+SEEDS = 1000
+"""In both modes each."""
+CHUNK = 100
+RUNS_TO_FIND = 700
+"""A variant must be found within so many runs."""
+LAST_LINES = 40
+
+HASHED = """
+import sys
+from simulation.run import run_seed
+for seed in range(20):
+    for mode in ("safety", "liveness"):
+        print(run_seed(seed, mode).digest)
+"""
+
+
+def replay(outcome: Outcome) -> str:
+    return f"python scripts/simulate.py --seed {outcome.seed} --mode {outcome.mode}"
+
+
+@cache
+def chunk(first: int) -> tuple[Outcome, ...]:
+    return tuple(run_seed(seed, mode) for seed in range(first, first + CHUNK) for mode in MODES)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("first", range(0, SEEDS, CHUNK))
+def test_nothing_goes_wrong_and_a_seed_is_a_run(first: int) -> None:
+    for outcome in chunk(first):
+        story = "\n".join(outcome.log[-LAST_LINES:])
+        assert not outcome.problem, f"{outcome.problem}\n{replay(outcome)}\n{story}"
+    for outcome in chunk(first):
+        again = run_seed(outcome.seed, outcome.mode)
+        assert again == outcome, f"twice the same seed, and not the same run: {replay(outcome)}"
+
+
+def test_a_seed_is_the_same_run_in_another_process() -> None:
+    """Where the order of a set has a say, another process has another one."""
+    digests = {_digests(hash_seed) for hash_seed in ("1", "2", "3")}
+    assert len(digests) == 1
+
+
+def _digests(hash_seed: str) -> str:
+    root = Path(__file__).parents[2]
+    path = os.pathsep.join([str(root / "tests"), str(root)])
+    environment = {**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": path}
+    command = [sys.executable, "-c", HASHED]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    return done.stdout
+
+
+def test_things_happen() -> None:
+    """A simulation in which nothing goes wrong, or nothing goes on, proves nothing."""
+    total: Counter[str] = Counter()
+    faults: Counter[str] = Counter()
+    verdicts: Counter[str] = Counter()
+    for first in range(0, SEEDS, CHUNK):
+        for outcome in chunk(first):
+            total.update(outcome.happened)
+            faults.update(outcome.faults)
+            verdicts[f"{outcome.mode} {outcome.verdict}"] += 1
+    assert {kind for kind in KINDS if not faults[kind]} == set()
+    assert {what for what, count in total.items() if not count} == set()
+    assert verdicts["liveness finished"] > SEEDS / 3, verdicts
+    assert verdicts["liveness second run"] < SEEDS / 10, verdicts
+
+
+KINDS = [
+    *("kill agent", "kill agent and SMP", "kill a rank", "kill SMP", "power off and on"),
+    *("power off", "kill stub, agent and SMP", "freeze agent", "freeze node", "cut off"),
+    *("cut from", "cut one way in", "cut one way out", "split off", "slow links", "flip bits"),
+    *("only with", "SIGTERM", "power on", "stays off", "thaw agent", "thaw node", "heal"),
+    *(f"plot {name}" for name in PLOTS),
+]
+
+
+# --- the proof that it can fail ---------------------------------------------------------------
+
+
+def candidates(variant: Variant) -> Iterator[tuple[int, str]]:
+    """Worlds in which the lack of this rule may show."""
+    left = RUNS_TO_FIND
+    seed = 0
+    while left:
+        for mode in MODES:
+            if left and variant.plot in ("", draw(seed, mode).plot):
+                left -= 1
+                yield seed, mode
+        seed += 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.name)
+def test_a_rule_that_is_left_out_is_missed(
+    variant: Variant, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        variant.break_it(patch)
+        found = next(
+            (
+                outcome
+                for seed, mode in candidates(variant)
+                if (outcome := run_seed(seed, mode)).problem
+                and any(words in outcome.problem for words in variant.found_as)
+            ),
+            None,
+        )
+    assert found is not None, f"{RUNS_TO_FIND} runs without it, and nobody has noticed"
+    whole = run_seed(found.seed, found.mode)
+    assert not whole.problem, replay(whole)

@@ -1,0 +1,197 @@
+"""A quiet run with many nodes: what its control messages cost, and what its lead's work is.
+
+Nothing goes wrong. Every message is encoded, sealed, checked and decoded by the real code, each
+for its own connection; how long the lead computes is taken with a clock from outside, the only one
+that a simulation is ever given. While the run begins, messages go as they are: a plan with all
+nodes in it, once for each node, would take most of the time and is not what is asked here.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from ftrun.recovery.places import Wishes
+from ftrun.recovery.settings import ClusterSettings
+from ftrun.recovery.supervisor import Policy
+from ftrun.wire.cluster import AnyClusterMessage, ClusterEnvelope
+from ftrun.wire.framing import MAX_FRAME_BYTES, decode_body, encode_body
+from ftrun.wire.sealing import PREFIX_BYTES, body_length, check_body, seal_header
+from simulation.network import Network
+from simulation.run import Simulation
+from simulation.scenario import Scenario
+from simulation.world import Violation
+
+if TYPE_CHECKING:
+    from simulation.node import Agent
+    from simulation.world import World
+
+RANKS_PER_NODE = 8
+HEARTBEAT_S = 0.5
+STEP_S = 1.0
+SNAPSHOT_EVERY = 10
+"""Steps."""
+WINDOW_S = SNAPSHOT_EVERY * STEP_S
+"""In which one version is taken, protected and committed."""
+_TICK_S = 0.25
+_BEGINS_WITHIN_S = 120.0
+_FIRST_STEPS = 2
+_EVENTS_PER_NODE = 5_000
+_KEY = bytes(range(32))
+_decoder = msgspec.msgpack.Decoder(ClusterEnvelope)
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What a quiet run of so many nodes costs; everything over the window."""
+
+    nodes: int
+    bytes_per_node_s: float
+    messages_per_node_s: float
+    lead_cpu: float
+    """Seconds of the lead's computing in a second: deciding, encoding, sealing, and back."""
+    lead_decides: float
+    """The part of it that is spent with deciding."""
+    lead_us_per_message: float
+    """Microseconds, of the messages that it sends or gets."""
+    plan_bytes: int
+    """Of one announcement of a generation, which goes to each node."""
+
+
+class Meter:
+    """Whose time is measured, and how much it was."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.clock = clock
+        self.lead: Agent | None = None
+        """None while the run begins."""
+        self.decides_s = 0.0
+        self.codes_s = 0.0
+        self.num_messages = 0
+
+    def watch(self, lead: "Agent") -> None:
+        """From now on."""
+        self.lead = lead
+        handle = lead.member.handle
+
+        def timed(*args: Any, **also: Any) -> Any:
+            began_s = self.clock()
+            found = handle(*args, **also)
+            self.decides_s += self.clock() - began_s
+            return found
+
+        lead.member.handle = timed  # type: ignore[method-assign]
+
+    def coded(self, agent: "Agent", began_s: float) -> None:
+        if agent is self.lead:
+            self.codes_s += self.clock() - began_s
+            self.num_messages += 1
+
+
+class _AsItIs:
+    """A message while the run begins."""
+
+    def __init__(self, body: AnyClusterMessage) -> None:
+        self.body = body
+
+    def __len__(self) -> int:
+        return 0
+
+
+class MeteredNetwork(Network):
+    """Messages in sealed frames, once the run goes on."""
+
+    def __init__(self, world: "World", *, unruly: float) -> None:
+        super().__init__(world, unruly=unruly)
+        self.meter: Meter | None = None
+
+    def _encode(self, agent: "Agent", body: AnyClusterMessage) -> Any:
+        meter = self.meter
+        if meter is None or meter.lead is None:
+            return _AsItIs(body)
+        began_s = meter.clock()
+        generation = max(0, agent.member.follower.generation)
+        told = encode_body(ClusterEnvelope("run", generation, agent.card.incarnation, body))
+        data = seal_header(_KEY, 1, told, limit_bytes=MAX_FRAME_BYTES)
+        meter.coded(agent, began_s)
+        return data
+
+    def _decode(self, agent: "Agent", data: Any) -> AnyClusterMessage:
+        if isinstance(data, _AsItIs):
+            return data.body
+        assert self.meter is not None
+        began_s = self.meter.clock()
+        prefix, told = data[:PREFIX_BYTES], data[PREFIX_BYTES:]
+        body_length(prefix, 1, limit_bytes=MAX_FRAME_BYTES)
+        check_body(_KEY, prefix, told)
+        body = decode_body(_decoder, told).body
+        self.meter.coded(agent, began_s)
+        return body
+
+
+def measure(num_nodes: int, clock: Callable[[], float], window_s: float = WINDOW_S) -> Traffic:
+    """Let so many nodes come together and train, and measure for a while.
+
+    Args:
+        num_nodes: all of them members.
+        clock: seconds of this thread's computing.
+        window_s: of the run's own time; not less than there is from one commit to the next.
+
+    Raises:
+        Violation: the run does not begin, or something in it is not as it must be.
+    """
+    simulation = Simulation(0, "safety", scenario=quiet(num_nodes), network=MeteredNetwork)
+    world, network, seen = simulation.world, simulation.network, simulation.invariants
+    assert isinstance(network, MeteredNetwork)
+    world.max_events = _EVENTS_PER_NODE * num_nodes
+    network.meter = meter = Meter(clock)
+    simulation.begin()
+    while seen.steps < _FIRST_STEPS and world.now_s < _BEGINS_WITHIN_S:
+        world.run_until(world.now_s + 0.5)
+    if not seen.steps or seen.newest is None:
+        raise Violation(f"{num_nodes} nodes have not begun within {_BEGINS_WITHIN_S:.0f} s")
+    lead = network.nodes[seen.newest.lead].agent
+    assert lead is not None
+    meter.watch(lead)
+    network.num_messages = network.num_bytes = 0
+    world.run_until(world.now_s + window_s)
+    if len(seen.effective) != 1 or not seen.commits:
+        raise Violation(
+            f"a quiet run has had {len(seen.effective)} generations and {seen.commits} commits"
+        )
+    per_node_s = num_nodes * window_s
+    lead_s = meter.decides_s + meter.codes_s
+    return Traffic(
+        nodes=num_nodes,
+        bytes_per_node_s=network.num_bytes / per_node_s,
+        messages_per_node_s=network.num_messages / per_node_s,
+        lead_cpu=lead_s / window_s,
+        lead_decides=meter.decides_s / window_s,
+        lead_us_per_message=1e6 * lead_s / max(1, meter.num_messages),
+        plan_bytes=len(msgspec.msgpack.encode(seen.newest)),
+    )
+
+
+def quiet(num_nodes: int) -> Scenario:
+    """A world in which all is well."""
+    return Scenario(
+        mode="safety",
+        num_nodes=num_nodes,
+        late_nodes=0,
+        num_ranks=RANKS_PER_NODE,
+        settings=ClusterSettings(
+            Wishes(num_nodes, num_nodes, 0), endpoint=("n0", 29400), heartbeat_s=HEARTBEAT_S
+        ),
+        policy=Policy(None, 3, 3600.0, 0.5, 60.0, 3, 30.0, 2.0),
+        every=SNAPSHOT_EVERY,
+        transfer_s=0.15,
+        step_s=STEP_S,
+        tick_s=_TICK_S,
+        unruly=0.0,
+        has_checkpoints=False,
+        num_faults=0,
+        faults_end_s=1e9,
+        num_left_off=0,
+        has_reports=True,
+    )
