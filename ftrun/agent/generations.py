@@ -68,6 +68,8 @@ class Generations:
         self.restarts: deque[Restart] = deque(maxlen=100)
         self.plan: Plan | None = None
         """The one whose ranks run here, or are about to."""
+        self.is_over = False
+        """Its ranks are dead, what is here was told, and another generation is on its way."""
         self._spec = spec
         self._node_id = node_id
         self._journal = journal
@@ -104,6 +106,7 @@ class Generations:
             SnapshotError: there was a state to go on from, and it cannot be had.
         """
         self._decided_s = clock.now_s()
+        self.is_over = False
         self.plan, self.number, self._took_effect = plan, plan.generation, False
         crash_point("agent.restart.decided")
         self._restored = self._restore_point(plan)
@@ -156,8 +159,9 @@ class Generations:
             self._journal.write("smp_not_told", why=str(error))
 
     def tell_new_smp(self) -> None:
-        """One was started in the middle of a generation."""
-        self.tell_smp()
+        """One was started: in the middle of a generation, or after it, to wait for the next."""
+        if not self.is_over:
+            self.tell_smp()
         self._remember()
 
     def move_peers(self, ports: dict[str, int]) -> None:

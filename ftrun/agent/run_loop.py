@@ -201,6 +201,7 @@ class RunLoop:
             self.journal.write("KillWorkers", why=order.why)
         self._kill()
         self.caretaker.await_smp()
+        self.generations.is_over = True
         holdings = self.smp.inventory()
         store_port, smp_port = self.stores.next_port, self.smp.port
         self.brain.tell(Quiesced(order.generation, holdings, store_port, smp_port))

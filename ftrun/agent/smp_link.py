@@ -171,10 +171,13 @@ class SmpLink:
             self.channel.send(msg.AbandonVersion(generation, step))
 
     def inventory(self) -> msg.Inventory:
-        """What this node holds: its own slots, and its parts in protections."""
+        """What this node holds: its own slots, and its parts in protections.
+
+        It stays as it is told until the next generation begins.
+        """
         if self.channel is not None:
             with suppress(PeerError):
-                answer = self._ask(msg.TakeInventory()).body
+                answer = self._ask(msg.TakeInventory(stand_still=True)).body
                 if isinstance(answer, msg.Inventory):
                     return answer
         return msg.Inventory(self.offers())

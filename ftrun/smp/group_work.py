@@ -168,6 +168,10 @@ class GroupWork:
             self._desk.begin(None, None, self._desk.own)
         self._maps.keep_only(arena.fd for arena in self._memory.all())
 
+    def stand_still(self) -> None:
+        """What this node is about to tell of its memory must stay true."""
+        self._protector.stand_still()
+
     def void_after(self, newest: Version) -> int:
         """Later versions never come back; how many vaults held one."""
         self._protector.void_after(newest)

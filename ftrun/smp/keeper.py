@@ -161,8 +161,10 @@ class Keeper:
         self.group_work.restores.begin(body, restored, own)
         return m.Done()
 
-    def inventory(self) -> m.AnyMessage:
+    def inventory(self, body: m.TakeInventory) -> m.AnyMessage:
         work = self.group_work
+        if body.stand_still:
+            work.stand_still()
         return m.Inventory(self.memory.offers(), work.vaults.parts(), list(work.set_aside))
 
     def void_after(self, body: m.VoidAfter) -> m.AnyMessage:

@@ -16,6 +16,8 @@ Rule 3: where every node of the group has a whole part of this protection alread
         crash of a rank or of an SMP, nothing is sent: it is ready.
 Rule 4: a node that cannot keep its part says why, and the version is ready all the same, protected
         against no loss of a node: training goes on, and the status says UNPROTECTED.
+Rule 5: once its node has told what it holds, for the next generation to be planned from it, nothing
+        is begun and nothing overwritten any more until that generation begins.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -88,6 +90,7 @@ class Protector:
         self._rooms: dict[int, int] = {}
         self._codec: Codec | None = None
         self._codecs = tools.codecs
+        self._is_still = False
         self._over: Version | None = None
         self._committed: Version | None = None
         self._troubles = Troubles(tell_agent)
@@ -98,6 +101,7 @@ class Protector:
     def begin(self, group: Protecting | None) -> None:
         """Give up all that is under way, and go on with this group."""
         self.stop()
+        self._is_still = False
         self.group = group
         self._over = self._committed = None
         self._plan = None
@@ -123,6 +127,11 @@ class Protector:
             round_.stop()
         self._rounds.clear()
 
+    def stand_still(self) -> None:
+        """Keep everything as it is until the next generation begins."""
+        self._is_still = True
+        self.stop()
+
     def protect(self, wanted: Version, fds: Mapping[Rank, Sequence[int]]) -> None:
         """Every local rank has sealed this version, or holds it.
 
@@ -132,6 +141,8 @@ class Protector:
         """
         group = self.group
         assert group is not None
+        if self._is_still:
+            return
         self._drop(lambda other: other < wanted)
         round_ = self._round(wanted)
         if round_.is_sealed:
@@ -360,7 +371,7 @@ class Protector:
     def heard(self, session: int, node_id: str, body: t.RoundMessage) -> None:
         """A message of the group about one version."""
         group = self.group
-        if group is None or session != group.number or self._plan is None:
+        if group is None or session != group.number or self._plan is None or self._is_still:
             return
         place = group.place_of(node_id)
         at = version(body.generation, body.step)

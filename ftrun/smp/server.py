@@ -290,8 +290,8 @@ class Server:
                 client.tell(answer)
                 self._let_workers_in()
                 return None
-            case m.TakeInventory():
-                return keeper.inventory()
+            case m.TakeInventory() as body:
+                return keeper.inventory(body)
             case m.VoidAfter() as body:
                 return keeper.void_after(body)
             case m.HandOver():

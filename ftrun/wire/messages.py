@@ -331,6 +331,9 @@ class SmpNotice(Message, frozen=True):
 class TakeInventory(Message, frozen=True):
     """Agent -> SMP: what can be restored? Answer: Inventory."""
 
+    stand_still: bool = False
+    """A generation is planned from the answer: keep all of it as it is until one begins."""
+
 
 class Inventory(Message, frozen=True):
     """SMP -> agent: every sealed slot it holds, and what it keeps for others.

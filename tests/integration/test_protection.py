@@ -1045,6 +1045,23 @@ def test_a_new_generation_ends_what_is_under_way(cluster: Cluster) -> None:
         )  # type: ignore[misc]
 
 
+def test_what_was_told_for_the_next_generation_stays_until_it_begins(cluster: Cluster) -> None:
+    cluster.start(3)
+    cluster.begin()
+    cluster.employ()
+    at = cluster.protect(1, 2)
+    node, *others = cluster.nodes
+    told = node.ask(m.TakeInventory(stand_still=True), m.Inventory)
+    cluster.seal(3)
+    for other in others:
+        wait_until(lambda other=other: "'step': 3" in str(other.work()["under_way"]), "step 3")  # type: ignore[misc]
+    assert node.work()["under_way"] == []
+    assert inventory(node).protected == told.protected
+    cluster.restore(at)
+    cluster.wait_ready(at)
+    cluster.check(at)
+
+
 def test_a_worker_waits_for_the_arena_that_is_on_its_way(cluster: Cluster) -> None:
     cluster.start(3)
     cluster.begin()

@@ -371,6 +371,7 @@ class Hands:
         match command:
             case do.Quiesce():
                 self.plan, self.wants_ranks = None, False
+                smp.is_still = True
                 holdings = self.node.memory.inventory(self.node.node_id)
                 answer = Quiesced(command.generation, holdings, 29500, smp.port)
                 self.agent.think(answer)

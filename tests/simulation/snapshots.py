@@ -40,6 +40,8 @@ class Smp:
         """By this node's own."""
         self.problem = ""
         self.has_restored = False
+        self.is_still = False
+        """It has told what it holds, and keeps that until the next generation begins."""
         self.capturing: Version | None = None
         """Begun, and neither committed nor abandoned."""
         self._protecting: Version | None = None
@@ -71,6 +73,7 @@ class Smp:
         """Who takes part from now on; again after it, or another SMP, was started anew."""
         is_again = self.plan is not None and self.plan.generation == plan.generation
         self.plan = plan
+        self.is_still = self.is_still and is_again
         self._begun += 1
         self._acks.clear()
         self._protecting = None
@@ -101,6 +104,7 @@ class Smp:
         self.plan, self.arena, self.ports = before.plan, before.arena, before.ports
         self.committed, self.capturing = before.committed, before.capturing
         self.has_restored, self.problem = before.has_restored, before.problem
+        self.is_still = before.is_still
         self.abandoned_step, self.skipped_step = before.abandoned_step, before.skipped_step
         if self.plan is None or not self.arena[1]:
             return
@@ -301,6 +305,8 @@ class Smp:
         """Send what others are to keep, until they have it."""
         if not self.is_alive or begun != self._begun or self._protecting != wanted:
             return
+        if self.is_still:
+            return
         slot = self.memory.slot(wanted, self.arena)
         if slot is None:
             return
@@ -328,7 +334,9 @@ class Smp:
     def keep(self, giver: str, slot: Slot) -> bool:
         """Keep a mirror of this, and count it into the parity; False while there is no room."""
         assert self.plan is not None
-        if giver not in self._group or not self.is_good(slot.state, slot.digest):
+        if self.is_still or giver not in self._group:
+            return False
+        if not self.is_good(slot.state, slot.digest):
             return False
         part = self.memory.part(slot.version, self.plan.generation)
         if part is None:
