@@ -210,7 +210,8 @@ class Generations:
         directory = self._spec.checkpoint_directory
         if found is None and directory:
             found, why = self._load_checkpoint(directory, plan)
-        if found is None and self._smp.committed is not None:
+        runs_ranks = plan.member(self._node_id) is not None
+        if found is None and runs_ranks and self._smp.committed is not None:
             # Never begin anew in silence where there was something to go on from.
             raise SnapshotError(
                 f"the run cannot go on from {self._smp.committed}, which was its newest committed "

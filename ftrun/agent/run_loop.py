@@ -225,6 +225,8 @@ class RunLoop:
         self.caretaker.generation_started(clock.now_s())
         if self.brain.member.is_held:
             self.workers.hold(True)
+            if not self.brain.member.is_held:  # let go by the other thread just then
+                self.workers.hold(False)
         self._tell(is_urgent=True)
 
     def _end(self, order: commands.EndRun) -> None:

@@ -105,9 +105,8 @@ class Allegiance:
 
     def hears_lead(self, *, now_s: float) -> bool:
         """Somebody leads a generation that has taken effect, and must not be deserted."""
-        card = self.lead_card
-        if self.role is not Role.FOLLOWING or card is None or card.node_id not in self._links:
-            return False
+        if self.role is not Role.FOLLOWING:
+            return False  # a closed connection alone proves nothing, see attendance.py
         return not self._follower.is_in_ballot and not self.waiting.is_cut_off(now_s=now_s)
 
     # --- whom to follow -----------------------------------------------------------------------

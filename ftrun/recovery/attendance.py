@@ -47,6 +47,8 @@ class Peer:
     beat_number: int = 0
     promised: int = -1
     """The highest number that it has promised anyone."""
+    is_mute: bool = False
+    """It is there, but has not answered when it was asked: nobody waits for it."""
 
 
 @dataclass
@@ -91,18 +93,27 @@ class Peers:
         peer.refused = True
         self._died(peer, now_s)
 
-    def here(self) -> set[str]:
-        return {one.card.node_id for one in self.by_id.values() if one.linked and not one.lost}
+    def has_successor(self, who: Identity) -> bool:
+        """Another agent runs on its node."""
+        peer = self.by_id.get(who[0])
+        return peer is not None and peer.card.incarnation != who[1]
 
-    def returning(self, *, ended_s: float) -> set[str]:
-        """Whose agents are being started again, and would look for a run that is over.
+    def to_hear_the_end(self, ended_s: float, *, is_done: bool) -> set[str]:
+        """Who is here; and, of a run that is done, whose agents are being started again.
+
+        They would look for a run that is over.
 
         Args:
             ended_s: when its end was said first. Who has gone since then has heard it.
+            is_done: nobody is in a hurry to see it end.
         """
         since_s = ended_s - 2 * self.settings.deadline_s
-        dead = [peer for peer in self.by_id.values() if peer.refused]
-        return {one.card.node_id for one in dead if since_s < one.lost_s < ended_s}
+        return {
+            one.card.node_id
+            for one in self.by_id.values()
+            if (one.linked and not one.lost)
+            or (is_done and one.refused and since_s < one.lost_s < ended_s)
+        }
 
     def _died(self, peer: Peer, now_s: float) -> None:
         if now_s - peer.acked_s < self.settings.cut_off_s:
@@ -179,4 +190,6 @@ class Peers:
             is_here = peer is not None and identity(peer.card) == identity(card)
             if peer is None or not is_here or now_s - peer.acked_s >= limit_s:
                 unheard += 1
+            elif peer.promised > plan.generation:
+                unheard += 1  # it hears us, and is bound to another proposer
         return 2 * unheard > len(plan.voters)

@@ -100,12 +100,11 @@ class Vote:
         accepted = self.accepted
         if accepted is not None and accepted.edition >= plan.edition:
             return accepted == plan
-        if self.promised >= plan.generation and (self.promised, self.proposer) != (
-            plan.generation,
-            lead,
-        ):
+        # None: an earlier agent of this node has promised it, and accepted the plan.
+        is_bound = self.promised == plan.generation and self.proposer not in (None, lead)
+        if is_bound or self.promised > plan.generation:
             return False
-        self.promise(plan.generation, lead)
+        self.promised, self.proposer = plan.generation, lead
         self.accepted = plan
         return True
 
@@ -121,7 +120,8 @@ class Ballot:
     needs: dict[Edition, Electorate]
     """Whose majorities it needs: the base's, and those of plans that may have taken effect. Empty
     while nobody knows of any generation."""
-    begun_s: float
+    void: frozenset[Edition] = frozenset()
+    """Rosters that only its proposer could have brought into effect, and has not."""
     promises: dict[str, Promise] = field(default_factory=dict)
     accepted: dict[str, Accepted] = field(default_factory=dict)
     plan: Plan | None = None
@@ -140,7 +140,8 @@ class Ballot:
 
     def mind(self, plan: Plan) -> None:
         """This plan may have taken effect, or any that it was to follow."""
-        self.needs[plan.edition] = electorate(plan.voters)
+        if plan.edition not in self.void:
+            self.needs[plan.edition] = electorate(plan.voters)
         for voters in plan.decided_by:
             self.needs.setdefault(voters.edition, frozenset(voters.who))
 

@@ -22,17 +22,15 @@ class Doubt:
         self._settings = settings
         self._since_s = 0.0
 
-    def look(self, plan: Plan | None, unsure: Plan | None, peers: Peers, *, now_s: float) -> bool:
+    def look(self, plan: Plan | None, peers: Peers, *, now_s: float) -> bool:
         """Whether there is news.
 
         Args:
             plan: in effect; None where there is nothing to be replaced.
-            unsure: a roster of it that may be.
             peers: who is there.
             now_s: the time.
         """
-        plans = [] if plan is None else [one for one in (plan, unsure) if one is not None]
-        is_on = any(peers.may_decide_without_me(one, now_s=now_s) for one in plans)
+        is_on = plan is not None and peers.may_decide_without_me(plan, now_s=now_s)
         if is_on == self.is_on:
             return False
         self.is_on, self._since_s = is_on, now_s

@@ -6,11 +6,13 @@ Gives:    prepares and announcements; at which `Stage` the ballot is.
 Source:   see ballots.py.
 
 Rule 1: whoever is here is heard before anything is announced, as it may hold what is to be
-        restored; unless it does not answer for `answer_s`.
+        restored; unless it does not answer for `answer_s`. Members of an announced plan are waited
+        for as long as they are heard: they may be reading a checkpoint.
 Rule 2: what was asked is asked again until it is answered.
 Rule 3: a proposer that is refused gives the other one time, and more of it each time.
 """
 
+from collections.abc import Collection
 from enum import Enum, auto
 
 from ftrun.recovery.attendance import Peer, Peers
@@ -20,6 +22,7 @@ from ftrun.recovery.settings import ClusterSettings
 from ftrun.wire.cluster import (
     Accepted,
     Announce,
+    Edition,
     NodeCard,
     NotPromised,
     Plan,
@@ -74,6 +77,7 @@ class Election:
         *,
         plan: Plan | None,
         unsure: Plan | None,
+        void: Collection[Edition] = (),
         now_s: float,
     ) -> list[Command]:
         """Ask everyone for a promise.
@@ -82,6 +86,7 @@ class Election:
             why: in words.
             plan: the newest generation that is known to have taken effect.
             unsure: a newer one that may have.
+            void: rosters that only this agent could bring into effect, and does not.
             now_s: the time.
         """
         known = plan.edition if plan is not None else (-1, 0)
@@ -89,11 +94,12 @@ class Election:
             unsure = None
         self.highest = max(self.highest, known[0], unsure.generation if unsure else -1) + 1
         needs = {known: electorate(plan.voters)} if plan is not None else {}
-        self.ballot = Ballot(self.highest, why, known, needs, now_s)
+        self.ballot = Ballot(self.highest, why, known, needs, frozenset(void))
         if unsure is not None:
             self.ballot.mind(unsure)
         self.again_s = None
         self._awaited = {peer.card.node_id: now_s for peer in self._peers if not peer.lost}
+        self._needed.clear()
         found: list[Command] = [Note("Ballot", why, {"generation": self.highest})]
         for peer in self._peers:
             found += self.ask(peer, now_s=now_s)
@@ -132,8 +138,10 @@ class Election:
         if self.ballot is None:
             return []
         for node_id, since_s in list(self._awaited.items()):
-            if now_s - since_s >= self._settings.answer_s and node_id != self._me.node_id:
+            is_late = now_s - since_s >= self._settings.answer_s and node_id != self._me.node_id
+            if is_late and node_id not in self._needed:
                 del self._awaited[node_id]
+                self._peers.by_id[node_id].is_mute = True
         found: list[Command] = []
         for peer in self._peers:
             if now_s - peer.asked_s < 2 * self._settings.heartbeat_s:
@@ -153,6 +161,7 @@ class Election:
         if ballot is None or body.generation != ballot.generation or ballot.plan is not None:
             return False
         ballot.take_promise(body)
+        self._peers.by_id[body.card.node_id].is_mute = False
         self._awaited.pop(body.card.node_id, None)
         return True
 
@@ -177,10 +186,20 @@ class Election:
             return False
         if node_id not in ballot.promises:
             return False
+        if body.problem and not self.is_member(node_id):
+            return False  # it stands by, and has kept nothing
         ballot.accepted[node_id] = body
         self._awaited.pop(node_id, None)
         self._needed.discard(node_id)
         return True
+
+    def hold_up(self, *, now_s: float) -> str:
+        """Which members have been getting ready for an announced plan for long, in words."""
+        since_s = now_s - self._settings.answer_s
+        slow = sorted(one for one in self._needed if self._awaited.get(one, now_s) <= since_s)
+        if self.ballot is None or not slow:
+            return ""
+        return f"generation {self.ballot.generation} is not ready on {', '.join(slow)}"
 
     def lost(self, node_id: str) -> None:
         """This agent answers nothing any more."""

@@ -12,6 +12,7 @@ another one could leave too few of the old voters, with a warm spare standing by
 
 Rule 1: it is done only where more nodes may be lost afterwards than before. An even number of
         voters bears no more losses than the odd one below it, and a voter more can be missed.
+        No more stand by with a vote than were wished for, so members are not outvoted.
 Rule 2: only nodes that have stayed for a while, and are bound to nobody else, are taken in.
 Rule 3: it is wanted until it takes effect or the next ballot begins; ranks know nothing of it.
 """
@@ -24,7 +25,16 @@ from ftrun.recovery.attendance import Peer, Peers
 from ftrun.recovery.ballots import carries, electorate, identity
 from ftrun.recovery.commands import Command, Note, Send
 from ftrun.recovery.settings import ClusterSettings
-from ftrun.wire.cluster import Accepted, Announce, History, Identity, NodeCard, Plan, Voters
+from ftrun.wire.cluster import (
+    Accepted,
+    Announce,
+    Edition,
+    History,
+    Identity,
+    NodeCard,
+    Plan,
+    Voters,
+)
 
 
 class Enrolment:
@@ -34,13 +44,20 @@ class Enrolment:
         self.wanted: Plan | None = None
         """What was announced and has not taken effect."""
         self._settings = settings
+        self.void: set[Edition] = set()
+        """All that were announced and did not take effect: nobody else could bring them about."""
         self._agreed: set[Identity] = set()
         self._look_s = 0.0
         self._asked_s = 0.0
 
     def reset(self) -> None:
         """Another generation is on its way."""
-        self.wanted = None
+        self._give_up()
+
+    def _give_up(self) -> None:
+        if self.wanted is not None:
+            self.void.add(self.wanted.edition)
+            self.wanted = None
 
     def look(self, plan: Plan, peers: Peers, history: History, *, now_s: float) -> list[Command]:
         """Begin a change that is worth it; go on asking for the one that is wanted."""
@@ -52,25 +69,28 @@ class Enrolment:
         is_same = self.wanted is not None and electorate(self.wanted.voters) == voters
         if not is_same and _bears(voters, voters) > _bears(electorate(plan.voters), _alive(peers)):
             last = self.wanted.roster if self.wanted is not None else plan.roster
+            self._give_up()
             self.wanted = _with_spares(plan, spares, last + 1, history)
             self._agreed.clear()
             self._asked_s = -1e9
         return self._ask(peers, now_s)
 
-    def accepted(self, card: NodeCard, body: Accepted, plan: Plan) -> Plan | None:
+    def accepted(self, card: NodeCard, body: Accepted, plan: Plan, peers: Peers) -> Plan | None:
         """The plan that takes effect by this acceptance, if one does.
 
         Args:
             card: whose it is.
             body: the acceptance.
             plan: the one that is in effect.
+            peers: who is here. A successor is proof that an agent votes no more.
         """
         wanted = self.wanted
         if wanted is None or (body.generation, body.roster) != wanted.edition:
             return None
         self._agreed.add(identity(card))
         before, after = electorate(plan.voters), electorate(wanted.voters)
-        if not (carries(before, self._agreed) and carries(after, self._agreed)):
+        gone = {who for who in before if peers.has_successor(who)}
+        if not (carries(before, self._agreed, gone=gone) and carries(after, self._agreed)):
             return None
         self.wanted = None
         return wanted
@@ -98,10 +118,11 @@ class Enrolment:
         known = [peer.card for peer in here if peer.card.node_id in order]
         new = [peer.card for peer in here if peer.card.node_id not in order]
         known.sort(key=lambda card: order.index(card.node_id))
-        return known + sorted(new, key=lambda card: card.node_id)
+        found = known + sorted(new, key=lambda card: card.node_id)
+        return found[: self._settings.wishes.spares]
 
     def _may_vote(self, peer: Peer, plan: Plan, now_s: float) -> bool:
-        if peer.lost or not peer.linked:
+        if peer.lost or peer.is_mute or not peer.linked:
             return False
         has_stayed = now_s - peer.met_s >= self._settings.settle_s
         return has_stayed and peer.promised <= plan.generation

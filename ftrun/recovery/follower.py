@@ -288,7 +288,11 @@ class Follower:
         if plan.edition <= self.edition:
             return []
         if self.plan is not None and plan.is_of(self.plan):
-            return self._other_voters(plan)
+            newest = self.newest_plan
+            if newest is None or newest.edition <= plan.edition:
+                return self._other_voters(plan)
+            self.plan = plan  # something newer was accepted, and stays what is kept
+            return []
         if self.vote.accepted is not None and plan.is_of(self.vote.accepted):
             return self._took_effect(plan)
         found: list[Command] = []

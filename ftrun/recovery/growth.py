@@ -68,7 +68,7 @@ class Growth:
         return f"{why}, without a snapshot at step {self._boundary}" if is_late else ""
 
     def _is_newcomer(self, peer: Peer, plan: Plan, aside: Collection[str]) -> bool:
-        if peer.lost or not peer.linked or peer.card.node_id in aside:
+        if peer.lost or peer.is_mute or not peer.linked or peer.card.node_id in aside:
             return False
         node = plan.member(peer.card.node_id)
         return node is None or identity(node.card) != identity(peer.card)

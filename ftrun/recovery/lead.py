@@ -242,7 +242,8 @@ class Lead:
         """Begin a ballot for the next generation."""
         self._growth.reset()
         self._enrolment.reset()
-        return self._election.begin(why, plan=self.plan, unsure=self.unsure, now_s=now_s)
+        plan, unsure, void = self.plan, self.unsure, self._enrolment.void
+        return self._election.begin(why, plan=plan, unsure=unsure, void=void, now_s=now_s)
 
     def promised(self, body: Promise, *, now_s: float) -> list[Command]:
         if not self._election.promised(body):
@@ -267,7 +268,7 @@ class Lead:
         peer = self.known.get(node_id)
         if peer is None or self.plan is None or not self.is_settled:
             return []
-        plan = self._enrolment.accepted(peer.card, body, self.plan)
+        plan = self._enrolment.accepted(peer.card, body, self.plan, self.known)
         if plan is None:
             return []
         self.plan, self.unsure = plan, None
@@ -287,6 +288,8 @@ class Lead:
                 return self._take_effect(ballot, now_s)
             case Stage.BROKEN:
                 return self.propose(ballot.why, now_s=now_s)
+            case Stage.ANNOUNCED if why := self._election.hold_up(now_s=now_s):
+                return self.pause.begin(why, now_s=now_s)
             case _:
                 return []
 
@@ -312,7 +315,7 @@ class Lead:
             self.settings,
             lead=self.me.node_id,
             history=self.oversight.history(now_s=now_s),
-            waited_s=now_s - ballot.begun_s,
+            waited_s=self.pause.waited_s(now_s=now_s),
         )
         if isinstance(plan, StateMissing):
             # What a node has told of its memory may have changed: SMPs go on with what they began.
@@ -326,6 +329,7 @@ class Lead:
 
     def _take_effect(self, ballot: Ballot, now_s: float) -> list[Command]:
         plan = self._election.won()
+        self.pause.over()
         accepted = {node.node_id: ballot.accepted[node.node_id] for node in plan.members}
         if end := refusal(accepted):
             return self._end(end, now_s)
@@ -422,7 +426,7 @@ class Lead:
     def _doubt_oneself(self, now_s: float) -> bool:
         """Whether this lead may have been replaced; True where that is news."""
         plan = self.plan if self.ballot is None else None
-        return self._doubt.look(plan, self.unsure, self.known, now_s=now_s)
+        return self._doubt.look(plan, self.known, now_s=now_s)
 
     def _watch(self, peer: Peer, now_s: float) -> list[Command]:
         silent_s = self.known.silent_s(peer, now_s=now_s)
@@ -449,14 +453,11 @@ class Lead:
 
     def _enrol(self, now_s: float) -> list[Command]:
         """Have spares that have come vote; not where they are about to get ranks."""
-        assert self.plan is not None
-        is_full = len(self.plan.members) >= self.settings.wishes.max_nodes
-        if not is_full or not self.oversight.is_steady:
+        plan, wishes = self.plan, self.settings.wishes
+        if plan is None or len(plan.members) < wishes.max_nodes or not self.oversight.is_steady:
             return []
         history = self.oversight.history(now_s=now_s)
-        found = self._enrolment.look(self.plan, self.known, history, now_s=now_s)
-        self.unsure = self._enrolment.wanted or self.unsure
-        return found
+        return self._enrolment.look(plan, self.known, history, now_s=now_s)
 
     def _awaits_cause(self, now_s: float) -> bool:
         """Ranks have failed, perhaps because of a node that is not heard just now."""
@@ -479,9 +480,8 @@ class Lead:
         return self.heartbeat(now_s=now_s) if self.oversight.has_new_orders() else []
 
     def _end(self, command: EndRun, now_s: float) -> list[Command]:
-        if self.ending is not None:
-            return []
         self.ending, self._ending_since_s = command, now_s
+        self.pause.over()
         self._election.ballot = None
         self.oversight.end(command)
         kills = [KillWorkers(command.why)] if command.exit_code != ExitCode.DONE else []
@@ -491,10 +491,7 @@ class Lead:
         """End here too, once all have heard that it is over, or have had the time to."""
         if self.ending is None:
             return []
-        others = self.known.here()
-        if self.ending.exit_code == ExitCode.DONE:
-            others |= self.known.returning(ended_s=self._ending_since_s)
-        others -= {self.me.node_id, *self._ended}
-        if others and now_s - self._ending_since_s < 2 * self.settings.deadline_s:
-            return []
-        return [self.ending]
+        since_s, is_done = self._ending_since_s, self.ending.exit_code == ExitCode.DONE
+        others = self.known.to_hear_the_end(since_s, is_done=is_done) - self._ended
+        may_wait = now_s - since_s < 2 * self.settings.deadline_s
+        return [] if may_wait and others - {self.me.node_id} else [self.ending]

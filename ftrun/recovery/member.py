@@ -313,19 +313,19 @@ class Member:
                 found.append(Send(sender, say.Current(self.follower.plan, body.number)))
             return found
         known = self.lead_card
-        if known is None or self.role is not Role.FOLLOWING or known.node_id == sender:
-            return []
-        return [self._lead_is(sender, now_s)]
+        is_told = known is not None and self.role is Role.FOLLOWING and known.node_id != sender
+        return [self._lead_is(sender, now_s)] if is_told else []
 
     def _told_of_lead(self, sender: str, body: say.LeadIs, now_s: float) -> list[Command]:
         if body.card.node_id == self.me.node_id or self._follows(body.card.node_id):
             return []
-        if self._hears_lead(now_s):
+        hears, known = self._hears_lead(now_s), self.follower.generation
+        if self.lead is not None and body.is_settled and body.generation >= known + hears:
+            return self._step_down(body.card, now_s)
+        if hears:
             # Two who lead: the other one is to know.
             return [] if body.is_settled else [self._lead_is(sender, now_s)]
         if self.lead is not None:
-            if body.is_settled and body.generation >= self.follower.generation:
-                return self._step_down(body.card, now_s)
             # Another proposer: the ballots decide which of us gives way.
             return self.lead.meet(body.card, now_s=now_s)
         if self.role is Role.FOLLOWING and not body.is_settled:

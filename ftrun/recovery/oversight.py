@@ -153,6 +153,7 @@ class Oversight:
         while self._stops_handled < beat.stops:
             self._stops_handled += 1
             self.stop_signal = beat.stop_signal or _SIGTERM
+            self._at_boundary_told = False  # they may wait there already, to take nodes in
             attached = self.reports.attached
             by = f"a signal on {node_id}"
             found += self._ask(StopAsked(self.stop_signal, by, attached), now_s)

@@ -42,6 +42,9 @@ class Pause:
         text = f"PAUSED: {why}; gives up after {self._limit_s:.0f} s"
         return [Note("Paused", text, {}, say=True)]
 
+    def waited_s(self, *, now_s: float) -> float:
+        return 0.0 if self._since_s is None else now_s - self._since_s
+
     def over(self) -> None:
         """The run goes on."""
         self._since_s, self.why = None, ""

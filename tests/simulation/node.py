@@ -358,9 +358,16 @@ class Hands:
             case do.Quiesce():
                 self.node.end_ranks()
                 delay_s = 0.02 + 0.3 * self.random.random()
+            case do.Adopt(plan) if plan.restore is None and self._reads_checkpoint(plan):
+                delay_s = 0.01 + self.node.simulation.scenario.load_s * self.random.random()
             case do.Adopt() | do.RunGeneration():
                 delay_s = 0.01 + 0.1 * self.random.random()
         self.node.later(delay_s, self.agent.call, self._do, command)
+
+    def _reads_checkpoint(self, plan: Plan) -> bool:
+        simulation = self.node.simulation
+        is_there = simulation.scenario.has_checkpoints and simulation.checkpoint is not None
+        return is_there and plan.member(self.node.node_id) is not None
 
     def _do(self, command: do.NodeCommand) -> None:  # noqa: C901, PLR0912 - one dispatch
         smp = self.node.smp

@@ -32,6 +32,8 @@ class Scenario:
     unruly: float
     """How probable it is that a message is lost, doubled or late within a connection."""
     has_checkpoints: bool
+    load_s: float
+    """The longest time that reading a checkpoint takes."""
     num_faults: int
     faults_end_s: float
     num_left_off: int
@@ -96,6 +98,7 @@ def draw(seed: int, mode: str) -> Scenario:
         tick_s=0.4,
         unruly=random.choice((0.002, 0.01)) if not is_live and random.random() < 0.2 else 0.0,
         has_checkpoints=has_checkpoints,
+        load_s=random.choice((0.1, 12.0)),
         num_faults=random.randint(1, 8),
         faults_end_s=random.uniform(9.0, 16.0),
         num_left_off=random.choice((0, 0, 0, 1, 2)),

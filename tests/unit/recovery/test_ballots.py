@@ -165,10 +165,16 @@ def test_a_roster_that_came_twice_is_accepted_and_an_older_one_or_another_is_not
 
 
 def test_who_has_promised_a_later_generation_accepts_no_roster_of_this_one() -> None:
-    for vote in (Vote(4, ("b", 1), RUNS), Vote(3, ("b", 1)), Vote(3, ("a", 2)), Vote(3)):
+    for vote in (Vote(4, ("b", 1), RUNS), Vote(3, ("b", 1)), Vote(3, ("a", 2)), Vote(4)):
         before = vote.accepted
         assert not vote.enrol(with_spares("d", 1), ("a", 1))
         assert vote.accepted == before
+
+
+def test_the_successor_of_one_that_has_promised_this_generation_may_vote_in_it() -> None:
+    vote = Vote(promised=3)
+    assert vote.enrol(with_spares("d", 1), ("a", 1))
+    assert vote.proposer == ("a", 1)
 
 
 def test_who_votes_for_the_first_time_is_bound_by_it() -> None:
@@ -195,8 +201,8 @@ def test_a_roster_counts_like_a_generation() -> None:
 
 def ballot(generation: int, base: Plan | None) -> Ballot:
     if base is None:
-        return Ballot(generation, "a test", (-1, 0), {}, 0.0)
-    return Ballot(generation, "a test", base.edition, {base.edition: electorate(base.voters)}, 0.0)
+        return Ballot(generation, "a test", (-1, 0), {})
+    return Ballot(generation, "a test", base.edition, {base.edition: electorate(base.voters)})
 
 
 def test_a_promise_that_brings_a_newer_generation_makes_its_voters_decide() -> None:
@@ -317,7 +323,7 @@ def test_a_run_whose_agents_were_all_started_again_goes_on_from_what_they_kept()
 
 
 def test_whoever_has_no_memory_stands_for_nothing_of_the_first_generation() -> None:
-    made = Ballot(1, "a test", (-1, 0), {(-1, 0): who("ab")}, 0.0)
+    made = Ballot(1, "a test", (-1, 0), {(-1, 0): who("ab")})
     made.take_promise(promise(1, card("a", 2), knows=-1))
     made.take_promise(promise(1, card("b", 2), knows=-1))
     assert not made.is_promised(())
@@ -497,3 +503,13 @@ def test_what_takes_effect_was_known_to_whatever_takes_effect_next(
 
 def test_an_identity_is_a_node_and_its_process() -> None:
     assert identity(card("a", 7)) == ("a", 7)
+
+
+def test_a_roster_that_only_its_own_lead_could_bring_about_is_not_asked_by_it() -> None:
+    base = plan(3, "ab", "c")
+    made = ballot(4, base)
+    made.void = frozenset({(3, 1)})
+    before = [Voters(3, sorted(electorate(base.voters)))]
+    given_up = plan(3, "ab", "defgh", roster=1, decided_by=before)
+    made.take_promise(promise(4, "d", accepted=given_up))
+    assert set(made.needs) == {(3, 0)}

@@ -250,8 +250,35 @@ def test_it_is_not_carried_while_a_member_is_missing() -> None:
     made.announce("abc")
     made.accept("ab")
     assert made.election.stage() is Stage.ANNOUNCED
+    assert made.election.hold_up(now_s=1.0) == ""
+    made.election.repeat(now_s=300.0)
+    assert made.election.stage() is Stage.ANNOUNCED, "it may be reading a checkpoint"
+    assert made.election.hold_up(now_s=300.0) == "generation 5 is not ready on c"
+
+
+def test_a_spare_that_does_not_accept_is_done_without() -> None:
+    made = Proposer()
+    made.begin(now_s=0.0)
+    made.promise("abc")
+    made.announce("ab", spares="c")
+    made.accept("a")
     made.election.repeat(now_s=30.0)
-    assert made.election.stage() is Stage.BROKEN
+    assert made.election.stage() is Stage.ANNOUNCED
+    made.accept("b")
+    assert made.election.stage() is Stage.CARRIED
+    assert made.peer("c").is_mute
+
+
+def test_a_spare_that_could_not_keep_the_plan_has_not_accepted_it() -> None:
+    made = Proposer()
+    made.begin(now_s=0.0)
+    made.promise("abc")
+    made.announce("a", spares="bc")
+    made.accept("a")
+    assert made.election.ballot is not None
+    refused = Accepted(made.election.ballot.generation, None, "no memory")
+    assert not made.election.accepted("b", refused)
+    assert made.election.stage() is Stage.ANNOUNCED
 
 
 def test_who_is_lost_before_the_plan_has_promised_nothing() -> None:

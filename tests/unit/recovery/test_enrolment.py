@@ -11,10 +11,11 @@ from ftrun.recovery.attendance import Peers
 from ftrun.recovery.ballots import electorate
 from ftrun.recovery.commands import Command, Send
 from ftrun.recovery.enrolment import Enrolment
+from ftrun.recovery.places import Wishes
 from ftrun.wire.cluster import Accepted, Announce, History, Plan, Voters
 from tests.unit.recovery.made import card, meet, plan, settings
 
-SETTINGS = settings(heartbeat_s=0.5, settle_s=5.0)
+SETTINGS = settings(heartbeat_s=0.5, settle_s=5.0, wishes=Wishes(1, 4, 9))
 HISTORY = History(restarts=2)
 
 
@@ -43,7 +44,7 @@ class Lead:
         wanted = self.enrolment.wanted
         assert wanted is not None
         body = Accepted(wanted.generation, None, roster=wanted.roster if roster is None else roster)
-        return [self.enrolment.accepted(card(one), body, self.plan) for one in node_ids]
+        return [self.enrolment.accepted(card(one), body, self.plan, self.peers) for one in node_ids]
 
     @property
     def spares(self) -> str:
@@ -83,7 +84,7 @@ def test_a_plan_that_takes_effect_is_given_once() -> None:
     assert made.accept("b") == [wanted]
     assert made.enrolment.wanted is None
     late = Accepted(4, None, roster=1)
-    assert made.enrolment.accepted(card("d"), late, made.plan) is None
+    assert made.enrolment.accepted(card("d"), late, made.plan, made.peers) is None
 
 
 def test_a_majority_of_those_before_is_not_enough() -> None:
@@ -102,7 +103,10 @@ def test_a_majority_of_those_after_is_not_enough() -> None:
     wanted = made.enrolment.wanted
     assert made.accept("afghib") == [None] * 6
     # c has heard of it before it was lost.
-    assert made.enrolment.accepted(card("c"), Accepted(4, None, roster=1), made.plan) == wanted
+    assert (
+        made.enrolment.accepted(card("c"), Accepted(4, None, roster=1), made.plan, made.peers)
+        == wanted
+    )
 
 
 @pytest.mark.parametrize(("generation", "roster"), [(4, 0), (4, 2), (3, 1), (5, 1)])
@@ -111,7 +115,7 @@ def test_an_acceptance_of_something_else_does_not_count(generation: int, roster:
     made.look()
     other = Accepted(generation, None, roster=roster)
     for one in "abd":
-        assert made.enrolment.accepted(card(one), other, made.plan) is None
+        assert made.enrolment.accepted(card(one), other, made.plan, made.peers) is None
     assert made.accept("a") == [None]
 
 
@@ -153,6 +157,34 @@ def test_a_spare_that_is_lost_votes_no_more() -> None:
     made.look(20.0)
     assert made.enrolment.wanted is not None
     assert made.spares == ""
+
+
+def test_no_more_stand_by_with_a_vote_than_were_wished_for() -> None:
+    """Else strangers could outvote the members, and their loss would pause a healthy run."""
+    made = Lead(plan(4, "ab", spares="c"), "abdefg")
+    made.enrolment = Enrolment(settings(wishes=Wishes(2, 2, 1)))
+    made.look()
+    assert made.spares == "d"
+
+
+def test_of_two_voters_the_successor_of_one_is_proof_that_it_votes_no_more() -> None:
+    made = Lead(plan(4, "a", spares="b"), "a")
+    made.come("b", incarnation=2)
+    made.come("c")
+    made.look()
+    assert made.spares == "bc"
+    assert made.accept("a") == [None]
+    wanted = made.enrolment.wanted
+    assert wanted is not None
+    body = Accepted(4, None, roster=1)
+    assert made.enrolment.accepted(card("b", 2), body, made.plan, made.peers) == wanted
+
+
+def test_what_was_announced_and_given_up_is_void() -> None:
+    made = lost_voter()
+    made.look()
+    made.enrolment.reset()
+    assert made.enrolment.void == {(4, 1)}
 
 
 def test_an_agent_that_was_started_again_is_another_voter() -> None:
@@ -259,7 +291,7 @@ def test_a_ballot_ends_it() -> None:
     made.enrolment.reset()
     late = Accepted(4, None, roster=1)
     for one in "abd":
-        assert made.enrolment.accepted(card(one), late, made.plan) is None
+        assert made.enrolment.accepted(card(one), late, made.plan, made.peers) is None
 
 
 def test_where_nothing_is_wanted_nobody_is_asked() -> None:

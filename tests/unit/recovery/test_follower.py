@@ -521,3 +521,18 @@ def test_who_runs_nothing_has_nothing_to_commit_at_the_end(
     member = follower()
     found = member.obey("a", beat(2, ended=True, committed=committed))
     assert len(found) == (1 if committed is None else 2)
+
+
+# --- rule 4 and rosters ------------------------------------------------------------------------
+
+
+def test_what_was_accepted_later_stays_kept_when_an_older_roster_is_told() -> None:
+    """Its successor on this node proves by it what was accepted here."""
+    made = Follower(ME, RUNS, took_effect=True)
+    newer = msgspec.structs.replace(RUNS, roster=2)
+    assert made.enrol("a", newer, ("a", 1)) == [KeepPlan(newer, took_effect=False)]
+    older = msgspec.structs.replace(RUNS, roster=1)
+    assert made.take_current(older) == []
+    assert made.edition == (4, 1)
+    assert made.newest_plan == newer
+    assert made.take_current(newer) == [KeepPlan(newer, took_effect=True)]

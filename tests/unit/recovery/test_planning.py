@@ -16,7 +16,7 @@ WITH_CHECKPOINTS = settings(has_checkpoints=True, deadline_s=3.0, settle_s=5.0)
 def ballot(promises: list[Promise], base: Plan | None = None) -> Ballot:
     needs = {base.edition: electorate(base.voters)} if base is not None else {}
     at = base.edition if base is not None else (-1, 0)
-    made = Ballot(promises[0].generation, "b was lost", at, needs, 0.0)
+    made = Ballot(promises[0].generation, "b was lost", at, needs)
     for one in promises:
         made.take_promise(one)
     return made
