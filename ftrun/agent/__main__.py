@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ftrun import clock
-from ftrun.agent.kept_state import KeptState, decode_state
+from ftrun.agent.kept_state import KeptState, decode_state, newer
 from ftrun.agent.processes import process_state
 from ftrun.agent.smp_link import SmpLink
 from ftrun.agent.stub_link import StubLink, kept
@@ -119,7 +119,7 @@ def _take_over(smp: SmpLink, journal: Journal) -> KeptState:
     else:
         for fd in fds:
             os.close(fd)
-    state = decode_state(left) if left else from_stub
+    state = newer(decode_state(left or b""), from_stub)
     _wait_for_end_of(state.pids)
     if state.plan is not None:
         generation = state.plan.generation

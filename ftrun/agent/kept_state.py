@@ -23,6 +23,15 @@ class KeptState(msgspec.Struct, frozen=True):
         return msgspec.json.encode(self)
 
 
+def newer(one: KeptState, other: KeptState) -> KeptState:
+    """Of what the SMP and what the stub has kept: one of them may have missed the last word."""
+    plan_of = (one.plan, other.plan)
+    ages = [(plan.edition if plan is not None else (-1, 0)) for plan in plan_of]
+    pids = sorted({*one.pids, *other.pids})
+    is_first = (ages[0], one.took_effect) >= (ages[1], other.took_effect)
+    return msgspec.structs.replace(one if is_first else other, pids=pids)
+
+
 def decode_state(data: bytes) -> KeptState:
     """The state again; nothing known where there is none, or where another version wrote it."""
     if not data:
