@@ -430,8 +430,7 @@ class Protector:
             self._troubles.lost(node_id, why)
 
     def linked(self, node_id: str) -> None:
-        """A lost link is there again."""
-        self._troubles.linked(node_id)
+        """A lost link to this node is there again."""
         for round_ in list(self._rounds.values()):
             if not round_.is_ready:
                 self._begin_again(round_, round_.attempt + 1)

@@ -12,6 +12,9 @@ from ftrun.ids import Version
 from ftrun.smp.protecting import Protecting
 from ftrun.wire import messages as m
 
+MAX_REASONS = 3
+"""Why a node's link is lost; more of them are not told in one generation."""
+
 TellAgent = Callable[..., None]
 _log = logging.getLogger(__name__)
 
@@ -21,7 +24,8 @@ class Troubles:
 
     def __init__(self, tell_agent: TellAgent) -> None:
         self._tell_agent = tell_agent
-        self._lost: dict[str, str] = {}
+        self._lost: dict[str, set[str]] = {}
+        """What was told of each node."""
         self._unprotected = ""
 
     def clear(self) -> None:
@@ -43,15 +47,16 @@ class Troubles:
         self._tell("source_set_aside", why, [node_id])
 
     def lost(self, node_id: str, why: str) -> None:
-        """There is no link to a node, or none from it."""
-        if node_id not in self._lost:
-            self._lost[node_id] = why
-            self._tell("peer_lost", f"node {node_id}: {why}", [node_id])
+        """There is no link to a node, or none from it; each reason once, and not many.
 
-    def linked(self, node_id: str) -> None:
-        """There is one again. What was told is not told again: a peer in a newer generation takes
-        each call and hangs up, and an agent that imports torch does not read for many seconds.
-        """  # noqa: D205 - one sentence
+        A peer in a newer generation takes each call and hangs up, and an agent that imports torch
+        does not read for many seconds. But what comes first, a closed connection, may not be the
+        reason that the operator needs.
+        """
+        told = self._lost.setdefault(node_id, set())
+        if why not in told and len(told) < MAX_REASONS:
+            told.add(why)
+            self._tell("peer_lost", f"node {node_id}: {why}", [node_id])
 
     def stalled(self, at: Version, group: Protecting, stored: Collection[int]) -> None:
         """All have sealed a version, and nothing moves."""
