@@ -57,6 +57,8 @@ def test_stopped_by_hand_it_shows_what_it_has_and_ends() -> None:
         text=True,
         env={**os.environ, "PYTHONUNBUFFERED": "1"},
         process_group=0,
+        # Where this test runs behind a shell's `&`, SIGINT is ignored by all that it starts.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     try:
         assert run.stdout is not None

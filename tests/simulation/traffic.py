@@ -190,6 +190,7 @@ def quiet(num_nodes: int) -> Scenario:
         tick_s=_TICK_S,
         unruly=0.0,
         has_checkpoints=False,
+        load_s=0.0,
         num_faults=0,
         faults_end_s=1e9,
         num_left_off=0,
