@@ -14,6 +14,17 @@ from tests.integration.conftest import Run, Start, is_gone
 
 PARTS = ("rank", "smp", "zygote", "agent")
 KILL_AT = 30
+ALWAYS = {("rank", "smp"), ("smp", "agent")}
+"""Of the pairs; the others in scripts/test --full."""
+
+TOGETHER = [
+    pytest.param(
+        parts,
+        id="+".join(parts),
+        marks=[] if len(parts) == 1 or parts in ALWAYS else [pytest.mark.full],
+    )
+    for parts in [*((part,) for part in PARTS), *combinations(PARTS, 2)]
+]
 
 pytestmark = [pytest.mark.chaos, pytest.mark.slow, pytest.mark.launch]
 
@@ -25,9 +36,7 @@ def kill(run: Run, parts: tuple[str, ...]) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
-@pytest.mark.parametrize(
-    "parts", [*((part,) for part in PARTS), *combinations(PARTS, 2)], ids="+".join
-)
+@pytest.mark.parametrize("parts", TOGETHER)
 def test_killed_parts_cost_no_step_and_no_bit(
     start: Start, train: tuple[str, ...], undisturbed: Checked, parts: tuple[str, ...]
 ) -> None:
