@@ -5,11 +5,11 @@ of the catalogue, which is in scripts/drill_faults.py, in scripts/test --full.
 """
 
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from bench_common import Deadline
+from bench_common import ROOT, Deadline
 from drill_faults import FAULTS
 from drill_nodes import KINDS, Undisturbed, drill, job_words
 from nodes_run import NodesRun
@@ -30,6 +30,7 @@ ALWAYS = [
     ("rank-kill", "fsdp2"),
     ("stale-rejoin", "fsdp2"),
     ("agent-kill", "ddp"),
+    ("one-by-one", "ddp"),
 ]
 IN_FULL = [(name, kind) for name in FAULTS for kind in KINDS if (name, kind) not in ALWAYS]
 
@@ -46,10 +47,12 @@ def nodes(tmp_path: Path) -> Iterator[Start]:
     """A run with so many members, not started yet, on a cluster with nodes to spare."""
     clusters = []
 
-    def make(members: int, *flags: object, others: int = 0) -> NodesRun:
+    def make(
+        members: int, *flags: object, others: int = 0, words: Sequence[object] = ()
+    ) -> NodesRun:
         clusters.append(cluster := VirtualCluster(members + others))
         cluster.up()
-        words = job_words("ddp", tmp_path)
+        words = words or job_words("ddp", tmp_path)
         return NodesRun(cluster, tmp_path, words, Deadline(WAIT_S), members=members, flags=flags)
 
     yield make
@@ -79,6 +82,28 @@ def test_other_fault_changes_no_byte(
 ) -> None:
     row = drill(FAULTS[name], kind, tmp_path, undisturbed)
     assert row.equal, row.problem
+
+
+def test_a_run_that_has_shrunk_grows_at_a_boundary_and_loses_no_step(
+    nodes: Start, tmp_path: Path
+) -> None:
+    worker = ROOT / "scripts" / "bench_recovery_worker.py"
+    words = [worker, "--folder", tmp_path, "--state-mb", 1]
+    run = nodes(2, "--nnodes", "1:2", "--set", "nodes.settle_s=1", words=words)
+    run.start_all()
+    run.wait_for_step(10)
+    run.fault("reset", 1)
+    run.wait_for("a step of one node alone", lambda: run.steps(0, 1))
+    run.bring_back(1)
+    run.wait_for("a step of both", lambda: run.first_steps(2))
+    (shrunk, grown) = run.journals("Generation")[-2:]
+    assert (shrunk["text"], grown["text"]) == (
+        "generation 1: 1 nodes, 1 ranks",
+        "generation 2: 2 nodes, 2 ranks",
+    )
+    assert grown["why"] == "grows from 1 to 2 nodes"
+    last = run.steps(0, 1)[-1]["step"]
+    assert [line["step"] for line in run.first_steps(2)] == [last + 1] * 2
 
 
 def test_survivor_of_two_pauses_and_gives_up_with_76(nodes: Start) -> None:
