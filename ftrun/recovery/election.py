@@ -64,6 +64,8 @@ class Election:
         """Who has not answered yet, and since when."""
         self._needed: set[str] = set()
         """Members of the announced plan that have not accepted."""
+        self._slow: list[str] = []
+        """Of which that was said."""
         self._refusals = 0
         self.again_s: float | None = None
         """When to begin another ballot."""
@@ -111,7 +113,7 @@ class Election:
         self.ballot.announce(plan)
         self._refusals = 0
         self._awaited = dict.fromkeys(self.ballot.promises, now_s)
-        self._needed = {node.node_id for node in plan.members}
+        self._needed, self._slow = {node.node_id for node in plan.members}, []
         return [Send(node_id, Announce(plan)) for node_id in self.ballot.promises]
 
     def joined(self, peer: Peer, *, now_s: float) -> list[Command]:
@@ -193,13 +195,15 @@ class Election:
         self._needed.discard(node_id)
         return True
 
-    def hold_up(self, *, now_s: float) -> str:
-        """Which members have been getting ready for an announced plan for long, in words."""
+    def hold_up(self, *, now_s: float) -> list[Command]:
+        """Say which members have been getting ready for an announced plan for long; once."""
         since_s = now_s - self._settings.answer_s
         slow = sorted(one for one in self._needed if self._awaited.get(one, now_s) <= since_s)
-        if self.ballot is None or not slow:
-            return ""
-        return f"generation {self.ballot.generation} is not ready on {', '.join(slow)}"
+        if self.ballot is None or not slow or slow == self._slow:
+            return []
+        self._slow = slow
+        text = f"generation {self.ballot.generation} waits for {', '.join(slow)} to get ready"
+        return [Note("Waiting", f"{text}, as where a checkpoint is read", say=True)]
 
     def lost(self, node_id: str) -> None:
         """This agent answers nothing any more."""

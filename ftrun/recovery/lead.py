@@ -288,10 +288,8 @@ class Lead:
                 return self._take_effect(ballot, now_s)
             case Stage.BROKEN:
                 return self.propose(ballot.why, now_s=now_s)
-            case Stage.ANNOUNCED if why := self._election.hold_up(now_s=now_s):
-                return self.pause.begin(why, now_s=now_s)
             case _:
-                return []
+                return self._election.hold_up(now_s=now_s)
 
     def _plan_it(self, ballot: Ballot, now_s: float) -> list[Command]:
         """All who are here have promised: say what the next generation is to be."""

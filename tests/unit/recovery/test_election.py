@@ -250,10 +250,13 @@ def test_it_is_not_carried_while_a_member_is_missing() -> None:
     made.announce("abc")
     made.accept("ab")
     assert made.election.stage() is Stage.ANNOUNCED
-    assert made.election.hold_up(now_s=1.0) == ""
+    assert made.election.hold_up(now_s=1.0) == []
     made.election.repeat(now_s=300.0)
     assert made.election.stage() is Stage.ANNOUNCED, "it may be reading a checkpoint"
-    assert made.election.hold_up(now_s=300.0) == "generation 5 is not ready on c"
+    (said,) = made.election.hold_up(now_s=300.0)
+    assert isinstance(said, Note)
+    assert said.text.startswith("generation 5 waits for c to get ready")
+    assert made.election.hold_up(now_s=301.0) == []
 
 
 def test_a_spare_that_does_not_accept_is_done_without() -> None:
