@@ -149,7 +149,8 @@ class RunLoop:
             case commands.RunGeneration():
                 self._run_generation()
             case commands.KillWorkers():
-                self._note(order)
+                if self.workers.alive():
+                    self._note(order)
                 self._kill()
             case commands.HoldRanks() | commands.ReleaseRanks():
                 self._note(order)  # it is done already, see ClusterBrain
