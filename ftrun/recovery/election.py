@@ -112,6 +112,7 @@ class Election:
         assert self.ballot is not None
         self.ballot.announce(plan)
         self._refusals = 0
+        self.again_s = None  # what was missing, and to be asked for again, is not any more
         self._awaited = dict.fromkeys(self.ballot.promises, now_s)
         self._needed, self._slow = {node.node_id for node in plan.members}, []
         return [Send(node_id, Announce(plan)) for node_id in self.ballot.promises]
