@@ -10,7 +10,7 @@ DOCUMENT = {
     "state": "running",
     "generation": 1,
     "uptime_s": 75.0,
-    "script": "/work/train.py",
+    "script": "/home/user/train.py",
     "restarts": [
         {
             "generation": 1,
@@ -61,7 +61,7 @@ def test_verdict_comes_first_and_tells_that_nothing_protects(
     assert lines[0] == "running at step 12 - UNPROTECTED: two slots need 9 MB"
     text = "\n".join(lines)
     for said in (
-        "run gpt-1  /work/train.py  generation 1  up 1 min 15 s",
+        "run gpt-1  /home/user/train.py  generation 1  up 1 min 15 s",
         "0.20 s ago",
         "2.5000",
         "newest step 11 (generation 1), 0.40 s old; 5.0 MB per rank, 20.0 MB of memory in all",
