@@ -16,6 +16,11 @@ def now_ns() -> int:
     return time.monotonic_ns()
 
 
+def thread_cpu_s() -> float:
+    """Processor time of the calling thread, in seconds."""
+    return time.thread_time()
+
+
 def wall_s() -> float:
     """Seconds since 1970. For journals and file names only: it may jump."""
     return time.time()

@@ -99,6 +99,10 @@ class StopConfig(_Section):
 class MonitorConfig(_Section):
     """When something is wrong."""
 
+    enabled: bool = Field(
+        default=True,
+        description="look at the ranks: collectives, stacks, links; needed to name a culprit",
+    )
     stopped_kill_s: float = Field(
         default=5.0,
         gt=0,
@@ -108,6 +112,62 @@ class MonitorConfig(_Section):
         default=60.0,
         gt=0,
         description="a worker without a step for so long is reported",
+    )
+
+
+class HangConfig(_Section):
+    """A run that makes no steps any more. Both limits follow the run's own steps."""
+
+    suspect_s: float = Field(
+        default=10.0,
+        gt=0,
+        description="a rank without a step for so long is suspected, and the culprit named",
+    )
+    suspect_factor: float = Field(
+        default=3.0, ge=1, description="and not before so many times the p99 of a step"
+    )
+    kill_after_s: float = Field(
+        default=120.0,
+        gt=0,
+        description="without proof (it computes, loads data, evaluates) it is killed after so long",
+    )
+    kill_factor: float = Field(
+        default=10.0, ge=1, description="and not before so many times the p99 of a step"
+    )
+    phase_limit_s: float = Field(
+        default=1800.0,
+        gt=0,
+        description="the same for what may take long: session.phase(), saving, compiling, data",
+    )
+    still_s: float = Field(
+        default=3.0, gt=0, description="proof: a rank that others wait for has not moved so long"
+    )
+    action: Literal["restart", "report", "evict"] = Field(
+        default="restart",
+        description="report: name the culprit, leave the run as it is; evict: restart, and on "
+        "another node where one stands by",
+    )
+
+
+class SlowConfig(_Section):
+    """Ranks and links that hold all others up, though they go on."""
+
+    action: Literal["report", "evict"] = Field(
+        default="report",
+        description="evict: put a node that stands by in the place of the slow one",
+    )
+    evict_after_s: float = Field(
+        default=30.0, ge=0, description="it has been slow for so long; what passes is left alone"
+    )
+
+
+class NumbersConfig(_Section):
+    """A loss or parameters that are no numbers any more."""
+
+    policy: Literal["report", "stop", "rollback", "skip-data"] = Field(
+        default="report",
+        description="stop: end the run with 93; rollback: go on from a version before it; "
+        "skip-data: the same, without the batches that led to it",
     )
 
 
@@ -155,6 +215,34 @@ class NodesConfig(_Section):
     )
 
 
+class PreflightConfig(_Section):
+    """The check of a node before it may run ranks."""
+
+    enabled: bool = Field(default=True, description="a node checks itself before it joins")
+    limit_s: float = Field(
+        default=3.0, gt=0, le=60, description="for it all; what is not done by then is told"
+    )
+    min_memory_gb_s: float = Field(
+        default=0.2, ge=0, description="memory is copied at least so fast, else the node stays out"
+    )
+    min_loopback_mb_s: float = Field(default=20.0, ge=0, description="TCP within the machine")
+    min_link_mb_s: float = Field(
+        default=0.1, ge=0, description="TCP to the node by which it joins, the slower direction"
+    )
+    min_free_memory_mb: float = Field(default=128.0, ge=0, description="memory that is free")
+    min_free_disk_mb: float = Field(
+        default=64.0, ge=0, description="disk that is free for the logs; less is only a warning"
+    )
+    min_open_files: int = Field(default=256, ge=0, description="open files of a process")
+    min_processes: int = Field(default=64, ge=0, description="processes that may still be started")
+    warn_below: float = Field(
+        default=0.5, ge=0, le=1, description="part of the other nodes' median rate that is reported"
+    )
+    again_s: float = Field(
+        default=60.0, gt=0, description="a node that is not fit checks itself again after so long"
+    )
+
+
 class ErasureConfig(_Section):
     """How snapshots survive the loss of nodes."""
 
@@ -191,6 +279,29 @@ class SecurityConfig(_Section):
     )
 
 
+class MetricsConfig(_Section):
+    """Figures of a run for Prometheus, at /metrics."""
+
+    port: int = Field(default=0, ge=0, le=65535, description="where they are served; 0: nowhere")
+    host: str = Field(default="127.0.0.1", description="address that is listened at")
+    token_file: str | None = Field(
+        default=None, description="file with what a scraper must show; none: anyone may read"
+    )
+
+
+class HooksConfig(_Section):
+    """Who is told of an incident: when it has its verdict, and when it is closed."""
+
+    on_incident: str | None = Field(
+        default=None, description="command for the shell; it gets the incident as JSON on stdin"
+    )
+    webhook: str | None = Field(
+        default=None,
+        pattern=r"^https?://[^\s/]+",
+        description="address to which the same JSON is sent by POST",
+    )
+
+
 class Profile(_Section):
     """All that a profile may set."""
 
@@ -199,11 +310,17 @@ class Profile(_Section):
     restart: RestartConfig = RestartConfig()
     stop: StopConfig = StopConfig()
     monitor: MonitorConfig = MonitorConfig()
+    hang: HangConfig = HangConfig()
+    slow: SlowConfig = SlowConfig()
+    numbers: NumbersConfig = NumbersConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     smp: SmpConfig = SmpConfig()
     nodes: NodesConfig = NodesConfig()
+    preflight: PreflightConfig = PreflightConfig()
     erasure: ErasureConfig = ErasureConfig()
     security: SecurityConfig = SecurityConfig()
+    metrics: MetricsConfig = MetricsConfig()
+    hooks: HooksConfig = HooksConfig()
 
 
 class NodesSpec(BaseModel):
@@ -259,6 +376,10 @@ class RunSpec(BaseModel):
     )
     quiet: bool = False
     debug: bool = False
+    allow_faults: bool = Field(default=False, description="ftrun inject-fault may break this run")
+    allow_network_faults: bool = Field(
+        default=False, description="it may cut this node's network, whosever namespace that is"
+    )
     cwd: str
     profile: Profile = Profile()
     nodes: NodesSpec | None = Field(default=None, description="none: a run on one node")

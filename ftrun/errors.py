@@ -5,6 +5,7 @@
     |   |-- ProfileInvalid
     |   |-- RunIdTaken                        another script, or a run that is still alive
     |   |-- AddressTaken                      somebody else listens there
+    |   |-- FaultRefused                      a fault that cannot really be made here
     |   `-- NotSupportedHere                  the launcher needs Linux
     |-- SnapshotError               exit 77   no state to resume from
     |   |-- MemoryTooSmall                    two slots do not fit
@@ -74,6 +75,10 @@ class ProfileInvalid(UsageError):
 
 class RunIdTaken(UsageError):
     """The run id belongs to a run that is alive, or to another script."""
+
+
+class FaultRefused(UsageError):
+    """A fault that was ordered cannot really be made here; what is missing is named."""
 
 
 class AddressTaken(UsageError):

@@ -21,6 +21,10 @@ class Kind(Enum):
     CORRUPT_SNAPSHOT = "corrupt snapshot"
     NODE_LOST = "node lost"
     RESTORE_FAILED = "restore failed"
+    HUNG = "hung"
+    SKIPPED = "skipped a collective"
+    LEFT_EARLY = "left early"
+    BAD_NUMBERS = "bad numbers"
 
 
 @dataclass(frozen=True, slots=True)

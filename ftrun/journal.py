@@ -9,13 +9,18 @@ A full disk must not end a run: a line that cannot be written is counted and dro
 """
 
 import json
+import math
 import os
 from collections import deque
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from ftrun import clock
 
 FILE_NAME = "journal.jsonl"
+
+Watcher = Callable[[str, Mapping[str, object]], None]
+"""Gets the kind and the fields of a line; in the thread that writes it, so it must not wait."""
 
 
 class Journal:
@@ -25,6 +30,7 @@ class Journal:
         self._who = who
         self._node = node
         self._copies: deque[str] | None = None
+        self._watchers: list[Watcher] = []
         self.dropped = 0
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -43,10 +49,15 @@ class Journal:
             "kind": kind,
             **fields,
         }
-        text = json.dumps(line, default=str)
+        try:
+            text = json.dumps(line, default=str, allow_nan=False)
+        except ValueError:  # what is no number has no form in JSON: it is written as a word
+            text = json.dumps(_as_words(line), default=str)
         if self._copies is not None:
             self._copies.append(text)
         self.append(text)
+        for watcher in self._watchers:
+            watcher(kind, fields)
 
     def append(self, line: str) -> None:
         """A line that is whole already."""
@@ -54,6 +65,10 @@ class Journal:
             os.write(self._fd, line.encode() + b"\n")
         except OSError:
             self.dropped += 1
+
+    def watch(self, watcher: Watcher) -> None:
+        """Have every line of this journal seen too, once it is written."""
+        self._watchers.append(watcher)
 
     def keep_copies(self) -> None:
         """Keep each line for `take_copies` too, the newest thousand of them."""
@@ -63,6 +78,17 @@ class Journal:
         """Lines since the last call."""
         copies = self._copies
         return [copies.popleft() for _ in range(len(copies))] if copies is not None else []
+
+
+def _as_words(value: object) -> object:
+    """The same, with NaN and infinity as text."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {key: _as_words(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_as_words(one) for one in value]
+    return value
 
 
 def read_journal(folder: Path) -> list[dict[str, object]]:

@@ -41,6 +41,14 @@ def die_with_parent(parent_pid: int, *, deadline_s: float = 10.0) -> None:
         os._exit(1)
 
 
+def end_with_parent() -> None:
+    """Be sent SIGTERM when the parent dies, also one of another pid namespace.
+
+    It holds for what this process executes later, not for its children.
+    """
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
 def become_subreaper() -> None:
     """From now on a descendant that loses its parent becomes a child of this process.
 

@@ -59,6 +59,9 @@ def main() -> None:
             loss.backward()
             optimizer.step()
             scheduler.step()
+            mean = loss.detach() / world_size
+            dist.all_reduce(mean)  # as most scripts do; so a collective left out is not for long
+            session.report(loss=mean)
             notes.write("step", step=step, loss=loss.item().hex(), **where)
             pace(args, step)
     notes.write("end", step=session.step, digest=digest_of(plain, optimizer), **where)

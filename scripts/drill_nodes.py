@@ -19,8 +19,6 @@ Ends with 1 when a drill does not come to its end, or a byte differs.
 import argparse
 import contextlib
 import json
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -34,24 +32,26 @@ from bench_common import (
     Deadline,
     conditions,
     parser_of,
-    read_lines,
     run_bench,
     scratch,
     show_conditions,
     show_table,
 )
 from drill_faults import FAULTS, Breaking, Fault
-from nodes_run import NodesRun, environment
+from nodes_run import Line, NodesRun
 from virtual_cluster import ClusterError, VirtualCluster, available
+
+from ftrun.cli.drill_jobs import Job, Undisturbed
+from ftrun.cli.drill_outcome import difference, outcome_of
+from ftrun.errors import FtrunError
+
+__all__ = ["KINDS", "Undisturbed", "break_in", "drill", "job_words"]
 
 KINDS = ("ddp", "fsdp2")
 STEPS = 160
 PACE_S = 0.03
 DRILL_S = 120.0
 SCRIPT = ROOT / "scripts" / "drill_job.py"
-
-Outcome = dict[int | str, str]
-"""Of a rank: the loss by step, and the `digest` at the end."""
 
 
 @dataclass
@@ -70,37 +70,20 @@ class Row:
 
 
 @dataclass
-class Undisturbed:
-    """What torchrun gives, by job and number of ranks; each is run once."""
+class Broken:
+    """A run that was broken, as it is seen by whoever judges it."""
 
-    folder: Path
-    _found: dict[tuple[str, int], list[Outcome]] = field(default_factory=dict)
-
-    def of(self, kind: str, ranks: int) -> list[Outcome]:
-        """Raises: BenchError: torchrun fails."""
-        if (kind, ranks) not in self._found:
-            folder = self.folder / f"undisturbed-{kind}-{ranks}"
-            self._found[kind, ranks] = self._run(kind, ranks, folder)
-        return self._found[kind, ranks]
-
-    def _run(self, kind: str, ranks: int, folder: Path) -> list[Outcome]:
-        folder.mkdir()
-        (folder / "go").touch()
-        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-        done = subprocess.run(
-            [sys.executable, *torchrun, *job_words(kind, folder)],
-            cwd=folder,
-            env=environment({"TMPDIR": str(folder)}),  # it leaves a folder of logs there
-            capture_output=True,
-            text=True,
-            timeout=DRILL_S,
-            check=False,
-        )
-        found = outcomes(folder, ranks)
-        # A rank that aborts while gloo is taken down has noted all that is compared.
-        if done.returncode != 0 and not all("digest" in one for one in found):
-            raise BenchError(f"torchrun ended with {done.returncode}:\n{done.stderr[-2000:]}")
-        return found
+    journal: list[Line] = field(default_factory=list)
+    """Of all nodes, in the order of time."""
+    hit_s: float | None = None
+    """When the first fault was made, on the clock of the journal."""
+    seconds: float | None = None
+    steps_lost: int | None = None
+    recoveries: int = 0
+    is_over: bool = False
+    """It has come to its end, so that its result can be compared."""
+    difference: str = ""
+    problem: str = ""
 
 
 def job_words(kind: str, folder: Path, pace: float = 1.0) -> list[str]:
@@ -139,18 +122,30 @@ def drill(fault: Fault, kind: str, folder: Path, undisturbed: Undisturbed) -> Ro
     nodes = f"{fault.members}+{fault.spares}" if fault.spares else str(fault.members)
     row = Row(fault.name, kind, nodes, fault.what)
     began_s = time.monotonic()
-    try:
-        break_one(fault, kind, folder / f"{fault.name}-{kind}", undisturbed, row)
-    except (BenchError, ClusterError) as error:
-        row.problem = str(error)
+    broken = break_in(fault, kind, folder / f"{fault.name}-{kind}", undisturbed)
+    row.seconds, row.steps_lost = broken.seconds, broken.steps_lost
+    row.recoveries = broken.recoveries
+    row.problem = broken.problem or broken.difference
     row.equal = not row.problem
     took_s = time.monotonic() - began_s
     print(f"{fault.name:15} {kind:5} {took_s:5.1f} s  {in_words(row)}", flush=True)
     return row
 
 
-def break_one(fault: Fault, kind: str, folder: Path, undisturbed: Undisturbed, row: Row) -> None:
-    expected = undisturbed.of(kind, fault.members)
+def break_in(fault: Fault, kind: str, folder: Path, undisturbed: Undisturbed) -> Broken:
+    """One run with one fault, in a cluster of its own. What went wrong is in `problem`."""
+    found = Broken()
+    try:
+        _break(fault, kind, folder, undisturbed, found)
+    except (BenchError, ClusterError, FtrunError) as error:
+        found.problem = str(error)
+    return found
+
+
+def _break(fault: Fault, kind: str, folder: Path, undisturbed: Undisturbed, found: Broken) -> None:
+    names = tuple(f"rank{rank}.jsonl" for rank in range(fault.members))
+    job = Job(kind, tuple(job_words(kind, Path("FOLDER"))), names, STEPS)
+    expected = undisturbed.of(job, fault.members)
     with VirtualCluster(fault.members + fault.spares) as cluster:
         run = NodesRun(
             cluster,
@@ -162,11 +157,16 @@ def break_one(fault: Fault, kind: str, folder: Path, undisturbed: Undisturbed, r
             flags=fault.flags,
         )
         breaking = Breaking(run, kind)
-        fault.act(breaking)
-        run.finish()
-        row.seconds = round(breaking.seconds(), 3)
-    row.recoveries, row.steps_lost = run.generation, steps_lost(run)
-    row.problem = difference(expected, outcomes(folder, fault.members))
+        try:
+            fault.act(breaking)
+            run.finish()
+            found.seconds = round(breaking.seconds(), 3)
+        finally:
+            found.journal = run.journals()
+            found.hit_s = breaking.hits[0][1] / 1e9 if breaking.hits else None
+    found.recoveries, found.steps_lost, found.is_over = run.generation, steps_lost(run), True
+    outcomes = [outcome_of(folder / name) for name in names]
+    found.difference = difference(expected, outcomes)
 
 
 def steps_lost(run: NodesRun) -> int:
@@ -180,36 +180,6 @@ def steps_lost(run: NodesRun) -> int:
         ranks = range(run.members)
         done = max(done, min(int(run.steps(rank, generation)[-1]["step"]) for rank in ranks))
     return lost
-
-
-def outcomes(folder: Path, ranks: int) -> list[Outcome]:
-    return [outcome_of(folder / f"rank{rank}.jsonl") for rank in range(ranks)]
-
-
-def outcome_of(path: Path) -> Outcome:
-    """A step that was done twice with two results has both of them, and so equals nothing."""
-    found: Outcome = {}
-    for line in read_lines(path):
-        at: int | str
-        if line["kind"] == "step":
-            at, value = line["step"], line["loss"]
-        elif line["kind"] == "end":
-            at, value = "digest", line["digest"]
-        else:
-            continue
-        if found.setdefault(at, value) != value:
-            found[at] += f" and {value}"
-    return found
-
-
-def difference(expected: list[Outcome], found: list[Outcome]) -> str:
-    """The first one in words; empty where there is none."""
-    for rank, (right, is_so) in enumerate(zip(expected, found, strict=True)):
-        for at in right:
-            if is_so.get(at) != right[at]:
-                what = "the state at the end" if at == "digest" else f"the loss of step {at}"
-                return f"{what} of rank {rank} is {is_so.get(at)}, undisturbed {right[at]}"
-    return ""
 
 
 def in_words(row: Row) -> str:

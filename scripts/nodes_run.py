@@ -243,7 +243,7 @@ class NodesRun:
         lines = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
         return [line for line in lines if not kind or line["kind"] == kind]
 
-    def journals(self, kind: str) -> list[Line]:
+    def journals(self, kind: str = "") -> list[Line]:
         """Of all nodes, in the order of time."""
         found = [line for node in self.processes for line in self.journal(node, kind)]
         return sorted(found, key=lambda line: float(line["mono_s"]))

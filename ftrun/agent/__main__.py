@@ -4,11 +4,13 @@ Runs in:  agent.
 Takes in: the spec in the run folder; the memory of an SMP that has outlived the last agent.
 Gives:    a run, from its first generation (or the next one) to its exit code.
 
-Zygote and SMP are started before torch is imported here, so that the imports overlap.
+Zygote, SMP and this node's check of itself are started before torch is imported here, so that
+all of it overlaps.
 """
 
 import logging
 import os
+import signal
 import sys
 import traceback
 from contextlib import suppress
@@ -21,7 +23,7 @@ from ftrun.agent.smp_link import SmpLink
 from ftrun.agent.stub_link import StubLink, kept
 from ftrun.agent.zygote_link import ZygoteLink
 from ftrun.config import RunSpec
-from ftrun.errors import FtrunError, InternalError
+from ftrun.errors import ExitCode, FtrunError, InternalError
 from ftrun.journal import Journal
 from ftrun.kernel import become_subreaper, die_with_parent, name_process
 from ftrun.wire.run_folder import RunFolder
@@ -35,17 +37,16 @@ def main() -> int:
     die_with_parent(int(os.environ.get("FTRUN_STUB_PID", os.getppid())))
     name_process("ftrun-agent")
     spec = RunSpec.model_validate_json(folder.spec.read_bytes())
-    level = logging.DEBUG if spec.debug else logging.ERROR if spec.quiet else logging.WARNING
-    logging.basicConfig(level=level, format="ftrun: %(message)s", stream=sys.stderr)
-    if not spec.quiet:
-        logging.getLogger("ftrun").setLevel(min(level, logging.INFO))
+    _set_up_logging(spec)
     folder.keep_mark.unlink(missing_ok=True)
     node_id = spec.nodes.node_id if spec.nodes is not None else ""
     journal = Journal(Path(spec.log_folder), who="agent", node=node_id)
     smp = SmpLink(folder, spec.profile.smp.orphan_s)
     zygote: ZygoteLink | None = None
+    preflight = None
     keep_memory = False
     try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # the stub has blocked it
         os.chdir(spec.cwd)
         _set_thread_count(spec.torchrun_argv)
         if spec.profile.start.mode == "warm":
@@ -53,32 +54,54 @@ def main() -> int:
             zygote.start()
         stub = StubLink()
         known = _take_over(smp, journal)
+        from ftrun.agent.preflight_desk import PreflightDesk
+
+        preflight = PreflightDesk(spec, journal)
+        preflight.begin(is_awaited=known.plan is not None)
         from ftrun.agent.launcher import launch
 
-        code = launch(spec, journal, smp, zygote, stub, kept=known)
+        code = launch(spec, journal, smp, zygote, stub, kept=known, preflight=preflight)
         keep_memory = _keep_what_was_resumed(code, folder, spec, smp)
         return code
+    except KeyboardInterrupt:  # before the run loop takes signals; mostly in an import
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        journal.write("error", kind_of="KeyboardInterrupt", text="stopped before the first start")
+        sys.stderr.write("ftrun: stopped by SIGINT before anything was started\n")
+        return ExitCode.INTERRUPTED
     except FtrunError as error:
         journal.write("error", kind_of=type(error).__name__, text=str(error))
         sys.stderr.write(f"ftrun: {error}\n")
         keep_memory = _keep_what_was_resumed(error.exit_code, folder, spec, smp)
         return error.exit_code
     except Exception as error:  # noqa: BLE001 - the process loop: anything here is our bug
-        journal.write("bug", text=traceback.format_exc())
-        traceback.print_exc()
-        sys.stderr.write(
-            f"ftrun: this is a bug in ftrun ({type(error).__name__}); please report it with "
-            f"{spec.log_folder}/journal.jsonl\n"
-        )
+        _tell_bug(error, spec, journal)
         # The stub starts another agent, which goes on with the memory that the SMP keeps.
         folder.crash_mark.touch()
         keep_memory = True
         return InternalError.exit_code
     finally:
+        if preflight is not None:
+            preflight.close()
         if zygote is not None:
             zygote.close()
         if not keep_memory:
             smp.shutdown()
+
+
+def _set_up_logging(spec: RunSpec) -> None:
+    level = logging.DEBUG if spec.debug else logging.ERROR if spec.quiet else logging.WARNING
+    logging.basicConfig(level=level, format="ftrun: %(message)s", stream=sys.stderr)
+    if not spec.quiet:
+        logging.getLogger("ftrun").setLevel(min(level, logging.INFO))
+
+
+def _tell_bug(error: Exception, spec: RunSpec, journal: Journal) -> None:
+    journal.write("bug", text=traceback.format_exc())
+    traceback.print_exc()
+    sys.stderr.write(
+        f"ftrun: this is a bug in ftrun ({type(error).__name__}); please report it with "
+        f"{spec.log_folder}/journal.jsonl\n"
+    )
 
 
 def _keep_what_was_resumed(code: int, folder: RunFolder, spec: RunSpec, smp: SmpLink) -> bool:

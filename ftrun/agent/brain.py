@@ -12,7 +12,7 @@ from collections.abc import Callable
 from queue import Empty, SimpleQueue
 
 from ftrun import clock
-from ftrun.recovery.commands import Command, Dial, HangUp, NodeCommand, Send
+from ftrun.recovery.commands import CheckAgain, Command, Dial, HangUp, NodeCommand, Send
 from ftrun.recovery.happenings import Happening, Passing
 from ftrun.recovery.member import Member
 from ftrun.recovery.oversight import Oversight
@@ -37,9 +37,12 @@ class Brain:
     ) -> None:
         self.settings = settings
         self.orders: SimpleQueue[NodeCommand] = SimpleQueue()
-        self.oversight = Oversight(policy, settings)
+        self.oversight = Oversight(policy, settings, me.node_id)
         """The newest one; it counts only while this agent leads."""
+        self.check_again: Callable[[int], None] = _nobody
+        """Begins a check of this node, up to this number; never waits."""
         self._policy = policy
+        self._me = me.node_id
         self.member = Member(
             me,
             settings,
@@ -97,12 +100,18 @@ class Brain:
     def _sort(self, command: Command, network: list[NetworkCommand]) -> None:
         if isinstance(command, Dial | Send | HangUp):
             network.append(command)
+        elif isinstance(command, CheckAgain):
+            self.check_again(command.number)
         else:
             self.orders.put(command)
 
     def _new_oversight(self) -> Oversight:
-        self.oversight = Oversight(self._policy, self.settings)
+        self.oversight = Oversight(self._policy, self.settings, self._me)
         return self.oversight
+
+
+def _nobody(_: int) -> None:
+    """A run on one node asks for no checks."""
 
 
 Wake = Callable[[], None]

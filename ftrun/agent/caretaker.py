@@ -133,7 +133,13 @@ class Caretaker:
         self._zygote.collect()
         if self._refill_due_s is not None and now_s > self._refill_due_s:
             self._refill_due_s = None
-            self._stores.prepare()
+            try:
+                self._stores.prepare()
+            except (OSError, RuntimeError) as error:
+                # Such as too many open files; the next generation can wait for its store.
+                _log.debug("no store is made ready: %s", error)
+                self._refill_due_s = now_s + REFILL_AFTER_S
+                return
             self._zygote.refill()
             children: list[Child] = [handle.child for handle in self._workers.handles]
             reap_strangers([*children, *self._zygote.children, *self._smp.children])

@@ -10,6 +10,7 @@ Survives: a lead that does not answer: the node's own status is shown, and says 
 import json
 import threading
 from collections import deque
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,17 @@ from ftrun import clock
 from ftrun.agent.brain import Brain
 from ftrun.agent.cluster_status import cluster_status
 from ftrun.agent.cluster_thread import ClusterThread
+from ftrun.agent.fault_desk import NOT_ALLOWED, FaultDesk
+from ftrun.agent.link_probe import ProbeDesk
 from ftrun.journal import Journal
 from ftrun.wire.cluster import (
     AnyClusterMessage,
     AskClusterStatus,
+    AskProbe,
     ClusterStatus,
     JournalLines,
 )
+from ftrun.wire.fault_messages import FaultAnswer, FaultOrdered
 
 ANSWER_S = 2.0
 LINES_EVERY_S = 1.0
@@ -36,6 +41,10 @@ class ClusterDesk:
 
     def __init__(self, brain: Brain, journal: Journal, merged_folder: Path) -> None:
         self.thread: ClusterThread | None = None
+        self.faults: FaultDesk | None = None
+        """Who takes orders for faults; None: this node takes none."""
+        self.prober: ProbeDesk | None = None
+        """Who tries links, where the lead asks for it."""
         self._brain = brain
         self._journal = journal
         self._merged: Journal | None = None
@@ -61,6 +70,13 @@ class ClusterDesk:
                     self._answered.notify_all()
             case JournalLines():
                 self._lines.extend(message.lines)
+            case FaultOrdered() | FaultAnswer() if self.faults is not None:
+                self.faults.take(sender, message)
+            case FaultOrdered(order=order) if self.thread is not None:
+                self.thread.send(sender, FaultAnswer(order.id, refused=NOT_ALLOWED))
+            case AskProbe() if self.prober is not None and self.thread is not None:
+                answer = partial(self.thread.send, sender)
+                self.prober.take(message, answer)
             case _:
                 pass
 

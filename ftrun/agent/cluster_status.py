@@ -5,10 +5,13 @@ Takes in: the brain of an agent.
 Gives:    plain values for a JSON document; docs/operations.md describes it.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 from ftrun import clock
 from ftrun.agent.brain import Brain
+from ftrun.agent.incident_status import incidents_of, last_collectives, lateness_of, life_of
+from ftrun.monitor.numbers import finite
 from ftrun.recovery.attendance import Peer
 from ftrun.recovery.lead import Lead
 from ftrun.wire.cluster import Beat, Plan
@@ -29,15 +32,19 @@ def cluster_status(brain: Brain) -> dict[str, Any]:
     beats = dict(brain.oversight.beats)
     now_s = clock.now_s()
     peers = sorted(lead.peers.values(), key=lambda peer: _place(peer, plan))
-    nodes = [_node(peer, plan, beats, now_s) for peer in peers]
+    late_s = lateness_of(brain)
+    nodes = [_node(peer, plan, beats, late_s, now_s) for peer in peers]
     protection = _protection(brain, plan, beats)
     return {
         **known,
         "nodes": nodes,
         **protection,
         "state": _state(brain, lead),
+        "life": life_of(brain),
+        "incidents": incidents_of(brain, now_s=now_s),
         "paused": lead.pause.why,
         "set_aside": sorted(brain.oversight.set_aside(now_s=now_s)),
+        "unfit": lead.screening.told,
         "verdict": _verdict(brain, lead, plan, beats, protection),
     }
 
@@ -59,11 +66,18 @@ def _place(peer: Peer, plan: Plan | None) -> tuple[int, str]:
     return (order.index(node_id) if node_id in order else len(order), node_id)
 
 
-def _node(peer: Peer, plan: Plan | None, beats: dict[str, Beat], now_s: float) -> dict[str, Any]:
+def _node(
+    peer: Peer,
+    plan: Plan | None,
+    beats: dict[str, Beat],
+    lateness_s: Mapping[int, float],
+    now_s: float,
+) -> dict[str, Any]:
     node_id = peer.card.node_id
     member = plan.member(node_id) if plan is not None else None
     is_spare = plan is not None and any(card.node_id == node_id for card in plan.spares)
     beat = beats.get(node_id)
+    calls = last_collectives(beat.views if beat is not None else ())
     place = "rank" if member is not None else "spare" if is_spare else "new"
     return {
         "node": node_id,
@@ -76,6 +90,7 @@ def _node(peer: Peer, plan: Plan | None, beats: dict[str, Beat], now_s: float) -
         "ready": list(beat.ready) if beat is not None and beat.ready else None,
         "unprotected": beat.unprotected if beat is not None else "",
         "domain": peer.card.domain,
+        "check": str(peer.fitness) if peer.fitness is not None else "",
         "ranks": [
             {
                 "rank": rank.rank,
@@ -84,6 +99,11 @@ def _node(peer: Peer, plan: Plan | None, beats: dict[str, Beat], now_s: float) -
                 "step": rank.step,
                 "age_s": rank.age_s,
                 "phase": rank.phase,
+                "loss": finite(rank.loss),
+                "step_p50_s": rank.p50_s or None,
+                "step_p99_s": rank.p99_s or None,
+                "lateness_s": lateness_s.get(rank.rank),
+                "last_collective": calls.get(rank.rank),
             }
             for rank in (beat.ranks if beat is not None else ())
         ],

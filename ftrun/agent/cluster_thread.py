@@ -22,17 +22,20 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 
 from ftrun.agent.brain import Brain, NetworkCommand, Wake
+from ftrun.agent.link_probe import serve_probe
 from ftrun.errors import FtrunError, HandshakeRefused, PeerError, PeerLost
-from ftrun.recovery.commands import Dial, HoldRanks, NodeCommand, ReleaseRanks, Send
+from ftrun.recovery.commands import Command, Dial, HoldRanks, ReleaseRanks, Send
 from ftrun.recovery.happenings import Closed, DialFailed, Happening, Heard, Opened, Passing
 from ftrun.wire.cluster import (
     AnyClusterMessage,
     AskClusterStatus,
+    AskProbe,
     ClusterEnvelope,
     ClusterStatus,
     JournalLines,
     TurnedAway,
 )
+from ftrun.wire.fault_messages import FaultAnswer, FaultOrdered
 from ftrun.wire.handshake import Session, accept_handshake, dial_handshake
 from ftrun.wire.identity import PeerIdentity
 from ftrun.wire.peer import PeerConnection
@@ -53,10 +56,16 @@ Connection = PeerConnection[ClusterEnvelope]
 HoldNow = Callable[[bool], None]
 """Stop this node's ranks, or let them go on: at once, from any thread."""
 
+Dialled = Callable[[str, str, int], None]
+"""Takes node id, host and port of an agent that was reached and has not heard of us yet; in the
+handshake's thread, where it may wait."""
+
 Aside = Callable[[str, AnyClusterMessage], None]
 """Takes a message that asks for no decision, and its sender; in this thread, without waiting."""
 
-_ASIDES = (JournalLines, AskClusterStatus, ClusterStatus)
+_ASIDES = (
+    JournalLines, AskClusterStatus, ClusterStatus, FaultOrdered, FaultAnswer, AskProbe,
+)  # fmt: skip
 """What asks for no decision about the run."""
 
 
@@ -77,10 +86,15 @@ class _Out:
     message: AnyClusterMessage
 
 
+@dataclass(frozen=True, slots=True)
+class _Spoil:
+    """A bit flips in the next frame to each other agent, see `ftrun inject-fault`."""
+
+
 class ClusterThread:
     """One agent's connections to the others, with its brain among them."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - whom its work concerns
         self,
         brain: Brain,
         identity: PeerIdentity,
@@ -90,6 +104,7 @@ class ClusterThread:
         wake_hands: Wake,
         hold_now: HoldNow,
         aside: Aside,
+        dialled: Dialled,
     ) -> None:
         self.brain = brain
         self._identity = identity
@@ -97,8 +112,9 @@ class ClusterThread:
         self._wake_hands = wake_hands
         self.hold_now = hold_now
         self._aside = aside
+        self._dialled_at = dialled
         self._selector = selectors.DefaultSelector()
-        self._inbox: SimpleQueue[Happening | _Made | _Out | None] = SimpleQueue()
+        self._inbox: SimpleQueue[Happening | _Made | _Out | _Spoil | None] = SimpleQueue()
         self._connections: dict[str, Connection] = {}
         self._dialling: set[tuple[str, int]] = set()
         self._said: set[str] = set()
@@ -126,6 +142,11 @@ class ClusterThread:
     def send(self, node_id: str, message: AnyClusterMessage) -> None:
         """Something that asks for no decision, such as lines for the merged journal."""
         self._inbox.put(_Out(node_id, message))
+        self._wake()
+
+    def spoil_next(self) -> None:
+        """Have a bit flip in the next frame to each other agent."""
+        self._inbox.put(_Spoil())
         self._wake()
 
     def close(self) -> None:
@@ -168,6 +189,9 @@ class ClusterThread:
                     self._made(what)
                 elif isinstance(what, _Out):
                     self._send(what.node_id, what.message)
+                elif isinstance(what, _Spoil):
+                    for connection in self._connections.values():
+                        connection.is_spoilt = True
                 else:
                     if isinstance(what, DialFailed):
                         self._dialling.discard((what.host, what.port))
@@ -214,7 +238,9 @@ class ClusterThread:
         if not self._handshakes.acquire(blocking=False):
             sock.close()
             return
-        threading.Thread(target=self._accepted, args=(sock,), daemon=True).start()
+        if not _started(self._accepted, sock):
+            sock.close()
+            self._handshakes.release()
 
     def _accepted(self, sock: socket.socket) -> None:
         try:
@@ -227,10 +253,18 @@ class ClusterThread:
             sock.close()
             _log.debug("a stranger: %s", error)
         else:
-            self._inbox.put(_Made(sock, session, None))
-            self._wake()
+            if session.peer.purpose == "probe":
+                self._serve_probe(sock)
+            else:
+                self._inbox.put(_Made(sock, session, None))
+                self._wake()
         finally:
             self._handshakes.release()
+
+    def _serve_probe(self, sock: socket.socket) -> None:
+        """In the handshake's thread: no connection of this node's is concerned."""
+        with sock, suppress(OSError):
+            serve_probe(sock)
 
     def _say_once(self, text: str) -> None:
         """The operator watches this node, and the one that is refused may be another's."""
@@ -243,7 +277,8 @@ class ClusterThread:
         if at in self._dialling or command.node_id in self._connections:
             return
         self._dialling.add(at)
-        threading.Thread(target=self._dialled, args=(command,), daemon=True).start()
+        if not _started(self._dialled, command):
+            self._dialling.discard(at)
 
     def _dialled(self, command: Dial) -> None:
         host, port, node_id = command.host, command.port, command.node_id
@@ -258,6 +293,7 @@ class ClusterThread:
             final = isinstance(error, HandshakeRefused)
             self._inbox.put(DialFailed(host, port, node_id, refused, str(error), final))
         else:
+            self._dialled_at(session.peer.node_id, host, port)
             self._inbox.put(_Made(sock, session, (host, port)))
         self._wake()
 
@@ -347,6 +383,16 @@ class ClusterThread:
             self._wake_write.send(b"\0")
 
 
+def _started(work: Callable[..., None], what: object) -> bool:
+    """Whether a thread could be had for it; the machine may have run out of them."""
+    try:
+        threading.Thread(target=work, args=(what,), daemon=True).start()
+    except RuntimeError as error:
+        _log.debug("no thread: %s", error)
+        return False
+    return True
+
+
 def _are_two(old: Connection, new: Connection) -> bool:
     """Two agents under one name, and not one that was started again."""
     return old.peer.incarnation != new.peer.incarnation and old.address != new.address
@@ -368,7 +414,7 @@ class ClusterBrain(Brain):
         if self.thread is not None:
             self.thread.close()
 
-    def _sort(self, command: NodeCommand | NetworkCommand, network: list[NetworkCommand]) -> None:
+    def _sort(self, command: Command, network: list[NetworkCommand]) -> None:
         # Ranks are stopped before anybody could have replaced them, whatever the hands do now.
         if isinstance(command, HoldRanks | ReleaseRanks) and self.thread is not None:
             self.thread.hold_now(isinstance(command, HoldRanks))

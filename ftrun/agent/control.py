@@ -2,7 +2,8 @@
 
 Runs in:  agent, a thread of its own, so that status is answered also while torch starts workers.
 Takes in: connections on agent.sock.
-Gives:    status documents; stop requests, queued for the loop.
+Gives:    status documents; stop requests, queued for the loop; what became of orders for faults,
+          each from a thread of its own, since another node may be long in answering.
 """
 
 import logging
@@ -11,13 +12,18 @@ import socket
 import threading
 from contextlib import suppress
 
+from ftrun import clock
+from ftrun.agent.fault_desk import NOT_ALLOWED
 from ftrun.agent.run_loop import RunLoop
 from ftrun.agent.status_document import status_document
 from ftrun.errors import FtrunError
 from ftrun.wire import messages as msg
 from ftrun.wire.channel import Channel, accept, listen
+from ftrun.wire.fault_messages import FaultOrder
 
 _log = logging.getLogger(__name__)
+
+REFUSED_PAUSE_S = 0.05
 
 
 class ControlServer:
@@ -53,7 +59,13 @@ class ControlServer:
                     self._answer(key.fileobj)
 
     def _accept(self) -> None:
-        channel = accept(self._server, run_id=self._run.spec.run_id)
+        try:
+            channel = accept(self._server, run_id=self._run.spec.run_id)
+        except OSError as error:
+            # Such as too many open files: whoever asks waits until there is room again.
+            _log.debug("a client is not let in: %s", error)
+            clock.sleep(REFUSED_PAUSE_S)
+            return
         if channel is not None:
             self._selector.register(channel, selectors.EVENT_READ)
 
@@ -70,6 +82,23 @@ class ControlServer:
         run.wake()
         return msg.Done()
 
+    def _inject(self, channel: Channel, order: FaultOrder) -> None:
+        faults = self._run.faults
+        if faults is None:
+            channel.send(msg.Refused(NOT_ALLOWED))
+            return
+
+        def ask() -> None:
+            try:
+                channel.send(faults.ask(order))
+            except (FtrunError, OSError) as error:
+                _log.debug("whoever asked for a fault is gone: %s", error)
+
+        try:
+            threading.Thread(target=ask, name="ftrun-inject", daemon=True).start()
+        except RuntimeError:
+            ask()  # no thread can be started, as under pid-limit
+
     def _answer(self, channel: Channel) -> None:
         try:
             for received in channel.receive_ready():
@@ -78,6 +107,8 @@ class ControlServer:
                         channel.send(msg.Status(status_document(self._run)))
                     case msg.StopRun():
                         channel.send(self._stop())
+                    case msg.InjectFault(order=order):
+                        self._inject(channel, order)
                     case msg.Hello():
                         pass
                     case other:

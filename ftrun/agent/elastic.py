@@ -11,7 +11,8 @@ Source: the names used here exist from torch 2.6 to 2.15; see docs/architecture.
 
 import signal
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -31,6 +32,7 @@ from torch.distributed.launcher import api as launcher_api
 from ftrun.agent.rendezvous import BACKEND, Placement, PlanHandler
 from ftrun.agent.worker_starter import WorkerStarter
 from ftrun.config import RunSpec
+from ftrun.errors import UsageError
 from ftrun.wire.cluster import Plan
 
 # Torch registers handlers that raise in the middle of anything. We queue signals instead, so
@@ -115,13 +117,62 @@ def parse(spec: RunSpec) -> Namespace:
     return args
 
 
-def run(args: Namespace, starter: WorkerStarter, drive: Callable[[Any], None]) -> None:
-    """Run torchrun's launcher with ours inside; returns when the run has ended well."""
+def local_world_size(args: Namespace) -> int:
+    """How many ranks this node starts.
+
+    Raises:
+        UsageError: --nproc-per-node says none that can be started here.
+    """
+    with _flags_refused(f"--nproc-per-node {args.nproc_per_node}"):
+        count = int(torchrun.determine_local_world_size(args.nproc_per_node))
+    if count < 1:
+        raise UsageError(f"--nproc-per-node is 1 or more, auto, cpu, gpu or xpu, not {count}")
+    return count
+
+
+def launch_config(args: Namespace) -> tuple[Any, ...]:
+    """What torch makes of its flags, and so whether it takes them all; makes the log folder.
+
+    Raises:
+        UsageError: one has a value that torch does not take.
+    """
+    for flag, value in (("redirects", args.redirects), ("tee", args.tee)):
+        with _flags_refused(f"--{flag} {value}"):
+            multiprocessing_api.Std.from_str(value)
+    with _flags_refused("a flag of torchrun"):
+        return torchrun.config_from_args(args)
+
+
+@contextmanager
+def _flags_refused(what: str) -> Iterator[None]:
+    """Torch says a wrong value in all of these; nothing has been started that could fail so."""
+    try:
+        yield
+    except (ValueError, AssertionError, RuntimeError, LookupError, ImportError, OSError) as error:
+        why = str(error) or type(error).__name__
+        raise UsageError(f"{what} cannot be used here: {why}") from error
+
+
+def run(
+    args: Namespace,
+    config: tuple[Any, ...],
+    starter: WorkerStarter,
+    drive: Callable[[Any], None],
+) -> None:
+    """Run torchrun's launcher with ours inside; returns when the run has ended well.
+
+    Args:
+        args: of `parse`.
+        config: of `launch_config`.
+        starter: starts the workers.
+        drive: the loop; gets torch's agent.
+    """
     FtrunElasticAgent.drive = staticmethod(drive)
     # Names that torch looks up when it needs them; to mypy they are not its to give away.
     replaced: list[tuple[object, str, object]] = [
         (launcher_api, "LocalElasticAgent", FtrunElasticAgent),
         (multiprocessing_api, "get_subprocess_handler", starter),
+        (torchrun, "config_from_args", lambda _args: config),
     ]
     # A DNS look-up per event would cost more than the restart it reports.
     host_name = getattr(agent_api, "_get_fq_hostname", None)

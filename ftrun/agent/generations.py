@@ -140,7 +140,12 @@ class Generations:
             times = (noticed_s or decided_s, decided_s, stopped_s or decided_s, clock.now_s())
             self.restarts.append(Restart(self.number, plan.why, *times, text))
         self._journal.write(
-            "StartGeneration", why=plan.why, generation=self.number, restored=text, pids=pids
+            "StartGeneration",
+            why=plan.why,
+            generation=self.number,
+            restored=text,
+            pids=pids,
+            ranks=[int(handle.place.rank) for handle in self._workers.handles],
         )
         self._keep_state()
         crash_point("agent.restart.state_kept")

@@ -13,16 +13,18 @@ from pathlib import Path
 
 import torch
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
-from torch.distributed.run import determine_local_world_size
 
 from ftrun.agent import elastic
 from ftrun.agent.caretaker import Caretaker
 from ftrun.agent.cluster_desk import ClusterDesk
 from ftrun.agent.control import ControlServer
 from ftrun.agent.ending import final_block
+from ftrun.agent.eyes import Eyes
 from ftrun.agent.generations import Generations
 from ftrun.agent.kept_state import KeptState
 from ftrun.agent.node import Node
+from ftrun.agent.onlookers import Onlookers
+from ftrun.agent.preflight_desk import PreflightDesk
 from ftrun.agent.processes import one_oom_ends_all
 from ftrun.agent.rendezvous import LOOPBACK, StorePool, register
 from ftrun.agent.run_loop import RunEnded, RunLoop
@@ -34,6 +36,7 @@ from ftrun.agent.zygote_link import ZygoteLink
 from ftrun.config import RunSpec
 from ftrun.errors import PeerError
 from ftrun.journal import Journal
+from ftrun.monitor.deadlines import HangSettings
 from ftrun.recovery.commands import EndRun
 from ftrun.recovery.supervisor import Policy
 
@@ -51,10 +54,16 @@ def launch(
     stub: StubLink,
     *,
     kept: KeptState,
+    preflight: PreflightDesk,
 ) -> int:
-    """Run to the end; the exit code of the started process."""
+    """Run to the end; the exit code of the started process.
+
+    Raises:
+        UsageError: torch does not take the value of a flag; nothing was started.
+    """
     args = elastic.parse(spec)
-    num_ranks = determine_local_world_size(args.nproc_per_node)
+    num_ranks = elastic.local_world_size(args)
+    config = elastic.launch_config(args)
     zygote = _fit(zygote, journal)
     if zygote is not None:
         zygote.want(num_ranks)
@@ -64,31 +73,47 @@ def launch(
     register(stores)
     run = _assemble(spec, journal, smp, zygote, stub, stores, node=node, kept=kept)
     if smp.child is not None:
-        try:
-            smp.ready()
-            node.introduce(smp)
-        except PeerError as error:
-            journal.write("smp_not_up", why=str(error))
-            run.caretaker.smp_given_up = f"the snapshot manager does not start: {error}"
+        _meet(node, smp, journal, run.caretaker)
     else:
         _meet_again(node, smp, journal)
+    run.onlookers = onlookers = Onlookers(run)
     control = ControlServer(run)
     control.start()
+    if spec.profile.monitor.enabled:
+        run.eyes.start()
+    onlookers.start()
     if one_oom_ends_all():
         _log.warning("memory.oom.group is 1: one rank out of memory ends everything on this node")
-    journal.write("run", run_id=spec.run_id, script=spec.script, torch=torch.__version__)
-    node.start(run)
+    logs = os.path.abspath(args.log_dir)
+    about = {"logs": logs, "rdzv_id": args.rdzv_id}
+    journal.write("run", run_id=spec.run_id, script=spec.script, torch=torch.__version__, **about)
+    preflight.first()
+    node.start(run, preflight)
     try:
-        elastic.run(args, run.workers.starter, run.drive)
+        elastic.run(args, config, run.workers.starter, run.drive)
     except RunEnded as ended:
         _say_end(ended.command, spec, run)
         return int(ended.command.exit_code)
     finally:
         control.stop()
+        if run.faults is not None:
+            run.faults.close()
+        run.eyes.close()
+        onlookers.close()
+        preflight.close()
         node.forget_secret(is_over=run.brain.leads)
         run.brain.close()
     journal.write("end", exit_code=0)
     return 0
+
+
+def _meet(node: Node, smp: SmpLink, journal: Journal, caretaker: Caretaker) -> None:
+    try:
+        smp.ready()
+        node.introduce(smp)
+    except PeerError as error:
+        journal.write("smp_not_up", why=str(error))
+        caretaker.smp_given_up = f"the snapshot manager does not start: {error}"
 
 
 def _meet_again(node: Node, smp: SmpLink, journal: Journal) -> None:
@@ -141,6 +166,7 @@ def _assemble(  # noqa: PLR0913 - the parts of a run
         brain=brain,
         caretaker=caretaker,
         desk=None if node.is_alone else ClusterDesk(brain, journal, merged),
+        eyes=Eyes(workers.unused_fds, HangSettings(**spec.profile.hang.model_dump())),
     )
 
 
@@ -155,6 +181,7 @@ def _policy(spec: RunSpec) -> Policy:
         same_cause_limit=restart.same_cause_limit,
         grace_s=stop.grace_s,
         boundary_wait_s=stop.boundary_wait_s,
+        bad_numbers=spec.profile.numbers.policy,
     )
 
 

@@ -19,12 +19,15 @@ from ftrun import clock
 from ftrun.agent.brain import Brain
 from ftrun.agent.cluster_thread import ClusterBrain, ClusterThread
 from ftrun.agent.kept_state import KeptState
+from ftrun.agent.link_probe import ProbeDesk
+from ftrun.agent.preflight_desk import PreflightDesk
 from ftrun.agent.rendezvous import LOOPBACK
 from ftrun.agent.smp_link import SmpLink
 from ftrun.config import NodesSpec, RunSpec
 from ftrun.errors import AddressTaken, PeerError, PeerLost, UsageError
+from ftrun.monitor.deadlines import HangSettings
 from ftrun.recovery.places import Wishes
-from ftrun.recovery.settings import ClusterSettings
+from ftrun.recovery.settings import ClusterSettings, SlowSettings
 from ftrun.recovery.supervisor import Policy
 from ftrun.wire.cluster import NodeCard
 from ftrun.wire.identity import PeerIdentity
@@ -97,7 +100,7 @@ class Node:
         if not self.is_alone:
             smp.listen_for_peers(self.card.host, self.secret)
 
-    def start(self, run: "RunLoop") -> None:
+    def start(self, run: "RunLoop", preflight: PreflightDesk) -> None:
         """Begin to speak with the other nodes."""
         if not isinstance(run.brain, ClusterBrain) or run.desk is None:
             return
@@ -116,8 +119,12 @@ class Node:
             wake_hands=run.wake,
             hold_now=run.workers.hold,
             aside=run.desk.take,
+            dialled=preflight.dialled,
         )
         run.brain.thread = run.desk.thread = thread
+        run.desk.prober = ProbeDesk(identity, self.secret)
+        run.brain.check_again = preflight.again
+        preflight.join(identity, self.secret, run.brain.tell)
         self._say_where()
         thread.start()
 
@@ -207,9 +214,10 @@ def _own_port(host: str, node_id: str, kept: KeptState) -> socket.socket:
 def _settings(spec: RunSpec) -> ClusterSettings:
     nodes, profile = spec.nodes, spec.profile
     has_checkpoints = spec.checkpoint_directory is not None
+    hang = HangSettings(**profile.hang.model_dump())
     if nodes is None:
         alone = Wishes(1, 1, 0)
-        return ClusterSettings(alone, blank_wait_s=0.0, has_checkpoints=has_checkpoints)
+        return ClusterSettings(alone, blank_wait_s=0.0, has_checkpoints=has_checkpoints, hang=hang)
     times = profile.nodes
     return ClusterSettings(
         wishes=Wishes(nodes.min_nodes, nodes.max_nodes, nodes.spares),
@@ -225,7 +233,10 @@ def _settings(spec: RunSpec) -> ClusterSettings:
         erasure_parity=nodes.erasure_parity or 0,
         erasure=nodes.erasure_parity != 0,
         has_checkpoints=has_checkpoints,
+        hang=hang,
+        slow=SlowSettings(**profile.slow.model_dump()),
         checkpoint_every_s=profile.checkpoint.every_s if has_checkpoints else 0.0,
+        warn_below=profile.preflight.warn_below,
     )
 
 

@@ -20,6 +20,9 @@ from typing import IO
 
 from ftrun import clock
 
+awaited: set[int] = set()
+"""Pids of programs whose end another thread waits for, such as a hook's."""
+
 
 class Child:
     """One child process, from its pid to its exit status."""
@@ -133,7 +136,7 @@ def reap_strangers(known: Sequence[Child]) -> None:
             return
         if found is None:
             return
-        if found.si_pid in mine:
+        if found.si_pid in mine or found.si_pid in awaited:
             return  # its own event will come; strangers behind it wait for the next look
         with contextlib.suppress(ChildProcessError):
             os.waitpid(found.si_pid, os.WNOHANG)
@@ -142,11 +145,19 @@ def reap_strangers(known: Sequence[Child]) -> None:
 def oom_kills() -> int | None:
     """Out-of-memory kills so far: of this cgroup where it counts them, else of the machine."""
     for path in (*_cgroup_files("memory.events", "memory.oom_control"), Path("/proc/vmstat")):
-        try:
-            lines = path.read_text(encoding="ascii").splitlines()
-        except OSError:
-            continue
-        for line in lines:
+        found = _oom_kills_in(path)
+        if found is not None and path.name == "memory.oom_control":
+            # Version 1 counts each cgroup by itself, version 2 with all beneath it.
+            beneath = (_oom_kills_in(one) for one in path.parent.glob(f"*/{path.name}"))
+            found += sum(kills or 0 for kills in beneath)
+        if found is not None:
+            return found
+    return None
+
+
+def _oom_kills_in(path: Path) -> int | None:
+    with contextlib.suppress(OSError):
+        for line in path.read_text(encoding="ascii").splitlines():
             if line.startswith("oom_kill "):
                 return int(line.split()[1])
     return None

@@ -15,12 +15,16 @@ import socket
 from contextlib import suppress
 from dataclasses import fields
 from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING
 
 from ftrun import clock, events
 from ftrun.agent.brain import Brain
 from ftrun.agent.caretaker import Caretaker
 from ftrun.agent.cluster_desk import ClusterDesk
+from ftrun.agent.device_counters import RecentTroubles
 from ftrun.agent.elastic import FtrunElasticAgent
+from ftrun.agent.eyes import Eyes
+from ftrun.agent.fault_desk import FaultDesk
 from ftrun.agent.generations import Generations
 from ftrun.agent.processes import Child, oom_kills
 from ftrun.agent.rendezvous import StorePool
@@ -35,6 +39,9 @@ from ftrun.recovery import commands
 from ftrun.recovery.happenings import Adopted, HereIs, PlanKept, Quiesced
 from ftrun.recovery.own_parts import Parts
 from ftrun.wire.cluster import Beat, Plan, VersionPair
+
+if TYPE_CHECKING:
+    from ftrun.agent.onlookers import Onlookers
 
 _log = logging.getLogger(__name__)
 
@@ -72,6 +79,7 @@ class RunLoop:
         brain: Brain,
         caretaker: Caretaker,
         desk: ClusterDesk | None,
+        eyes: Eyes,
     ) -> None:
         self.spec = spec
         self.journal = journal
@@ -83,6 +91,12 @@ class RunLoop:
         self.brain = brain
         self.caretaker = caretaker
         self.desk = desk
+        self.eyes = eyes
+        self.troubles = RecentTroubles()
+        self.faults = FaultDesk(self) if spec.allow_faults else None
+        if desk is not None:
+            desk.faults = self.faults
+        self.onlookers: Onlookers | None = None
         self.started_s = clock.now_s()
         self.stops_asked: SimpleQueue[str] = SimpleQueue()
         """Who wants the run to stop; from the control thread."""
@@ -94,6 +108,7 @@ class RunLoop:
         self._stop_signal = 0
         self._told = Beat(generation=-1)
         self._awaits_boundary = False
+        self._differs: tuple[str, tuple[int, ...]] = ("", ())
         self._noticed_s = 0.0
         self._failed_s = 0.0
         self._stopped_s = 0.0
@@ -118,9 +133,13 @@ class RunLoop:
             if self._is_done:
                 return
             self._wait()
+            if self.faults is not None:
+                self.faults.look()
             self._gather()
             if self.caretaker.look_after(clock.now_s()):
                 self.generations.tell_new_smp()
+            if self.onlookers is not None:
+                self.onlookers.look(clock.now_s())
             if self.desk is not None:
                 self.desk.pass_lines_on()
 
@@ -154,21 +173,9 @@ class RunLoop:
                 self._kill()
             case commands.HoldRanks() | commands.ReleaseRanks():
                 self._note(order)  # it is done already, see ClusterBrain
-            case commands.Commit():
-                self.caretaker.last_commit = order.version
-                if not self.generations.is_alone:
-                    with suppress(PeerError):
-                        self.smp.commit(order.version)
-            case commands.Checkpoint():
-                self.caretaker.write_part(order.version)
-            case commands.Abandon():
-                with suppress(PeerError):
-                    self.smp.abandon(self.generations.number, order.step)
-            case commands.SetInterval():
-                self.workers.set_interval(order.every, order.from_step)
-            case commands.MovePeers():
-                self._note(order)
-                self.generations.move_peers(order.ports)
+            case commands.ExamineRanks():
+                self.eyes.examine(self.workers.handles)
+                self._tell(is_urgent=True)
             case commands.AskLastSnapshot():
                 self._note(order)
                 self._awaits_boundary = True
@@ -188,11 +195,35 @@ class RunLoop:
             case commands.EndRun():
                 self._note(order)
                 self._end(order)
+            case _:
+                self._carry_out_beside(order)
+
+    def _carry_out_beside(self, order: commands.SnapshotCommand) -> None:
+        """What the ranks do not notice."""
+        match order:
+            case commands.Commit():
+                self.caretaker.last_commit = order.version
+                if not self.generations.is_alone:
+                    with suppress(PeerError):
+                        self.smp.commit(order.version)
+            case commands.Checkpoint():
+                self.caretaker.write_part(order.version)
+            case commands.Abandon():
+                with suppress(PeerError):
+                    self.smp.abandon(self.generations.number, order.step)
+            case commands.TakeFrom():
+                self.workers.take_from(order.step)
+            case commands.SetInterval():
+                self.workers.set_interval(order.every, order.from_step)
+            case commands.MovePeers():
+                self._note(order)
+                self.generations.move_peers(order.ports)
 
     def _note(self, order: commands.NodeCommand) -> None:
         self.journal.write(type(order).__name__, **_fields(order))
 
     def _kill(self) -> None:
+        self.eyes.look_at([])
         self._failed_s = self._noticed_s
         self.workers.kill()
         self._stopped_s = clock.now_s()
@@ -210,6 +241,7 @@ class RunLoop:
     def _adopt(self, plan: Plan) -> None:
         assert self._agent is not None
         self._exits.clear()
+        self._differs = ("", ())
         self._awaits_boundary = False
         try:
             restored = self.generations.adopt(self._agent, plan)
@@ -224,6 +256,7 @@ class RunLoop:
         self.generations.run(self._agent, noticed_s=self._failed_s, stopped_s=self._stopped_s)
         self._catch_signals()  # torch has put its own handlers in place
         self.caretaker.generation_started(clock.now_s())
+        self.eyes.look_at(self.workers.handles)
         if self.brain.member.is_held:
             self.workers.hold(True)
             if not self.brain.member.is_held:  # let go by the other thread just then
@@ -232,6 +265,8 @@ class RunLoop:
 
     def _end(self, order: commands.EndRun) -> None:
         self.workers.kill()
+        if self.onlookers is not None:
+            self.onlookers.at_end()
         if self.desk is not None:
             self.desk.pass_lines_on(at_once=True)
         self._signals.clear()
@@ -251,6 +286,7 @@ class RunLoop:
         for fd in self._descriptors():
             poller.register(fd, select.POLLIN)
         eager = self._awaits_boundary or self.caretaker.smp_is_starting
+        eager |= self.faults is not None and self.faults.is_eager
         poller.poll((EAGER_TICK_S if eager else TICK_S) * 1000)
         self._noticed_s = clock.now_s()
 
@@ -276,8 +312,13 @@ class RunLoop:
         with suppress(Empty):
             while True:
                 self._stop_asked(signal.SIGTERM, self.stops_asked.get_nowait())
+        for text in self.troubles.take(self.eyes.troubles, now_s=clock.now_s()):
+            self.journal.write("DeviceTrouble", text=text)
         for notice in self.smp.take_notices():
-            self.journal.write("smp_" + notice.kind, why=notice.why, nodes=notice.nodes)
+            self.journal.write("smp_" + notice.kind, why=notice.why, nodes=notice.nodes,
+                               ranks=notice.ranks)  # fmt: skip
+            if notice.kind == "replicas_differ":
+                self._differs = (notice.why, tuple(notice.ranks))
         self._tell(is_urgent=False)
 
     def _tell(self, *, is_urgent: bool) -> None:
@@ -308,6 +349,12 @@ class RunLoop:
             problem=self.smp.restore_failed,
             unprotected=self.caretaker.smp_given_up or self.smp.survives_why,
             ranks=self.workers.reports(clock.now_s()),
+            p99_s=self.eyes.p99_s,
+            views=self.eyes.views,
+            sample=self.eyes.sample,
+            troubles=self.troubles.recent,
+            differs=self._differs[0],
+            differing_ranks=self._differs[1],
         )
 
     def _ready(self) -> VersionPair | None:
@@ -322,7 +369,8 @@ class RunLoop:
         if not ended:
             return
         kills = oom_kills()
-        new = None if kills is None or self._oom_kills is None else kills - self._oom_kills
+        before = self._oom_kills
+        new = None if kills is None or before is None else max(0, kills - before)
         self._oom_kills = kills
         exits = [self.workers.explain(handle, oom_kills=new) for handle in ended]
         self._exits += exits

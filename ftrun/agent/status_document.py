@@ -11,21 +11,36 @@ import os
 from typing import Any
 
 from ftrun import clock
+from ftrun.agent.incident_status import incidents_of, last_collectives, lateness_of, life_of
+from ftrun.agent.pulse import blocked_s, committed_in, most
 from ftrun.agent.run_loop import RunLoop
 from ftrun.journal import FILE_NAME
+from ftrun.monitor.numbers import finite
+from ftrun.monitor.step_times import quantile_s
 from ftrun.recovery.supervisor import STOPPING, State
 from ftrun.wire.arena import SlotState, read_shape, read_slot_headers
 from ftrun.wire.pages import Beat, Command, Page
 
 
 def status_document(run: RunLoop) -> bytes:
+    """What this node knows, and on several nodes what the lead knows of all of them."""
+    document = own_status(run)
+    if run.desk is not None and run.spec.nodes is not None:
+        _add_cluster(document, run.desk.whole(), has_secret=run.spec.nodes.secret_file is not None)
+    return json.dumps(document).encode()
+
+
+def own_status(run: RunLoop) -> dict[str, Any]:
+    """What is known on this node; asks no other."""
     now_s = clock.now_s()
     snapshots = _snapshots(run, now_s)
     ranks = _ranks(run, now_s)
-    document: dict[str, Any] = {
+    leads = run.brain.leads
+    return {
         "run_id": run.spec.run_id,
         "verdict": _verdict(run, ranks, snapshots),
         "state": _state(run),
+        "life": life_of(run.brain) if leads else None,
         "generation": run.generations.number,
         "uptime_s": now_s - run.started_s,
         "script": run.spec.script,
@@ -44,6 +59,7 @@ def status_document(run: RunLoop) -> bytes:
             "limit": run.brain.oversight.supervisor.budget.limit,
             "window_s": run.brain.oversight.supervisor.budget.window_s,
         },
+        "incidents": incidents_of(run.brain, now_s=now_s) if leads else [],
         "ranks": ranks,
         "snapshots": snapshots,
         "checkpoint": _checkpoint(run, now_s),
@@ -52,18 +68,29 @@ def status_document(run: RunLoop) -> bytes:
             "zygote": run.zygote.child.pid if run.zygote and run.zygote.child else None,
             "smp": run.smp.child.pid if run.smp.child else None,
         },
+        "metrics": run.onlookers.metrics_address if run.onlookers is not None else None,
         "journal": f"{run.spec.log_folder}/{FILE_NAME}",
     }
-    if run.desk is not None and run.spec.nodes is not None:
-        cluster = document["cluster"] = run.desk.whole()
-        document["authenticated"] = run.spec.nodes.secret_file is not None
-        warning = "" if document["authenticated"] else "; UNAUTHENTICATED"
-        document["verdict"] = f"{cluster['verdict']}{warning}"
-        document["state"] = cluster["state"]
-        # What a node's own ranks say is a part of it; a spare's have nothing to say.
-        snapshots["protected"] = bool(cluster.get("survives")) and not cluster.get("unprotected")
-        snapshots["note"] = cluster.get("unprotected") or snapshots["note"]
-    return json.dumps(document).encode()
+
+
+def _add_cluster(document: dict[str, Any], cluster: dict[str, Any], *, has_secret: bool) -> None:
+    """Let what the lead knows stand over what this node knows by itself."""
+    document["cluster"] = cluster
+    document["authenticated"] = has_secret
+    warning = "" if has_secret else "; UNAUTHENTICATED"
+    document["verdict"] = f"{cluster['verdict']}{warning}"
+    document["state"] = cluster["state"]
+    document["life"] = cluster.get("life")
+    document["incidents"] = cluster.get("incidents") or []
+    # What a node's own ranks say is a part of it; a spare's have nothing to say.
+    snapshots = document["snapshots"]
+    snapshots["protected"] = bool(cluster.get("survives")) and not cluster.get("unprotected")
+    snapshots["note"] = cluster.get("unprotected") or snapshots["note"]
+    nodes = cluster.get("nodes") or []
+    whole = {rank["rank"]: rank for node in nodes for rank in node["ranks"]}
+    for rank in document["ranks"]:
+        late_s = whole.get(rank["rank"], {}).get("lateness_s")
+        rank["lateness_s"] = rank["lateness_s"] if late_s is None else late_s
 
 
 def _state(run: RunLoop) -> str:
@@ -94,9 +121,12 @@ def _verdict(run: RunLoop, ranks: list[dict[str, Any]], snapshots: dict[str, Any
 
 def _ranks(run: RunLoop, now_s: float) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
+    lateness_s = lateness_of(run.brain)
+    calls = last_collectives(run.eyes.views)
     for handle in run.workers.handles:
         page = handle.place.page
         beat_ns = page.get(Beat.BEAT_NS)
+        times = page.step_times
         found.append(
             {
                 "rank": handle.place.rank,
@@ -105,8 +135,12 @@ def _ranks(run: RunLoop, now_s: float) -> list[dict[str, Any]]:
                 "step": page.get(Beat.STEP) if beat_ns else None,
                 "beat_age_s": now_s - beat_ns / 1e9 if beat_ns else None,
                 "phase": page.phase,
-                "loss": page.loss if page.get(Beat.LOSS) else None,
+                "loss": finite(page.loss) if page.get(Beat.LOSS) else None,
                 "start": handle.start,
+                "step_p50_s": quantile_s(times, 0.5) or None,
+                "step_p99_s": quantile_s(times, 0.99) or None,
+                "lateness_s": lateness_s.get(handle.place.rank),
+                "last_collective": calls.get(handle.place.rank),
             }
         )
     return found
@@ -115,7 +149,7 @@ def _ranks(run: RunLoop, now_s: float) -> list[dict[str, Any]]:
 def _snapshots(run: RunLoop, now_s: float) -> dict[str, Any]:
     pages = [place.page for place in run.workers.places]
     commands = run.workers.commands
-    committed = _committed(commands)
+    committed = committed_in(commands)
     notes = [page.note for page in pages if page.note]
     attached = any(page.get(Beat.ATTACHED) for page in pages)
     unprotected = any(page.get(Beat.UNPROTECTED) for page in pages)
@@ -130,29 +164,26 @@ def _snapshots(run: RunLoop, now_s: float) -> dict[str, Any]:
         "step": committed[1] if committed else None,
         "generation": committed[0] if committed else None,
         "age_s": _age_s(run, committed, now_s) if committed else None,
-        "bytes_per_rank": max((page.get(Beat.IMAGE_BYTES) for page in pages), default=0),
+        "bytes_per_rank": most(pages, Beat.IMAGE_BYTES),
         "memory_bytes": _memory_bytes(run) + _for_others_bytes(run),
         "for_others_bytes": _for_others_bytes(run),
-        "taken": max((page.get(Beat.SEALED_COUNT) for page in pages), default=0),
-        "skipped": max((page.get(Beat.SKIPPED_COUNT) for page in pages), default=0),
-        "discarded": max((page.get(Beat.DISCARDED_COUNT) for page in pages), default=0),
-        "blocked_s": max((page.get(Beat.BLOCKED_NS) for page in pages), default=0) / 1e9,
-        "every": _every(run, commands),
+        "taken": most(pages, Beat.SEALED_COUNT),
+        "skipped": most(pages, Beat.SKIPPED_COUNT),
+        "discarded": most(pages, Beat.DISCARDED_COUNT),
+        "blocked_s": blocked_s(pages),
+        "every": _every(run, commands, furthest=most(pages, Beat.STEP)),
     }
 
 
-def _every(run: RunLoop, commands: Page | None) -> int:
+def _every(run: RunLoop, commands: Page | None, *, furthest: int) -> int:
+    """Steps between two snapshots now; 0: another interval is announced, and not yet begun."""
     every = run.spec.profile.snapshot.every
     if isinstance(every, int):
         return every
-    return max(1, commands.get(Command.SNAPSHOT_EVERY)) if commands else 1
-
-
-def _committed(commands: Page | None) -> tuple[int, int] | None:
-    if commands is None or commands.get(Command.COMMITTED_GENERATION) < -1:
-        return None
-    step = commands.get(Command.COMMITTED_STEP)
-    return (commands.get(Command.COMMITTED_GENERATION), step) if step >= 0 else None
+    announced = commands.get(Command.SNAPSHOT_EVERY) if commands else 0
+    if commands and announced > 0 and furthest <= commands.get(Command.EVERY_FROM_STEP):
+        return 0
+    return max(1, announced)
 
 
 def _age_s(run: RunLoop, committed: tuple[int, int], now_s: float) -> float:

@@ -10,22 +10,34 @@ import json
 import os
 from contextlib import suppress
 from pathlib import Path
+from queue import SimpleQueue
 from signal import SIGCONT, SIGKILL, SIGSTOP
 
 from ftrun import clock, events
 from ftrun.agent.elastic import FtrunElasticAgent
 from ftrun.agent.processes import process_state
 from ftrun.agent.smp_link import SmpLink
+from ftrun.agent.stacks import as_traceback, parse_dump
 from ftrun.agent.worker_starter import Place, WorkerHandle, WorkerStarter
 from ftrun.config import RunSpec
 from ftrun.errors import WorkerNotKillable
 from ftrun.ids import Rank, Step, Version
 from ftrun.monitor.exits import ExitFacts, explain
+from ftrun.monitor.step_times import quantile_s
 from ftrun.wire import environment as env
 from ftrun.wire.cluster import Plan, RankReport
+from ftrun.wire.fault_orders import FaultPages
 from ftrun.wire.pages import Beat, Command, Page, create_command_page, create_page
+from ftrun.wire.stack_file import create_stack_file, stacks
 
 KILL_WAIT_S = 60.0
+AWAY_S = 2.0
+"""Longer than any turn of the loop takes while the machine runs."""
+
+RECORDED_CALLS = 128
+"""Collectives that torch's flight recorder keeps; reading its default of 2,000 takes 15 ms."""
+
+_RECORDER_SIZE = "TORCH_FR_BUFFER_SIZE"
 
 
 class WorkerGroup:
@@ -36,6 +48,7 @@ class WorkerGroup:
         self.generation = -1
         self.first_rank = 0
         self._old_world_size = 0
+        self._skip_batches = 0
         self.restored: Version | None = None
         self.commands: Page | None = None
         self.command_fd = -1
@@ -43,6 +56,10 @@ class WorkerGroup:
         self._smp = smp
         self._error_files: dict[int, str] = {}
         self.is_held = False
+        self._looked_s = clock.now_s()
+        self.unused_fds: SimpleQueue[int] = SimpleQueue()
+        """Stack files of ranks that are gone; whoever writes to them closes them."""
+        self.fault_pages = FaultPages() if spec.allow_faults else None
 
     # --- a generation's life ------------------------------------------------------------------
 
@@ -51,6 +68,7 @@ class WorkerGroup:
         self.generation, self.restored = plan.generation, restored
         self.first_rank = ranks.start
         self._old_world_size = plan.restore_world_size if plan.is_resized else 0
+        self._skip_batches = plan.skip_batches if restored is not None else 0
         self._close_places()
         self.is_held = False
         self.command_fd = create_command_page()
@@ -98,6 +116,12 @@ class WorkerGroup:
                 Command.STOP_AFTER_STEP, after_step if after_step >= 0 else furthest + 1
             )
 
+    def take_from(self, step: int) -> None:
+        """Ranks take no snapshot before this step."""
+        if self.commands is not None:
+            step = max(step, self.commands.get(Command.TAKE_FROM))  # a new lead begins low
+            self.commands.set(Command.TAKE_FROM, step)
+
     def set_interval(self, every: int, from_step: int) -> None:
         """Announced ahead of time, because ranks are not at the same step when they read it."""
         if self.commands is not None:
@@ -140,6 +164,7 @@ class WorkerGroup:
         """Why it has ended."""
         page = handle.place.page
         message, traceback, failed_at_ns = self._error(handle)
+        traceback = traceback or _last_stack(handle)
         corrupt = page.get(Beat.CORRUPT_SLOT)
         if corrupt:
             other = page.get(Beat.CORRUPT_RANK)
@@ -188,6 +213,10 @@ class WorkerGroup:
                 if handle.place.page.get(Beat.BEAT_NS)
                 else -1.0,
                 phase=handle.place.page.phase,
+                loss=handle.place.page.loss if handle.place.page.get(Beat.LOSS) else None,
+                bad_step=handle.place.page.get(Beat.BAD_NUMBERS_STEP),
+                p50_s=quantile_s(handle.place.page.step_times, 0.5),
+                p99_s=quantile_s(handle.place.page.step_times, 0.99),
             )
             for handle in self.handles
         )
@@ -197,11 +226,15 @@ class WorkerGroup:
         return bool(alive) and all(h.place.page.get(Beat.STOPPED_AT_BOUNDARY) for h in alive)
 
     def kill_long_stopped(self, now_s: float, limit_s: float) -> None:
-        """Act on workers that somebody has stopped: a stopped rank holds up all the others."""
+        """Act on workers that somebody has stopped: a stopped rank holds up all the others.
+
+        Where this process has stood still as well, what stopped them has stopped the machine.
+        """
+        was_away, self._looked_s = now_s - self._looked_s > AWAY_S, now_s
         for handle in self.alive():
             if self.is_held or not handle.child.is_stopped():
                 handle.stopped_since_s = None
-            elif handle.stopped_since_s is None:
+            elif handle.stopped_since_s is None or was_away:
                 handle.stopped_since_s = now_s
             elif now_s - handle.stopped_since_s > limit_s and handle.killed_for_s is None:
                 handle.killed_for_s = now_s - handle.stopped_since_s
@@ -227,17 +260,30 @@ class WorkerGroup:
             env.START: "fresh",
             env.AGENT_PID: str(os.getpid()),
         }
+        socket = str(self._smp.folder.rank_socket(rank))
+        if self._spec.profile.monitor.enabled:
+            variables[env.RANK_SOCKET] = socket
+        if _RECORDER_SIZE not in os.environ:
+            variables[_RECORDER_SIZE] = str(RECORDED_CALLS)
         if restored is not None:
             variables[env.RESTORE] = f"{restored.generation}:{restored.step}"
+        if self._skip_batches:
+            variables[env.SKIP_BATCHES] = str(self._skip_batches)
         if self._old_world_size:
             # Put together from the shards of other ranks, which it asks its SMP for.
             variables[env.RESTORE_WORLD_SIZE] = str(self._old_world_size)
         arena = None if self._old_world_size else self._smp.arena_for(rank, restored)
-        return Place(rank, page_fd, Page(page_fd), arena, variables)
+        stack_fd = create_stack_file(str(rank))
+        fault_fd = self.fault_pages.fd_of(rank) if self.fault_pages is not None else None
+        return Place(rank, page_fd, Page(page_fd), stack_fd, socket, arena, variables, fault_fd)
 
     def _close_places(self) -> None:
         for place in self.places:
             os.close(place.page_fd)
+            if self._spec.profile.monitor.enabled:
+                self.unused_fds.put(place.stack_fd)
+            else:
+                os.close(place.stack_fd)
         if self.command_fd >= 0:
             os.close(self.command_fd)
 
@@ -251,3 +297,9 @@ class WorkerGroup:
             failed_ns = clock.now_ns() - int(age_s * 1e9)
             return document["message"], extra["py_callstack"], failed_ns
         return "", "", 0
+
+
+def _last_stack(handle: WorkerHandle) -> str:
+    """What a rank that the kernel has ended (SIGSEGV, SIGABRT) was at."""
+    stack = parse_dump(stacks(handle.place.stack_fd)) if handle.child.ended_with < 0 else None
+    return as_traceback(stack) if stack is not None else ""

@@ -28,8 +28,13 @@ class Place:
     rank: int
     page_fd: int
     page: Page
+    stack_fd: int
+    """A file for its stacks, which it writes on a signal."""
+    socket: str
+    """Where its flight recorder is read."""
     arena_fd: int | None
     variables: dict[str, str]
+    fault_fd: int | None = None
 
 
 @dataclass(slots=True)
@@ -187,7 +192,13 @@ class WorkerStarter:
         )
 
     def _descriptors(self, place: Place) -> list[tuple[str, int]]:
-        found = [(env.HEARTBEAT_FD, place.page_fd), (env.COMMAND_FD, self.command_fd)]
+        found = [
+            (env.HEARTBEAT_FD, place.page_fd),
+            (env.COMMAND_FD, self.command_fd),
+            (env.STACK_FD, place.stack_fd),
+        ]
         if place.arena_fd is not None:
             found.append((env.ARENA_FD, place.arena_fd))
+        if place.fault_fd is not None:
+            found.append((env.FAULT_FD, place.fault_fd))
         return found

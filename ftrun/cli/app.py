@@ -19,7 +19,7 @@ from typer.core import TyperCommand, TyperGroup
 from ftrun import __version__
 from ftrun.cli.command_line import OWN_FLAGS, parse
 from ftrun.cli.torchrun_flags import TORCHRUN_FLAGS, Flag
-from ftrun.errors import ExitCode, FtrunError, InternalError
+from ftrun.errors import ExitCode, FtrunError, InternalError, UsageError
 
 _GENERAL_FLAGS = ("--help", "-h", "--version", "--install-completion", "--show-completion")
 
@@ -143,11 +143,47 @@ _RunIdArgument = Annotated[
 def _status(
     run_id: _RunIdArgument = None,
     as_json: Annotated[bool, typer.Option("--json", help="as one JSON document")] = False,
+    watches: Annotated[bool, typer.Option("--watch", help="again and again, until ^C")] = False,
+    every_s: Annotated[
+        float, typer.Option("--every", metavar="SECONDS", help="between two looks")
+    ] = 1.0,
 ) -> None:
     """Show how a run is doing."""
+    if watches and as_json:
+        raise UsageError("--json prints one document; --watch is for people. Give one of the two")
+    if watches:
+        from ftrun.cli.live_status import watch
+
+        raise typer.Exit(watch(run_id, every_s=every_s))
     from ftrun.cli.status import status
 
     raise typer.Exit(status(run_id, as_json=as_json))
+
+
+@app.command("logs")
+def _logs(
+    run_id: _RunIdArgument = None,
+    ranks: Annotated[
+        str | None, typer.Option("-r", "--rank", metavar="RANKS", help="such as 3 or 0-7,12")
+    ] = None,
+    node: Annotated[str | None, typer.Option("--node", help="ranks of this node only")] = None,
+    generation: Annotated[
+        int | None, typer.Option("--generation", metavar="G", help="not given: all")
+    ] = None,
+    incident: Annotated[
+        str | None,
+        typer.Option("--incident", metavar="I", help="last words of its culprit; or last"),
+    ] = None,
+    follows: Annotated[bool, typer.Option("-f", "--follow", help="go on as they write")] = False,
+    last: Annotated[
+        int | None, typer.Option("-n", "--lines", metavar="N", help="so many of each at the end")
+    ] = None,
+) -> None:
+    """Show what the ranks have written, where it went to files."""
+    from ftrun.cli.logs import Wanted, logs
+
+    wanted = Wanted(ranks, node, generation, incident, last)
+    raise typer.Exit(logs(run_id, wanted, follows=follows))
 
 
 @app.command("stop")
@@ -156,6 +192,112 @@ def _stop(run_id: _RunIdArgument = None) -> None:
     from ftrun.cli.stop import stop
 
     raise typer.Exit(stop(run_id))
+
+
+@app.command("check")
+def _check(
+    profile: Annotated[
+        str | None,
+        typer.Option("--profile", help="whose floors count", autocompletion=_profile_names),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="as one JSON document")] = False,
+) -> None:
+    """Check whether this machine is fit to run ranks."""
+    from ftrun.cli.check import check
+
+    raise typer.Exit(check(profile, as_json=as_json))
+
+
+@app.command("report")
+def _report(
+    incident: Annotated[
+        str | None, typer.Argument(help="its number, or last; not given: the whole run")
+    ] = None,
+    run: Annotated[
+        str | None, typer.Option("--run", metavar="RUN", help="run id, or folder of its logs")
+    ] = None,
+    out: Annotated[str | None, typer.Option("--out", metavar="FILE", help="write it there")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="the facts, as JSON")] = False,
+    opens: Annotated[bool, typer.Option("--open", help="show it in the browser")] = False,
+) -> None:
+    """Write a run, or one incident of it, as one HTML file."""
+    from ftrun.cli.report import report
+
+    raise typer.Exit(report(incident, run=run, out=out, as_json=as_json, opens=opens))
+
+
+@app.command("inject-fault")
+def _inject_fault(  # noqa: PLR0913 - its flags
+    kind: Annotated[
+        str | None, typer.Argument(help="see --list", autocompletion=lambda: _fault_names())
+    ] = None,
+    run_id: _RunIdArgument = None,
+    rank: Annotated[int | None, typer.Option("--rank", help="which rank")] = None,
+    node: Annotated[str | None, typer.Option("--node", help="which node")] = None,
+    at_step: Annotated[
+        int | None, typer.Option("--at-step", help="at the end of this step, from 1")
+    ] = None,
+    lasts: Annotated[
+        str | None, typer.Option("--for", metavar="T", help="so long: 500ms, 5s, 2m")
+    ] = None,
+    amount: Annotated[float | None, typer.Option("--amount", help="how much; see --list")] = None,
+    again: Annotated[
+        bool, typer.Option("--again", help="each time the step comes, after restarts too")
+    ] = False,
+    wants_list: Annotated[bool, typer.Option("--list", help="show all faults")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="as one JSON document")] = False,
+) -> None:
+    """Break something of a run that was started with --allow-faults."""
+    from ftrun.cli import inject_fault as faults
+
+    if wants_list:
+        raise typer.Exit(faults.list_faults(as_json=as_json))
+    order = faults.order_of(
+        kind, rank=rank, node=node, at_step=at_step, lasts=lasts, amount=amount, again=again
+    )
+    raise typer.Exit(faults.inject_fault(order, run_id, as_json=as_json))
+
+
+def _fault_names() -> list[str]:
+    from ftrun.wire.fault_kinds import FAULTS
+
+    return list(FAULTS)
+
+
+@app.command("drill")
+def _drill(
+    plan: Annotated[
+        str | None,
+        typer.Argument(help="name or file; see --list", autocompletion=lambda: _drill_names()),
+    ] = None,
+    out: Annotated[
+        str | None, typer.Option("--out", metavar="DIR", help="results and logs go there")
+    ] = None,
+    only: Annotated[
+        list[str] | None, typer.Option("--only", metavar="KIND", help="only this kind of fault")
+    ] = None,
+    as_markdown: Annotated[
+        bool, typer.Option("--markdown", help="the table as Markdown, one line for each kind")
+    ] = False,
+    again: Annotated[
+        str | None, typer.Option("--show", metavar="JSON", help="only print an earlier drill.json")
+    ] = None,
+    wants_list: Annotated[bool, typer.Option("--list", help="show the plans")] = False,
+) -> None:
+    """Break a job in every way of a plan, and judge what it does."""
+    from ftrun.cli import drill as drills
+
+    if wants_list:
+        raise typer.Exit(drills.list_drills())
+    if again is not None:
+        raise typer.Exit(drills.show_again(again))
+    raise typer.Exit(drills.drill(plan, out=out, only=only or [], as_markdown=as_markdown))
+
+
+def _drill_names() -> list[str]:
+    from ftrun.cli.drill_plan_files import drill_plan_names
+
+    return drill_plan_names()
 
 
 _profiles_app = typer.Typer(

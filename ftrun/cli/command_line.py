@@ -30,6 +30,7 @@ OWN_FLAGS: tuple[Flag, ...] = (
     Flag("run-id", "name of the run (default: --rdzv-id, else a fresh one)", "ID", group=_RUN),
     Flag("quiet", "write only what needs attention", short="q", group=_RUN),
     Flag("debug", "write everything, tracebacks of ftrun itself too", group=_RUN),
+    Flag("metrics-port", "serve figures for Prometheus there", "PORT", group=_RUN),
     Flag("snapshot-every", "steps between two, or auto: by their cost", "auto|N", group=_SNAPSHOTS),
     Flag("snapshot-required", "stop where memory for them is lacking", group=_SNAPSHOTS),
     Flag("no-snapshots", "take none", group=_SNAPSHOTS),
@@ -63,6 +64,8 @@ OWN_FLAGS: tuple[Flag, ...] = (
         is_repeatable=True,
     ),
     Flag("grace", "from the first SIGTERM to SIGKILL (default 30)", "SECONDS", group=_FAILURES),
+    Flag("allow-faults", "ftrun inject-fault may break this run", group=_FAILURES),
+    Flag("allow-network-faults", "the same, and cut this node's network", group=_FAILURES),
     Flag(
         "forward-signals",
         "pass these on to the ranks instead of acting on them",

@@ -24,7 +24,8 @@ Examples:
   ftrun --checkpoint-dir /data/run1 train.py         on disk too, and resume from there
   ftrun --nnodes 4 --spares 1 --rdzv-endpoint n1 train.py   on each of five nodes
   ftrun --run-id big1 train.py                       after a lost launcher: the same line again
-  ftrun status                                       how the run is doing
+  ftrun status --watch                               how the run is doing, live
+  ftrun logs -r 3 -f                                 what rank 3 writes, over restarts
 """
 
 _OUTRO = """\

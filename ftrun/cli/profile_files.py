@@ -9,7 +9,6 @@ one look shows all that is wrong.
 """
 
 import difflib
-import os
 import re
 import signal
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,6 +29,7 @@ DEFAULT = "default"
 _WANTED = {
     ("snapshot", "every"): "should be auto or a number",
     ("erasure", "scheme"): "should be auto, none or K+M, such as 4+2",
+    ("hooks", "webhook"): "should be an address that begins with http:// or https://",
 }
 
 _SHORT_NAMES = {("security", "secret_file"): ("FTRUN_SECRET_FILE",)}
@@ -79,7 +79,9 @@ def profile_folder() -> Path:
 
 
 def profile_names() -> list[str]:
-    return sorted(path.stem for path in profile_folder().glob("*.yaml"))
+    """Of the packaged profiles; the drill plans beside them are none."""
+    names = (path.stem for path in profile_folder().glob("*.yaml"))
+    return sorted(name for name in names if not name.startswith("drill"))
 
 
 def find_profile(name: str) -> Path:
@@ -89,7 +91,7 @@ def find_profile(name: str) -> Path:
         UsageError: there is none.
     """
     packaged = profile_folder() / f"{name}.yaml"
-    if os.sep not in name and packaged.is_file():
+    if name in profile_names():
         return packaged
     if Path(name).is_file():
         return Path(name)
@@ -169,7 +171,7 @@ def setting_from_text(text: str) -> Setting:
 def plain_value(text: str) -> object:
     """Text from a flag or a variable, as the number, truth value, list or word it reads as."""
     try:
-        return yaml.load(text, Loader=_Loader)
+        return yaml.load(text, Loader=PlainLoader)
     except yaml.YAMLError:
         return text
 
@@ -183,7 +185,7 @@ def read_profile(path: Path) -> Layer:
             problems=(f"it has {len(data)} bytes, and a profile has {MAX_PROFILE_BYTES} at most",),
         )
     try:
-        loader = _Loader(data)
+        loader = PlainLoader(data)
         node = loader.get_single_node()
     except yaml.YAMLError as error:
         return Layer(str(path), problems=(_yaml_problem(error),))
@@ -197,7 +199,7 @@ def read_profile(path: Path) -> Layer:
     return Layer(str(path), tuple(reader.settings), tuple(reader.problems))
 
 
-class _Loader(yaml.SafeLoader):
+class PlainLoader(yaml.SafeLoader):
     """Plain data only: no tags with effects, and no aliases, whose expansion has no bound."""
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
@@ -213,7 +215,7 @@ class _Loader(yaml.SafeLoader):
 class _NodeReader:
     """Settings out of a YAML tree, which still knows its lines."""
 
-    def __init__(self, path: Path, loader: _Loader) -> None:
+    def __init__(self, path: Path, loader: PlainLoader) -> None:
         self._path = path
         self._loader = loader
         self.settings: list[Setting] = []

@@ -6,11 +6,15 @@ Runs in: cli.
 import json
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
-from rich.console import Console
+from rich.console import Console, Group
+from rich.live import Live
 from rich.table import Table
 from rich.text import Text
+
+from ftrun.cli.watch_page import Styled, incident_line
 
 _PLAIN_WIDTH = 120
 _STATE_STYLE = {
@@ -22,9 +26,71 @@ _STATE_STYLE = {
     "orphaned": "red",
 }
 
+_LINE_STYLE = {
+    "ok": "bold green",
+    "warn": "yellow",
+    "bad": "bold red",
+    "head": "bold",
+    "dim": "dim",
+}
+
+
+class LiveScreen:
+    """A page that takes the whole terminal, which is as before when it is left."""
+
+    def __init__(self) -> None:
+        self._console = Console(highlight=False, markup=False, emoji=False)
+        self._live = Live(console=self._console, screen=True, auto_refresh=False)
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Columns and lines."""
+        return self._console.size.width, self._console.size.height
+
+    def __enter__(self) -> Self:
+        self._live.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._live.stop()
+
+    def pause(self) -> None:
+        """Give the terminal back for a while."""
+        self._live.stop()
+
+    def resume(self) -> None:
+        self._live.start()
+
+    def show(self, lines: Sequence[Styled]) -> None:
+        texts = (
+            Text(line.text, _LINE_STYLE.get(line.style, ""), no_wrap=True, overflow="ellipsis")
+            for line in lines
+        )
+        self._live.update(Group(*texts), refresh=True)
+
 
 def write_plain(text: str) -> None:
     sys.stdout.write(f"{text}\n")
+
+
+def flush() -> None:
+    """What was written is to be seen now, also where it goes to a file."""
+    sys.stdout.flush()
+
+
+def show_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """A table of short texts."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for name in head:
+        table.add_column(name, overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(cell) for cell in row))
+    _console().print(table)
 
 
 def show_status(document: Mapping[str, Any]) -> None:
@@ -155,10 +221,15 @@ def _node_table(nodes: Sequence[Mapping[str, Any]]) -> Table:
             ", ".join(ranks) or None,
             node.get("step") if ranks else None,
             f"{duration(float(node.get('heard_s_ago') or 0.0))} ago",
-            node.get("why") or node.get("unprotected") or "",
+            node.get("why") or node.get("unprotected") or _check_remark(node),
         )
         table.add_row(*(Text("-" if cell is None else str(cell)) for cell in cells))
     return table
+
+
+def _check_remark(node: Mapping[str, Any]) -> str:
+    check = node.get("check") or "fit"
+    return "" if check == "fit" else f"check: {check}"
 
 
 def _snapshot_lines(document: Mapping[str, Any]) -> list[str]:
@@ -215,7 +286,7 @@ def _restart_lines(document: Mapping[str, Any]) -> list[str]:
 
 
 def _other_lines(document: Mapping[str, Any]) -> list[str]:
-    lines = []
+    lines = [incident_line(one) for one in document.get("incidents") or ()]
     if checkpoint := document.get("checkpoint"):
         step, age_s = checkpoint.get("step"), checkpoint.get("age_s")
         what = "none yet" if step is None else f"step {step}"

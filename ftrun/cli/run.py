@@ -41,10 +41,13 @@ _KEY_OF_FLAG = {
     "erasure": ("erasure", "scheme"),
     "secret-file": ("security", "secret_file"),
     "pause-limit": ("nodes", "pause_limit_s"),
+    "metrics-port": ("metrics", "port"),
 }
 _PATH_FLAGS = ("checkpoint-dir", "secret-file")
 _TEXT_FLAGS = (*_PATH_FLAGS, "start", "erasure")
+_FAULT_FLAGS = ("allow-faults", "allow-network-faults")
 _LOCK_ATTEMPTS = 100
+_KINDS_OF_DEVICE = ("auto", "cpu", "gpu", "xpu")
 
 
 def run(line: CommandLine, *, variables: Mapping[str, str]) -> NoReturn:
@@ -67,12 +70,15 @@ def run(line: CommandLine, *, variables: Mapping[str, str]) -> NoReturn:
     sys.stderr.flush()
     os.set_inheritable(lock_fd, True)
     command = python_command("ftrun.cli.stub", str(folder.path), str(lock_fd))
+    # ^C waits until the stub can take it; see its _prepare.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     os.execv(command[0], command)
 
 
 def build_spec(line: CommandLine, *, variables: Mapping[str, str]) -> RunSpec:
     """Everything checked that can be checked before anything is started."""
     _check_versions(line)
+    _check_num_ranks(line, variables)
     script = _find_script(line, variables)
     resolved = resolve_options(line, variables=variables)
     step = slurm_step(variables)
@@ -92,6 +98,8 @@ def build_spec(line: CommandLine, *, variables: Mapping[str, str]) -> RunSpec:
         log_folder=str(log_folder if nodes is None else log_folder / nodes.node_id),
         quiet=_is_on(line, variables, "quiet"),
         debug=_is_on(line, variables, "debug"),
+        allow_faults=any(_is_on(line, variables, name) for name in _FAULT_FLAGS),
+        allow_network_faults=_is_on(line, variables, "allow-network-faults"),
         cwd=str(Path.cwd()),
         profile=resolved.profile,
         nodes=nodes,
@@ -230,6 +238,17 @@ def _check_versions(line: CommandLine) -> None:
             raise UsageError(f"--{flag.name} needs torch {since} or newer, and {text} is installed")
 
 
+def _check_num_ranks(line: CommandLine, variables: Mapping[str, str]) -> None:
+    """Its form; whether there are such devices is known with torch."""
+    name, text = "--nproc-per-node", line.torchrun_value("nproc-per-node")
+    if text is None:
+        name, text = "PET_NPROC_PER_NODE", variables.get("PET_NPROC_PER_NODE", "1")
+    if text not in _KINDS_OF_DEVICE and not re.fullmatch(r"0*[1-9]\d{0,5}", text):
+        raise UsageError(
+            f"{name} is a whole number, 1 or more, or {', '.join(_KINDS_OF_DEVICE)}, not {text!r}"
+        )
+
+
 def _find_script(line: CommandLine, variables: Mapping[str, str]) -> str:
     script = line.script
     if script is None:
@@ -287,7 +306,7 @@ def _common_name(nodes: NodesSpec | None, step: SlurmStep | None) -> str | None:
 
 
 def _is_on(line: CommandLine, variables: Mapping[str, str], name: str) -> bool:
-    text = line.own_value(name) or variables.get(f"FTRUN_{name.upper()}", "")
+    text = line.own_value(name) or variables.get(f"FTRUN_{name.upper().replace('-', '_')}", "")
     return text.lower() not in ("", "0", "false", "no")
 
 

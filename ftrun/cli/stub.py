@@ -91,6 +91,7 @@ class Stub:
         signal.set_wakeup_fd(self._write_fd, warn_on_full_buffer=False)
         for number in (*FORWARDED, signal.SIGCHLD):
             signal.signal(number, _nothing)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
     def _start_agent(self) -> None:
         with contextlib.suppress(FileNotFoundError):
@@ -112,7 +113,10 @@ class Stub:
         inherited = [*fds, self._keep_there.fileno()]
         for fd in inherited:
             os.set_inheritable(fd, True)
-        self._agent = os.posix_spawn(command[0], command, variables, setsid=True)
+        # It takes ^C as soon as it can say so; before that there would be a traceback.
+        self._agent = os.posix_spawn(
+            command[0], command, variables, setsid=True, setsigmask=[signal.SIGINT]
+        )
         for fd in inherited:
             os.set_inheritable(fd, False)
 

@@ -10,6 +10,7 @@ from signal import Signals
 
 from ftrun.events import Kind, WorkerExit
 from ftrun.ids import Rank
+from ftrun.monitor.evidence import RUNTIME, is_in
 
 SIGKILL = 9
 
@@ -81,6 +82,8 @@ def _signalled(facts: ExitFacts, who: str) -> WorkerExit:
             else "by whom is not known"
         )
         text += f" ({known})"
+    elif own := users_place(facts.traceback):
+        text += f" at {own}"
     return WorkerExit(
         facts.rank, Kind.SIGNAL, facts.status, text, detail=facts.traceback, fingerprint=name
     )
@@ -97,6 +100,16 @@ def place(traceback: str) -> str:
     """File and line of the innermost frame of a traceback."""
     lines = [line.strip() for line in traceback.splitlines() if line.strip().startswith("File ")]
     return lines[-1] if lines else ""
+
+
+def users_place(traceback: str) -> str:
+    """The innermost line of the user's own code: `train.py:42 in step`; empty: none."""
+    for line in reversed(traceback.splitlines()):
+        path, comma, rest = line.strip().removeprefix('File "').partition('", line ')
+        if comma and not is_in(path, RUNTIME):
+            number, _, function = rest.partition(", in ")
+            return f"{path.rpartition('/')[2]}:{number} in {function}"
+    return ""
 
 
 def end_in_words(status: int) -> str:

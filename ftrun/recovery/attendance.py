@@ -18,6 +18,8 @@ Rule 4: a voter that has died could not have helped to replace this lead only if
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from ftrun.monitor.clock_offsets import ClockOffset
+from ftrun.monitor.fitness import Fitness
 from ftrun.recovery.ballots import identity
 from ftrun.recovery.settings import ClusterSettings
 from ftrun.wire.cluster import Beat, Identity, NodeCard, Plan
@@ -49,6 +51,8 @@ class Peer:
     """The highest number that it has promised anyone."""
     is_mute: bool = False
     """It is there, but has not answered when it was asked: nobody waits for it."""
+    fitness: Fitness | None = None
+    """Of its newest check; None: it has made none, or has not said yet."""
 
 
 @dataclass
@@ -59,6 +63,8 @@ class Peers:
     settings: ClusterSettings
     by_id: dict[str, Peer] = field(default_factory=dict)
     _number: int = 0
+    clocks: dict[str, ClockOffset] = field(default_factory=dict)
+    """Of each node against ours, by node id."""
     _left_s: dict[int, float] = field(default_factory=dict)
     _awake_s: float = _LONG_AGO_S
     _faithful: set[Identity] = field(default_factory=set)
@@ -142,12 +148,17 @@ class Peers:
             del self._left_s[next(iter(self._left_s))]
         return self._number
 
-    def beat(self, peer: Peer, beat: Beat) -> bool:
+    def beat(self, peer: Peer, beat: Beat, *, now_s: float) -> bool:
         """Whether this heartbeat says something newer than the last one."""
-        peer.acked_s = max(peer.acked_s, self._left_s.get(beat.heard, _LONG_AGO_S))
+        left_s = self._left_s.get(beat.heard, _LONG_AGO_S)
+        peer.acked_s = max(peer.acked_s, left_s)
+        if left_s > _LONG_AGO_S and beat.heard_s and beat.number > peer.beat_number:
+            clock = self.clocks.setdefault(peer.card.node_id, ClockOffset())
+            clock.add(*(round(at_s * 1e9) for at_s in (left_s, beat.heard_s, beat.sent_s, now_s)))
         if beat.number <= peer.beat_number:
             return False
         peer.beat_number = beat.number
+        peer.fitness = beat.fitness or peer.fitness
         return True
 
     def stood_still(self, *, now_s: float) -> None:

@@ -152,6 +152,13 @@ class Abandon:
 
 
 @dataclass(frozen=True, slots=True)
+class TakeFrom:
+    """No snapshot is taken before this step; it comes before the word that frees the ranks."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
 class SetInterval:
     """Snapshots every so many steps, from this step on."""
 
@@ -164,6 +171,19 @@ class MovePeers:
     """SMPs were started again and listen elsewhere: new ports by node id."""
 
     ports: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class ExamineRanks:
+    """Some rank has failed: look quickly at what those of this node have called last."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckAgain:
+    """Check whether this node is fit to run ranks. `Checked` is the answer."""
+
+    number: int
+    """Of that check, at least."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,22 +226,21 @@ class HangUp:
 SupervisorCommand = KillWorkers | StartGeneration | AskLastSnapshot | SignalWorkers | EndRun
 PartCommand = RespawnSmp | RespawnZygote | GoOnWithout
 NetworkCommand = Dial | Send | HangUp
+SnapshotCommand = Commit | Checkpoint | Abandon | TakeFrom | SetInterval | MovePeers
 NodeCommand = (
-    Quiesce
+    SnapshotCommand
+    | Quiesce
     | Adopt
     | KeepPlan
     | RunGeneration
     | HoldRanks
     | ReleaseRanks
-    | Commit
-    | Checkpoint
-    | Abandon
-    | SetInterval
-    | MovePeers
+    | ExamineRanks
     | KillWorkers
     | AskLastSnapshot
     | SignalWorkers
     | EndRun
     | Note
 )
-Command = NetworkCommand | NodeCommand
+Command = NetworkCommand | NodeCommand | CheckAgain
+"""A check is made in a thread of its own, and so is no order for the hands."""

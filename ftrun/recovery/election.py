@@ -164,7 +164,8 @@ class Election:
         if ballot is None or body.generation != ballot.generation or ballot.plan is not None:
             return False
         ballot.take_promise(body)
-        self._peers.by_id[body.card.node_id].is_mute = False
+        peer = self._peers.by_id[body.card.node_id]
+        peer.is_mute, peer.fitness = False, body.fitness or peer.fitness
         self._awaited.pop(body.card.node_id, None)
         return True
 

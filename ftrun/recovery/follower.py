@@ -14,16 +14,21 @@ Rule 4: what an agent has accepted is told apart from what it was told: only the
         what its predecessors knew.
 """
 
+from typing import assert_never
+
 from ftrun.ids import version
+from ftrun.monitor.fitness import Fitness
 from ftrun.recovery.ballots import Vote, identity
 from ftrun.recovery.commands import (
     Abandon,
     Adopt,
     AskLastSnapshot,
+    CheckAgain,
     Checkpoint,
     Command,
     Commit,
     EndRun,
+    ExamineRanks,
     KeepPlan,
     KillWorkers,
     MovePeers,
@@ -32,11 +37,13 @@ from ftrun.recovery.commands import (
     Send,
     SetInterval,
     SignalWorkers,
+    TakeFrom,
 )
-from ftrun.recovery.happenings import Adopted, PlanKept, Quiesced
+from ftrun.recovery.happenings import Adopted, Checked, PlanKept, Quiesced
 from ftrun.wire.cluster import (
     Accepted,
     Announce,
+    Beat,
     Edition,
     Identity,
     LeadBeat,
@@ -46,6 +53,7 @@ from ftrun.wire.cluster import (
     Prepare,
     Promise,
     VersionPair,
+    beat,
 )
 
 
@@ -60,10 +68,14 @@ class Follower:
         self.is_member = False
         """This agent runs ranks of that generation."""
         self.is_ended = False
-        self.heard = 0
+        self.heard, self.heard_s = 0, 0.0
         """Number of the newest heartbeat of the lead that is followed."""
+        self.fitness: Fitness | None = None
+        """Of this node's newest check; None: it makes none."""
         self.committed: VersionPair | None = None
         """The newest commit it has heard of."""
+        self.incidents = 0
+        """So many have been opened, by the lead's word."""
         self._kept = kept
         """The newest plan that an earlier agent of this node has accepted."""
         self._quiesced: Quiesced | None = None
@@ -71,6 +83,7 @@ class Follower:
         self._enrolled: Edition = (-1, 0)
         """The newest roster whose acceptance was kept."""
         self._prepare: tuple[str, Prepare] | None = None
+        self._checks_asked = 0
         self._done = LeadBeat(generation=-1)
         """What has been obeyed of the lead's orders, in the generation it names."""
         if kept is not None:
@@ -108,7 +121,34 @@ class Follower:
 
     def begin_to_follow(self) -> None:
         """Another lead counts its heartbeats anew."""
-        self.heard = 0
+        self.heard, self.heard_s = 0, 0.0
+
+    def has_happened(self, event: Quiesced | Adopted | PlanKept | Checked) -> list[Command]:
+        """What this node's hands have done."""
+        match event:
+            case Quiesced():
+                return self.quiesced(event)
+            case Adopted():
+                return self.adopted(event)
+            case PlanKept():
+                return self.plan_kept(event)
+            case Checked():
+                self.fitness = event.fitness  # the lead hears it with the next heartbeat
+                return []
+            case _:
+                assert_never(event)
+
+    def beat(self, here: Beat, number: int, *, now_s: float) -> Beat:
+        """What a node's hands say of it, with what its membership has to add."""
+        return beat(
+            here,
+            heard_s=self.heard_s,
+            sent_s=now_s,
+            number=number,
+            heard=self.heard,
+            promised=self.vote.promised,
+            fitness=self.fitness,
+        )
 
     # --- a ballot ---------------------------------------------------------------------------
 
@@ -160,6 +200,7 @@ class Follower:
             holdings=self._quiesced.holdings,
             store_port=self._quiesced.store_port,
             smp_port=self._quiesced.smp_port,
+            fitness=self.fitness,
         )
         return [Send(sender, answer)]
 
@@ -212,12 +253,13 @@ class Follower:
 
     # --- a generation -----------------------------------------------------------------------
 
-    def obey(self, sender: str, body: LeadBeat) -> list[Command]:
+    def obey(self, sender: str, body: LeadBeat, *, now_s: float = 0.0) -> list[Command]:
         """Do what is new in the heartbeat of the lead that is followed."""
         if body.number <= self.heard:
             return []  # it is late, or came twice
-        self.heard = body.number
-        found = self._learn_of_effect(sender, body)
+        self.heard, self.heard_s = body.number, now_s
+        self.incidents = max(self.incidents, body.incidents)
+        found = self._learn_of_effect(sender, body) + self._check_again(body)
         if body.ended:
             if not self.is_ended:
                 self.is_ended = True
@@ -236,6 +278,14 @@ class Follower:
             found += self._new_orders(body)
         self._done = body
         return found
+
+    def _check_again(self, body: LeadBeat) -> list[Command]:
+        """This node was set aside, and may come back if it is fit."""
+        wanted, known = body.checks.get(self.me.node_id, 0), self.fitness
+        if known is None or wanted <= max(known.number, self._checks_asked):
+            return []
+        self._checks_asked = wanted
+        return [CheckAgain(wanted)]
 
     def _learn_of_effect(self, sender: str, body: LeadBeat) -> list[Command]:
         accepted, told = self.vote.accepted, (body.generation, body.roster)
@@ -262,9 +312,11 @@ class Follower:
         self.is_member = node is not None and node.card.incarnation == self.me.incarnation
         self._done = LeadBeat(generation=plan.generation)
 
-    def _new_orders(self, body: LeadBeat) -> list[Command]:
+    def _snapshot_orders(self, body: LeadBeat) -> list[Command]:
         done = self._done
         found: list[Command] = []
+        if body.take_from > done.take_from:
+            found.append(TakeFrom(body.take_from))
         if body.committed is not None and body.committed != done.committed:
             found.append(Commit(version(*body.committed)))
         if body.checkpoint is not None and body.checkpoint != done.checkpoint:
@@ -273,12 +325,19 @@ class Follower:
             found.append(Abandon(body.abandoned_step))
         if body.every and (body.every, body.every_from_step) != (done.every, done.every_from_step):
             found.append(SetInterval(body.every, body.every_from_step))
+        return found
+
+    def _new_orders(self, body: LeadBeat) -> list[Command]:
+        done = self._done
+        found = self._snapshot_orders(body)
         if body.stop_after_step >= 0 and body.stop_after_step != done.stop_after_step:
             found.append(AskLastSnapshot(body.why, body.stop_after_step))
         if body.signal_count > done.signal_count:
             found.append(SignalWorkers(body.signal, body.why))
         if body.moved != done.moved:
             found.append(MovePeers(body.moved))
+        if body.examine and not done.examine:
+            found.append(ExamineRanks())
         if body.killed and not done.killed:
             found.append(KillWorkers(body.why))
         return found

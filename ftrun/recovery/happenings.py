@@ -5,6 +5,7 @@ Runs in:  every agent. Pure.
 
 from dataclasses import dataclass
 
+from ftrun.monitor.fitness import Fitness
 from ftrun.wire.cluster import AnyClusterMessage, Beat, Edition, VersionPair
 from ftrun.wire.messages import Inventory
 
@@ -82,8 +83,26 @@ class HereIs:
 
 
 @dataclass(frozen=True, slots=True)
+class Checked:
+    """This node has checked whether it is fit to run ranks."""
+
+    fitness: Fitness
+
+
+@dataclass(frozen=True, slots=True)
 class Passing:
     """Time goes by."""
 
 
-Happening = Opened | Closed | DialFailed | Heard | Quiesced | Adopted | PlanKept | HereIs | Passing
+Happening = (
+    Opened
+    | Closed
+    | DialFailed
+    | Heard
+    | Quiesced
+    | Adopted
+    | PlanKept
+    | HereIs
+    | Checked
+    | Passing
+)

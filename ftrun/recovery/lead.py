@@ -20,6 +20,7 @@ from collections.abc import Mapping
 from ftrun.errors import ExitCode
 from ftrun.recovery.attendance import Peer, Peers
 from ftrun.recovery.ballots import Ballot, identity
+from ftrun.recovery.changes import Changes
 from ftrun.recovery.commands import (
     Command,
     Dial,
@@ -32,11 +33,11 @@ from ftrun.recovery.commands import (
 from ftrun.recovery.doubt import Doubt
 from ftrun.recovery.election import Election, Stage
 from ftrun.recovery.enrolment import Enrolment, note_of
-from ftrun.recovery.growth import Growth
 from ftrun.recovery.oversight import Oversight
 from ftrun.recovery.pausing import Pause
-from ftrun.recovery.places import NotEnough, assign
+from ftrun.recovery.places import NotEnough
 from ftrun.recovery.planning import StateMissing, make_plan, notes_of, refusal
+from ftrun.recovery.screening import Screening
 from ftrun.recovery.settings import ClusterSettings
 from ftrun.wire.cluster import (
     Accepted,
@@ -84,11 +85,13 @@ class Lead:
         self.unsure = unsure
         self.known = Peers(me, settings)
         self._links = links
+        oversight.watching.slow.clocks = self.known.clocks
         self.pause = Pause(settings.pause_limit_s)
         self.ending: EndRun | None = None
         self._election = Election(me, settings, self.known)
-        self._growth = Growth(settings)
+        self._changes = Changes(settings)
         self._enrolment = Enrolment(settings)
+        self.screening = Screening(settings, self.known)
         self._history_of = -1
         """The newest generation whose lead's history this one goes on from."""
         self._is_effective = False
@@ -240,7 +243,7 @@ class Lead:
 
     def propose(self, why: str, *, now_s: float) -> list[Command]:
         """Begin a ballot for the next generation."""
-        self._growth.reset()
+        self._changes.reset()
         self._enrolment.reset()
         plan, unsure, void = self.plan, self.unsure, self._enrolment.void
         return self._election.begin(why, plan=plan, unsure=unsure, void=void, now_s=now_s)
@@ -303,7 +306,7 @@ class Lead:
                 return self._end(command, now_s)
         here = [promise.card for promise in ballot.promises.values()]
         aside = self.oversight.set_aside(now_s=now_s)
-        places = assign(here, previous, self.settings.wishes, aside)
+        places = self.screening.assign(here, previous, aside)
         if isinstance(places, NotEnough):
             return self.pause.begin(str(places), now_s=now_s)
         plan = make_plan(
@@ -327,16 +330,16 @@ class Lead:
 
     def _take_effect(self, ballot: Ballot, now_s: float) -> list[Command]:
         plan = self._election.won()
-        self.pause.over()
         accepted = {node.node_id: ballot.accepted[node.node_id] for node in plan.members}
         if end := refusal(accepted):
             return self._end(end, now_s)
         self.plan, self.unsure, self._is_effective = plan, None, True
         self._untold.clear()
-        # Acceptances may be old where this process has stood still.
-        self._doubt_oneself(now_s)
-        self._decide(self.oversight.begin(plan, now_s=now_s), now_s)
-        return [*notes_of(plan), *self.heartbeat(now_s=now_s)]
+        self.pause.over()
+        self._doubt_oneself(now_s)  # acceptances may be old where this process has stood still
+        self.oversight.begin(plan, now_s=now_s)
+        notes = self.oversight.incidents.take_notes() + self.screening.compare(plan)
+        return [*notes_of(plan), *notes, *self.heartbeat(now_s=now_s)]
 
     def _take_history(self, plan: Plan | None, now_s: float) -> None:
         """Be as strict as the lead of this plan was, if that is news."""
@@ -358,7 +361,7 @@ class Lead:
     def beat(self, node_id: str, body: Beat, *, now_s: float) -> list[Command]:
         """How things are on a node."""
         peer = self.known.get(node_id)
-        if peer is None or not self.known.beat(peer, body):
+        if peer is None or not self.known.beat(peer, body, now_s=now_s):
             return []
         if body.state == "ended":
             self._ended.add(node_id)
@@ -390,7 +393,8 @@ class Lead:
         known = self.plan.edition if self.plan is not None else (-1, 0)
         is_held = self.is_doubtful and self.ending is None
         number = self.known.next_number(now_s=now_s)
-        return self.oversight.heartbeat(known, number, is_held=is_held)
+        body = self.oversight.heartbeat(known, number, is_held=is_held)
+        return self.screening.ask(body)
 
     def passing(self, *, now_s: float) -> list[Command]:
         """What is due."""
@@ -413,8 +417,8 @@ class Lead:
         for peer in self.known:
             if peer.card.node_id != self.me.node_id:
                 found += self._watch(peer, now_s)
-        found += self._election.repeat(now_s=now_s)
-        found += self._check(now_s)
+        found += self.screening.look(self.oversight.set_aside(now_s=now_s))
+        found += self._election.repeat(now_s=now_s) + self._check(now_s)
         if self._doubt_oneself(now_s):
             return found + self.heartbeat(now_s=now_s)
         if self.is_settled and self._doubt.stays(now_s=now_s):
@@ -431,22 +435,22 @@ class Lead:
         found: list[Command] = []
         if not peer.lost and silent_s >= self.settings.deadline_s:
             found += self._lose(peer, f"silent for {silent_s:.1f} s", now_s)
-        is_wanted = not peer.lost or self.pause.is_on
-        if is_wanted and self.known.is_to_be_dialled(peer, now_s=now_s):
+        if (not peer.lost or self.pause.is_on) and self.known.is_to_be_dialled(peer, now_s=now_s):
             found.append(Dial(peer.card.host, peer.card.port, peer.card.node_id))
         return found
 
     def _go_on(self, now_s: float) -> list[Command]:
-        """Let the supervisor decide, and grow where that is possible."""
+        """Let the supervisor decide, and change nodes where that is possible."""
         if self.is_doubtful or self._awaits_cause(now_s):
             return []
         found = self._decide(self.oversight.passing(now_s=now_s), now_s)
         if self.plan is None or not self.is_settled:
             return found
-        aside = self.oversight.set_aside(now_s=now_s)
-        why = self._growth.look(self.plan, self.known, aside, self.oversight, now_s=now_s)
+        aside = self.screening.barred(self.oversight.set_aside(now_s=now_s))
+        why = self._changes.look(self.plan, self.known, aside, self.oversight, now_s=now_s)
         if why:
             return found + self.propose(why, now_s=now_s)
+        found += self.oversight.probes(now_s=now_s)
         return found + self._enrol(now_s) + self._spread(now_s)
 
     def _enrol(self, now_s: float) -> list[Command]:
@@ -471,7 +475,7 @@ class Lead:
                 found += self._end(command, now_s)
             else:
                 found += self.propose(command.why, now_s=now_s)
-        return found + self._spread(now_s)
+        return found + self.oversight.incidents.take_notes() + self._spread(now_s)
 
     def _spread(self, now_s: float) -> list[Command]:
         """New orders go out at once."""
@@ -481,9 +485,10 @@ class Lead:
         self.ending, self._ending_since_s = command, now_s
         self.pause.over()
         self._election.ballot = None
-        self.oversight.end(command)
-        kills = [KillWorkers(command.why)] if command.exit_code != ExitCode.DONE else []
-        return [*kills, *self.heartbeat(now_s=now_s), *self._finish(now_s)]
+        self.oversight.end(command, now_s=now_s)
+        found: list[Command] = [*self.oversight.incidents.take_notes()]
+        found += [KillWorkers(command.why)] if command.exit_code != ExitCode.DONE else []
+        return [*found, *self.heartbeat(now_s=now_s), *self._finish(now_s)]
 
     def _finish(self, now_s: float) -> list[Command]:
         """End here too, once all have heard that it is over, or have had the time to."""

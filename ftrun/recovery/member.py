@@ -32,6 +32,7 @@ from ftrun.recovery.commands import (
 from ftrun.recovery.follower import Follower
 from ftrun.recovery.happenings import (
     Adopted,
+    Checked,
     Closed,
     DialFailed,
     Happening,
@@ -71,6 +72,7 @@ class Member:
         self._to_self: deque[say.AnyClusterMessage] = deque()
         self._here = say.Beat(generation=-1)
         self._beat_number = 0
+        self._now_s = now_s
         self._beat_due_s = self._dial_due_s = now_s
         self._allegiance = Allegiance(
             me,
@@ -100,6 +102,7 @@ class Member:
         """Take in one happening; what follows from it, in order."""
         if self._allegiance.is_over:
             return []
+        self._now_s = now_s
         found = self._mind_the_gap(now_s)
         found += self._handle(event, now_s)
         done: list[Command] = []
@@ -137,12 +140,8 @@ class Member:
                 return self._dial_failed(event, now_s)
             case Heard():
                 return self._hear(event.node_id, event.message, now_s)
-            case Quiesced():
-                return self.follower.quiesced(event)
-            case Adopted():
-                return self.follower.adopted(event)
-            case PlanKept():
-                return self.follower.plan_kept(event)
+            case Quiesced() | Adopted() | PlanKept() | Checked():
+                return self.follower.has_happened(event)
             case HereIs():
                 return self._here_is(event, now_s)
             case Passing():
@@ -250,6 +249,9 @@ class Member:
                 return lead.accepted(sender, body, now_s=now_s)
             case say.Beat():
                 return lead.beat(sender, body, now_s=now_s)
+            case say.ProbeFound():
+                lead.oversight.watching.slow.probed(body, now_s=now_s)
+                return []
             case _:
                 return []
 
@@ -289,7 +291,7 @@ class Member:
         found: list[Command] = []
         if not self.follower.knows_of(body):
             found.append(Send(sender, self._allegiance.join()))
-        orders = self.follower.obey(sender, body)
+        orders = self.follower.obey(sender, body, now_s=now_s)
         if self.follower.is_ended:
             # The lead waits for this word before it ends itself.
             found.append(Send(sender, say.with_state(self._beat(), "ended")))
@@ -376,6 +378,7 @@ class Member:
             links=self._links,
         )
         self.lead = lead
+        lead.oversight.incidents.succeed(follower.incidents)
         for card in [*(one for one in cards if one.node_id != self.me.node_id), self.me]:
             linked = lead.has_link(card)
             peer = lead.known.put(card, now_s=now_s, linked=linked, has_answered=True)
@@ -492,9 +495,4 @@ class Member:
 
     def _beat(self) -> say.Beat:
         self._beat_number += 1
-        return say.beat(
-            self._here,
-            number=self._beat_number,
-            heard=self.follower.heard,
-            promised=self.follower.vote.promised,
-        )
+        return self.follower.beat(self._here, self._beat_number, now_s=self._now_s)

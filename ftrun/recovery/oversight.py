@@ -18,6 +18,7 @@ from typing import assert_never
 
 import msgspec
 
+from ftrun.errors import ExitCode
 from ftrun.events import (
     AllAtBoundary,
     Event,
@@ -30,21 +31,30 @@ from ftrun.events import (
     WorkersExited,
 )
 from ftrun.ids import Generation, Rank, version
+from ftrun.monitor.verdicts import Verdict
+from ftrun.recovery.alignment import Alignment
 from ftrun.recovery.commands import (
     AskLastSnapshot,
     EndRun,
     KillWorkers,
+    Send,
     SignalWorkers,
     StartGeneration,
     SupervisorCommand,
 )
+from ftrun.recovery.first_cause import may_be_a_consequence
+from ftrun.recovery.incidents import Incidents
 from ftrun.recovery.reports import Reports
 from ftrun.recovery.settings import ClusterSettings
 from ftrun.recovery.supervisor import Policy, State, Supervisor
+from ftrun.recovery.watching import Watching
 from ftrun.wire.cluster import Beat, Edition, History, LeadBeat, Plan
 
 CAUSE_WAIT_S = 0.15
 """A peer's death and the exceptions it leads to are reported within this of each other."""
+
+EXAMINE_WAIT_S = 0.6
+"""Nodes that are asked what their ranks called last answer within this, if at all."""
 
 EVERY_AHEAD_STEPS = 64
 """A new interval takes effect so many steps ahead, further than ranks drift apart."""
@@ -58,13 +68,17 @@ _HOUR_S = 3600.0
 class Oversight:
     """One run, as its lead sees it."""
 
-    def __init__(self, policy: Policy, settings: ClusterSettings) -> None:
+    def __init__(self, policy: Policy, settings: ClusterSettings, me: str = "") -> None:
         self.supervisor = Supervisor(policy, world_size=0)
         self.orders = LeadBeat(generation=-1)
         self.stop_signal = 0
         """The signal by which somebody wants the run to end; 0 while nobody does."""
         self.reports = Reports()
+        self.watching = Watching(settings, policy.bad_numbers, me)
+        self.num_spares = 0
+        """Nodes that could take the place of a member."""
         self._settings = settings
+        self._alignment = Alignment()
         self._plan: Plan | None = None
         self._told = self.orders
         self._exits: dict[Rank, WorkerExit] = {}
@@ -81,6 +95,10 @@ class Oversight:
         self._rate_from: tuple[float, int] | None = None
 
     @property
+    def incidents(self) -> Incidents:
+        return self.watching.incidents
+
+    @property
     def beats(self) -> dict[str, Beat]:
         """The newest heartbeat of every node."""
         return self.reports.beats
@@ -88,6 +106,7 @@ class Oversight:
     def succeed(self, history: History, *, now_s: float) -> None:
         """Go on from what the last lead knew; again, where a later one is found."""
         self.supervisor.succeed(history, now_s=now_s)
+        self.incidents.succeed(history.incidents)
         self._past_failures_s = {
             node_id: [now_s - age_s for age_s in ages_s]
             for node_id, ages_s in history.node_failures.items()
@@ -101,7 +120,15 @@ class Oversight:
             for node_id, times in failures.items()
             if times
         }
-        return msgspec.structs.replace(self.supervisor.history(now_s=now_s), node_failures=ages)
+        known = self.supervisor.history(now_s=now_s)
+        count = self.incidents.count
+        return msgspec.structs.replace(
+            known,
+            node_failures=ages,
+            incidents=count,
+            spoiled=self.watching.spoiled,
+            skip_to=self.watching.skip_to,
+        )
 
     def note_failure(self, node_id: str, *, now_s: float) -> None:
         """This node was lost."""
@@ -113,6 +140,17 @@ class Oversight:
         limit = self._settings.failures_per_hour
         nodes = {*self._past_failures_s, *self._failures_s}
         return {one for one in nodes if len(self._failures_of(one, now_s)) >= limit}
+
+    def evict(self, verdict: Verdict, node_id: str, why: str, *, now_s: float) -> None:
+        """This node is not to run ranks any more, though it is there."""
+        self._bar(node_id, now_s)
+        self.incidents.found(verdict, (), self.progress(), now_s=now_s)
+        self.incidents.acted("evict", why)
+
+    def _bar(self, node_id: str, now_s: float) -> None:
+        """As if it had been lost too often; after an hour and a check of itself it may return."""
+        count = self._settings.failures_per_hour
+        self._failures_s.setdefault(node_id, []).extend([now_s] * count)
 
     def _failures_of(self, node_id: str, now_s: float) -> list[float]:
         """When this node was lost within the last hour."""
@@ -137,6 +175,7 @@ class Oversight:
         self._at_boundary_told = False
         self._rate_from = None
         self._checkpoint_s = now_s
+        self.watching.begin(plan)
         restored = version(*plan.restore) if plan.restore is not None else None
         return self._ask(GenerationStarted(Generation(plan.generation), restored), now_s)
 
@@ -201,8 +240,10 @@ class Oversight:
     def passing(self, *, now_s: float) -> list[SupervisorCommand]:
         """Decide about what has waited long enough; let the supervisor see the time."""
         found: list[SupervisorCommand] = []
-        if self._waiting and (not self.waits_for_cause or now_s >= self._waits_until_s):
-            exits, self._waiting = tuple(self._waiting), []
+        self._watch(now_s)
+        is_late = now_s >= self._waits_until_s
+        if self._waiting and (is_late or not self.waits_for_cause or self._is_examined()):
+            exits = self._decided_on(now_s)
             found += self._ask(WorkersExited(exits, self.progress()), now_s)
         return found + self._ask(Tick(), now_s)
 
@@ -210,7 +251,7 @@ class Oversight:
     def waits_for_cause(self) -> bool:
         """Ranks have failed in a way that may have followed from another failure."""
         failed = [one for one in self._waiting if one.kind is not Kind.FINISHED]
-        return bool(failed) and all(one.kind in _ENDS_ITSELF for one in failed)
+        return bool(failed) and all(_may_follow(one) for one in failed)
 
     def progress(self) -> Progress:
         return self.reports.progress
@@ -239,7 +280,10 @@ class Oversight:
         generation, roster = edition
         if body.generation != generation and not body.ended:
             body = LeadBeat(generation=generation)
-        return msgspec.structs.replace(body, roster=roster, number=number, is_held=is_held)
+        count = self.incidents.count
+        return msgspec.structs.replace(
+            body, roster=roster, number=number, is_held=is_held, incidents=count
+        )
 
     def has_new_orders(self) -> bool:
         """Something is ordered that no heartbeat has said."""
@@ -284,8 +328,10 @@ class Oversight:
         if wished and is_settled and wished != self.orders.every:
             self._order(every=wished, every_from_step=step + self._ahead(EVERY_AHEAD_STEPS))
 
-    def end(self, command: EndRun) -> None:
+    def end(self, command: EndRun, *, now_s: float) -> None:
         """From now on the lead's heartbeat says that it is over."""
+        is_done = command.exit_code == ExitCode.DONE
+        self.incidents.ended(command.why, self.progress(), is_done=is_done, now_s=now_s)
         self._order(
             ended=True,
             exit_code=int(command.exit_code),
@@ -298,14 +344,61 @@ class Oversight:
         """It was asked for while no rank ran."""
         return EndRun(128 + self.stop_signal, "stopped while no generation was running")
 
+    # --- what is wrong ------------------------------------------------------------------------
+
+    def _watch(self, now_s: float) -> None:
+        has_failed = any(one.kind is not Kind.FINISHED for one in self._exits.values())
+        if self._plan is None or has_failed or self.supervisor.state is not State.RUNNING:
+            return
+        try:
+            found = self.watching.look(self._plan, self.reports, now_s=now_s)
+        except Exception as error:  # noqa: BLE001 - who looks must not end what is looked at
+            self.watching.went_wrong(error)
+            return
+        node_id, self.watching.unwanted = self.watching.unwanted, ""
+        if node_id and self.num_spares > 0:
+            self._bar(node_id, now_s)
+            self.incidents.acted("evict", f"node {node_id} is evicted: another stands by")
+        self._take_exits(found, now_s)
+
+    def _is_examined(self) -> bool:
+        """Every node has said what its ranks called last."""
+        current = self.reports.current
+        is_whole = self._plan is not None and len(current) == len(self._plan.members)
+        return self.orders.examine and is_whole and all(beat.views for beat in current)
+
+    def _decided_on(self, now_s: float) -> tuple[WorkerExit, ...]:
+        """Ranks that have ended, as the supervisor is to see them."""
+        waiting, self._waiting = tuple(self._waiting), []
+        if self._plan is None or self.supervisor.state is not State.RUNNING:
+            return waiting
+        ended = list(self._exits.values())
+        try:
+            exits = self.watching.with_hidden_cause(
+                waiting, ended, self._plan, self.reports, now_s=now_s
+            )
+            self.watching.failed(exits, self._plan, self.reports, now_s=now_s)
+        except Exception as error:  # noqa: BLE001 - see above
+            self.watching.went_wrong(error)
+            return waiting
+        return exits
+
+    def probes(self, *, now_s: float) -> list[Send]:
+        """Links that are to be tried."""
+        is_running = self._plan is not None and self.supervisor.state is State.RUNNING
+        return self.watching.probes(self._plan, now_s=now_s) if self._plan and is_running else []
+
     # --- details ------------------------------------------------------------------------------
 
     def _take_exits(self, exits: Sequence[WorkerExit], now_s: float) -> None:
         new = [one for one in exits if one.rank not in self._exits]
         if new and not self._waiting:
-            # On one node all are seen together.
+            # On one node all are seen together, but for those that a broken connection ends.
             is_alone = self._plan is not None and len(self._plan.members) == 1
             self._waits_until_s = now_s + (0.0 if is_alone else CAUSE_WAIT_S)
+        if not self.orders.examine and any(may_be_a_consequence(one) for one in new):
+            self._waits_until_s = now_s + EXAMINE_WAIT_S
+            self._order(examine=True)
         for one in new:
             self._exits[one.rank] = one
             self._waiting.append(one)
@@ -328,9 +421,14 @@ class Oversight:
     def _commit(self, beat: Beat) -> None:
         ready, committed = self.reports.ready_with(beat), self.orders.committed
         if ready is not None and (committed is None or ready > committed):
-            self._order(committed=ready)
-        if self.reports.abandoned_step > self.orders.abandoned_step:
-            self._order(abandoned_step=self.reports.abandoned_step)
+            take_from = self._alignment.after_commit(self.orders.take_from, self.reports.step)
+            self._order(committed=ready, take_from=take_from)
+        skipped = self.reports.abandoned_step
+        if skipped > self.orders.abandoned_step:
+            take_from = self._alignment.after_skip(
+                self.orders.take_from, skipped, self.reports.step
+            )
+            self._order(abandoned_step=skipped, take_from=take_from)
 
     def _name_checkpoint(self, now_s: float) -> None:
         """Now and then the newest committed version goes to disk, on all nodes the same."""
@@ -365,4 +463,14 @@ class Oversight:
         self.orders = msgspec.structs.replace(self.orders, **changes)
 
     def _ask(self, event: Event, now_s: float) -> list[SupervisorCommand]:
-        return self.supervisor.handle(event, now_s=now_s)
+        found = self.supervisor.handle(event, now_s=now_s)
+        for command in found:
+            if isinstance(command, KillWorkers):
+                self.incidents.acted("kill", command.why)
+            elif isinstance(command, StartGeneration):
+                self.incidents.acted("respawn", command.why)
+        return found
+
+
+def _may_follow(end: WorkerExit) -> bool:
+    return end.kind in _ENDS_ITSELF or may_be_a_consequence(end)

@@ -7,12 +7,14 @@ Gives:    an `Assignment`, or how many nodes are missing.
 Rule 1: ranks are stable. A node that stays keeps its place, one that comes back gets its old
         place if that is free, and a spare takes a lost node's.
 Rule 2: only where the number of nodes changes do places close up; their order stays.
-Rule 3: a node that is set aside is no member, whoever else is missing; it may still vote.
+Rule 3: a node that is set aside, or unfit, is no member, whoever else is missing; it may still
+        vote.
 """
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from ftrun.wire.cluster import NodeCard, Plan
 
@@ -52,23 +54,41 @@ class NotEnough:
     here: int
     needed: int
     set_aside: tuple[str, ...] = ()
+    unfit: tuple[str, ...] = ()
+    """Nodes whose own check says that they cannot run ranks, each with the reason."""
 
     def __str__(self) -> str:
         text = f"{self.here} of at least {self.needed} nodes are here"
         if self.set_aside:
             text += f"; set aside after too many failures: {', '.join(self.set_aside)}"
+        if self.unfit:
+            text += f"; not fit: {'; '.join(self.unfit)}"
         return text
 
 
 def assign(
-    here: Sequence[NodeCard], previous: Plan | None, wishes: Wishes, aside: Collection[str] = ()
+    here: Sequence[NodeCard],
+    previous: Plan | None,
+    wishes: Wishes,
+    aside: Collection[str] = (),
+    unfit: Mapping[str, str] = MappingProxyType({}),
 ) -> Assignment | NotEnough:
-    """Give each of these nodes a place, or have it stand by."""
-    usable = [card for card in here if card.node_id not in aside]
+    """Give each of these nodes a place, or have it stand by.
+
+    Args:
+        here: the nodes.
+        previous: the last generation.
+        wishes: how many there are to be.
+        aside: who is set aside after too many failures.
+        unfit: who cannot run ranks, and why, by node id.
+    """
+    usable = [card for card in here if card.node_id not in aside and card.node_id not in unfit]
     num_members = min(wishes.max_nodes, len(usable))
     if num_members < wishes.min_nodes:
         away = tuple(sorted(card.node_id for card in here if card.node_id in aside))
-        return NotEnough(len(usable), wishes.min_nodes, away)
+        why = {card.node_id: unfit[card.node_id] for card in here if card.node_id in unfit}
+        words = tuple(f"{node_id} ({why[node_id]})" for node_id in sorted(why))
+        return NotEnough(len(usable), wishes.min_nodes, away, words)
     order = _in_order(usable, previous)
     if previous is not None and num_members == len(previous.members):
         members = _same_places(order, previous)

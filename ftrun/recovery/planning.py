@@ -55,13 +55,15 @@ def make_plan(
         {node_id: promise.holdings for node_id, promise in promises.items()},
         previous,
         committed=[has.committed for has in promises.values() if has.committed is not None],
+        spoiled=history.spoiled,
     )
+    if choice.version is None and history.spoiled is not None:
+        return _nothing_clean(version(*history.spoiled))
     problem = _what_is_lost(choice, ballot, previous)
     if problem:
         obstacle = _cannot_begin(choice, problem, settings, waited_s)
         if obstacle is not None:
             return obstacle
-    first = places.members[0]
     groups = _groups(places, previous, settings)
     return Plan(
         generation=ballot.generation,
@@ -74,10 +76,11 @@ def make_plan(
         spares=list(places.spares),
         restore=_pair(choice.version),
         restore_why=_why(choice, problem, previous),
-        store_host=first.host,
-        store_port=promises[first.node_id].store_port,
+        store_host=places.members[0].host,
+        store_port=promises[places.members[0].node_id].store_port,
         groups=[list(group.nodes) for group in groups],
         parity=max((group.parity for group in groups), default=0),
+        skip_batches=_skipped_batches(choice, previous, history),
         restore_world_size=choice.world_size,
         sources=list(choice.sources),
         smp_ports={node_id: has.smp_port for node_id, has in promises.items()},
@@ -86,6 +89,15 @@ def make_plan(
         committed=_pair(choice.committed if choice.version is not None else None),
         ancestry=ancestry(choice.version, previous),
     )
+
+
+def _skipped_batches(choice: Choice, previous: Plan | None, history: History) -> int:
+    """What came after the version and led to bad numbers; again where that did not get anywhere."""
+    if choice.version is None:
+        return 0
+    is_same = previous is not None and _pair(choice.version) == previous.restore
+    before = previous.skip_batches if previous is not None and is_same else 0
+    return before + max(0, history.skip_to - choice.version.step)
 
 
 def _cannot_begin(
@@ -123,6 +135,14 @@ def _what_is_lost(choice: Choice, ballot: Ballot, previous: Plan | None) -> str:
     if any(has.card.node_id in ran and has.knows >= 0 for has in ballot.promises.values()):
         return ""
     return f"no node is here that ran generation {previous.generation} and has kept its memory"
+
+
+def _nothing_clean(bad: Version) -> EndRun:
+    advice = (
+        "Memory holds two versions, and none from before the bad numbers is left. Start again from "
+        "an older checkpoint; a lower learning rate, gradient clipping or other data may help."
+    )
+    return EndRun(ExitCode.DO_NOT_RESTART, f"no version before {bad} is left", advice=advice)
 
 
 def _pair(version: Version | None) -> tuple[int, int] | None:
@@ -188,7 +208,8 @@ def notes_of(plan: Plan) -> list[Note]:
     """What the journal, and of the first generation the user, should know."""
     text = f"generation {plan.generation}: {len(plan.members)} nodes, {plan.world_size} ranks"
     why = {"why": plan.why, "restored": str(plan.restore), "restore_why": plan.restore_why}
-    notes = [Note("Generation", text, dict(why))]
+    left_out = {"skip_batches": plan.skip_batches} if plan.skip_batches else {}
+    notes = [Note("Generation", text, {**why, **left_out})]
     if plan.generation > 0 or len(plan.voters) != 2:
         return notes
     text = (

@@ -77,6 +77,11 @@ class Reports:
         self.abandoned_step = max(self.abandoned_step, beat.abandoned_step)
         return True
 
+    @property
+    def current(self) -> list[Beat]:
+        """The newest heartbeats of the running generation."""
+        return [self.beats[node_id] for node_id in sorted(self._current)]
+
     # --- of all members -----------------------------------------------------------------------
 
     @property

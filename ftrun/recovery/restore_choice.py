@@ -185,6 +185,7 @@ def choose(
     newest_plan: Plan | None,
     *,
     committed: Iterable[VersionPair] = (),
+    spoiled: VersionPair | None = None,
 ) -> Choice:
     """The newest version that can be had whole.
 
@@ -192,12 +193,18 @@ def choose(
         holdings: by node id.
         newest_plan: the newest generation that has taken effect, or may have.
         committed: versions that somebody has heard a commit of.
+        spoiled: from this version on none is gone on from.
     """
-    held = {at: one for at, one in _collect(holdings).items() if is_valid(at[1], newest_plan)}
+    bad = version(*spoiled) if spoiled is not None else None
+
+    def counts(one: Version) -> bool:
+        return is_valid(one, newest_plan) and (bad is None or one < bad)
+
+    held = {at: one for at, one in _collect(holdings).items() if counts(at[1])}
     told = {version(*pair) for pair in committed}
     if newest_plan is not None and newest_plan.committed is not None:
         told.add(version(*newest_plan.committed))
-    known = {one for one in told if is_valid(one, newest_plan)}
+    known = {one for one in told if counts(one)}
     known |= {one.version for one in held.values() if one.is_committed}
     wanted = max(known, default=None)
     holders = {node_id for one in held.values() for node_id in one.holders()}

@@ -3,9 +3,18 @@
 Runs in:  every agent. Pure.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from ftrun.monitor.deadlines import HangSettings
 from ftrun.recovery.places import Wishes
+
+
+@dataclass(frozen=True, slots=True)
+class SlowSettings:
+    """What is done about a node that holds the others up."""
+
+    action: str = "report"
+    evict_after_s: float = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,5 +43,9 @@ class ClusterSettings:
     """There is a place for checkpoints, so a state that is lost may be there."""
     checkpoint_every_s: float = 0.0
     """Between two checkpoints of a run over several nodes; 0: none, or they are not the lead's."""
+    hang: HangSettings = field(default_factory=HangSettings)
+    slow: SlowSettings = SlowSettings()
+    warn_below: float = 0.5
+    """Part of the other nodes' median rate in their checks that is reported."""
     same_boundary_s: float = 1.0
     """How far ahead a common boundary is named: longer than a heartbeat and its way."""

@@ -39,6 +39,7 @@ from ftrun.recovery.commands import (
     StartGeneration,
     SupervisorCommand,
 )
+from ftrun.recovery.first_cause import first_cause
 from ftrun.wire.cluster import History
 
 _ENDS_ITSELF = (Kind.EXCEPTION, Kind.EXIT_CODE)
@@ -71,6 +72,7 @@ class Policy:
     same_cause_limit: int
     grace_s: float
     boundary_wait_s: float
+    bad_numbers: str = "report"
 
 
 class Supervisor:
@@ -185,6 +187,11 @@ class Supervisor:
         if cause.kind in _ENDS_ITSELF and not self._steps_seen and not explicit:
             advice = "Nothing was retried: the program ended by itself before its first step."
             return EndRun(own_code, cause.text, cause, advice)
+        if cause.kind is Kind.BAD_NUMBERS and self._policy.bad_numbers == "stop":
+            advice = (
+                "numbers.policy is stop. The last snapshots and checkpoints are from before it."
+            )
+            return EndRun(ExitCode.DO_NOT_RESTART, cause.text, cause, advice)
         if self._is_the_same_again(cause, progress):
             advice = (
                 f"The same failure came {self._same_cause[1]} times without a step of progress, so "
@@ -269,23 +276,3 @@ class Supervisor:
     def _end(self, command: EndRun) -> list[SupervisorCommand]:
         self.state = State.ENDED
         return [command]
-
-
-def first_cause(failed: list[WorkerExit]) -> WorkerExit:
-    """The failure that the others followed from.
-
-    A lost node, or a worker that was killed, cannot have been pulled down by its peers; a worker
-    that raised can: so these come before an exception, and among exceptions the earliest.
-    """
-    order = {
-        Kind.NODE_LOST: 0,
-        Kind.OUT_OF_MEMORY: 1,
-        Kind.SIGNAL: 2,
-        Kind.STOPPED: 2,
-        Kind.CORRUPT_SNAPSHOT: 2,
-        Kind.RESTORE_FAILED: 2,
-    }
-    return min(
-        failed,
-        key=lambda found: (order.get(found.kind, 3), found.failed_at_ns or 1 << 62, found.rank),
-    )

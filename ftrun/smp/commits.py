@@ -16,7 +16,9 @@ Rule 1: on the command page the step is written before the generation, and the c
 Rule 2: after a restore COMMITTED_IN is written last of all, when the restored version is committed
         in this generation. Nothing new is captured before.
 Rule 3: a step that a rank here has skipped is abandoned as soon as nothing older is pending here:
-        whoever has taken it has seen a commit that this node has not seen yet.
+        whoever has taken it has seen a commit that this node has not seen yet. With a group the
+        lead orders that, on this node too, so that all nodes hear of it at about the same time
+        and take the same step next (`ftrun/worker/settling.py`).
 """
 
 import logging
@@ -65,7 +67,9 @@ class Commits:
         self._group: Protecting | None = None
         self._protector: Protector | None = None
         self._start_from: Version | None = None
-        self._skipped = -1
+        self._skipped: set[int] = set()
+        """Steps, those that are settled left out."""
+        self._told_skipped = -1
         self._abandoned = -1
         self._after_commit: Callable[[], None] = lambda: None
 
@@ -101,8 +105,11 @@ class Commits:
             start: what they start from, and who protects this node.
         """
         if generation > self.tracker.generation:
-            self._skipped = self._abandoned = -1
+            self._skipped.clear()
+            self._told_skipped = self._abandoned = -1
         self._page, self._group = page, start.group
+        if start.group is not None and page.get(Command.TAKE_FROM) < 0:
+            page.set(Command.TAKE_FROM, 0)
         if start.is_new:
             self._start_from = None if start.is_resized else start.version
         if start.is_resized and page.get(Command.COMMITTED_IN) < generation:
@@ -188,7 +195,7 @@ class Commits:
     def skipped(self, sealed: Version) -> None:
         """A rank has none of this step, and the others may be waiting for it."""
         if sealed.generation == self.tracker.generation:
-            self._skipped = max(self._skipped, sealed.step)
+            self._skipped.add(sealed.step)
             self._tell_skipped()
 
     def corrupt(self, found: Version, why: str) -> bool:
@@ -216,7 +223,6 @@ class Commits:
             return
         self.tracker.commit(wanted)
         self._finish(wanted)
-        self._tell_skipped()
 
     def abandon(self, generation: int, step: int) -> None:
         """A rank elsewhere has none of this step."""
@@ -244,6 +250,7 @@ class Commits:
         self._after_commit()
         crash_point("smp.commit.replaced_freed")
         self._tell_agent(m.VersionCommitted(committed.generation, committed.step))
+        self._tell_skipped()
 
     def _show(self, committed: Version | None) -> None:
         if self._page is None:
@@ -283,12 +290,22 @@ class Commits:
                 Command.ABANDONED_STEP, max(self._page.get(Command.ABANDONED_STEP), step)
             )
         crash_point("smp.commit.abandoned")
+        self._tell_skipped()
 
     def _tell_skipped(self) -> None:
+        """Have the newest step abandoned that a rank here has skipped: rule 3."""
+        if self._awaits_recommit:
+            return
         tracker = self.tracker
         committed = tracker.committed
-        is_over = committed is not None and version(tracker.generation, self._skipped) <= committed
-        pending = (tracker.pending(rank) for rank in tracker.ranks)
-        is_held = any(one is not None and one.step < self._skipped for one in pending)
-        if self._skipped > self._abandoned and not (is_over or is_held or self._awaits_recommit):
-            self._abandon_here(self._skipped)
+        is_ours = committed is not None and committed.generation == tracker.generation
+        settled = max(self._abandoned, committed.step if committed and is_ours else -1)
+        self._skipped = {step for step in self._skipped if step > settled}
+        pending = [one.step for one in map(tracker.pending, tracker.ranks) if one is not None]
+        newest = max((step for step in self._skipped if step <= min(pending, default=step)),
+                     default=-1)  # fmt: skip
+        if self._group is None and newest >= 0:
+            self._abandon_here(newest)
+        elif newest > self._told_skipped:
+            self._told_skipped = newest
+            self._tell_agent(m.AbandonVersion(tracker.generation, newest))

@@ -18,7 +18,7 @@ import msgspec
 
 from ftrun.erasure.fragments import run_digest
 from ftrun.errors import ProtocolError, UsageError
-from ftrun.ids import RunId, Version, version
+from ftrun.ids import Rank, RunId, Version, version
 from ftrun.smp.codecs import Codecs
 from ftrun.smp.commits import Commits
 from ftrun.smp.exchange import ProtectorTools
@@ -32,6 +32,7 @@ from ftrun.smp.protector import Protector
 from ftrun.smp.range_fetch import RangeFetches
 from ftrun.smp.rebuilder import Rebuilder
 from ftrun.smp.receiving import Receiving
+from ftrun.smp.replica_watch import ReplicaWatch
 from ftrun.smp.restores import Restores
 from ftrun.smp.served import Served
 from ftrun.smp.shards import ArenaMaps
@@ -82,6 +83,7 @@ class GroupWork:
             memory, self._desk, jobs, tell_agent=tell_agent, here=commits.protect_complete
         )
         self.range_fetches = RangeFetches(jobs)
+        self._replicas = ReplicaWatch(jobs, self._maps, tell_agent)
         commits.protect_with(self._protector)
         commits.after_commit(self._committed)
         self._peers.tell(Receiving(self._protector, self._desk, jobs))
@@ -159,7 +161,10 @@ class GroupWork:
 
     def _committed(self) -> None:
         """Something newer is committed: nobody starts from what is served any more."""
-        served, newest = self._desk.served, self._commits.tracker.committed
+        tracker = self._commits.tracker
+        served, newest = self._desk.served, tracker.committed
+        if newest is not None and self._protector.group is None:
+            self._replicas.look(newest, self._descriptors)
         if served is not None and newest is not None and newest > served.version:
             self.range_fetches.begin(None)
             if self._rebuilder is not None:
@@ -167,6 +172,10 @@ class GroupWork:
                 self._rebuilder = None
             self._desk.begin(None, None, self._desk.own)
         self._maps.keep_only(arena.fd for arena in self._memory.all())
+
+    def _descriptors(self) -> dict[Rank, list[int]]:
+        ranks = self._commits.tracker.ranks
+        return {rank: [one.fd for one in self._memory.of(rank)] for rank in ranks}
 
     def stand_still(self) -> None:
         """What this node is about to tell of its memory must stay true."""

@@ -6,7 +6,7 @@ Gives:    a SmpNotice for each thing that has changed, once.
 """
 
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 
 from ftrun.ids import Version
 from ftrun.smp.protecting import Protecting
@@ -32,14 +32,17 @@ class Troubles:
         """Another group, or other places."""
         self._lost.clear()
 
-    def replicas_differ(self, at: Version, group: Protecting, places: Collection[int]) -> None:
-        """What was equal on several nodes is not any more."""
-        nodes = [group.nodes[place].node_id for place in sorted(places)]
+    def replicas_differ(
+        self, at: Version, group: Protecting, holders: Collection[tuple[int, int]]
+    ) -> None:
+        """What was equal on several nodes is not any more; whose, as (place, rank)."""
+        nodes = [group.nodes[place].node_id for place in sorted({place for place, _ in holders})]
         self._tell(
             "replicas_differ",
             f"{at}: what was equal on several nodes is not any more; different on "
             f"{', '.join(nodes)}. It is encoded from now on",
             nodes,
+            sorted(rank for _, rank in holders),
         )
 
     def damaged(self, why: str, node_id: str) -> None:
@@ -75,5 +78,5 @@ class Troubles:
         """They are again."""
         self._unprotected = ""
 
-    def _tell(self, kind: str, why: str, nodes: list[str]) -> None:
-        self._tell_agent(m.SmpNotice(kind, why, nodes))
+    def _tell(self, kind: str, why: str, nodes: list[str], ranks: Sequence[int] = ()) -> None:
+        self._tell_agent(m.SmpNotice(kind, why, nodes, list(ranks)))

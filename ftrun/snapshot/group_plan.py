@@ -35,12 +35,12 @@ class Settled:
     Args:
         plan: all of them go by it; None: not yet.
         needs_manifests: every node has to send its own.
-        differ: places whose replicas are not what they were, for the journal.
+        differ: whose replicas are not what they were, as (place, rank), for the journal.
     """
 
     plan: Plan | None
     needs_manifests: bool = False
-    differ: frozenset[int] = frozenset()
+    differ: frozenset[tuple[int, int]] = frozenset()
 
 
 class GroupPlan:
@@ -80,7 +80,7 @@ class GroupPlan:
             return Settled(None)
         ids = {plan_id for plan_id, _ in told.values()}
         is_known = self.plan is not None and ids == {self.plan.id}
-        differ: set[int] = set()
+        differ: set[tuple[int, int]] = set()
         if is_known:
             differ = differing(self._groups, [told[at][1] for at in range(self._num_nodes)])
             if not differ:

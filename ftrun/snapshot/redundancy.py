@@ -176,22 +176,24 @@ def replica_digests(
     return found
 
 
-def differing(groups: Groups, told: Sequence[Sequence[Sequence[tuple[int, int]]]]) -> set[int]:
-    """Places whose replicas are not what most others have; all, where no content has most.
+def differing(
+    groups: Groups, told: Sequence[Sequence[Sequence[tuple[int, int]]]]
+) -> set[tuple[int, int]]:
+    """Whose replicas are not what most others have: (place, rank); all, where no content has most.
 
     Args:
         groups: of the plan.
         told: what each node has said, by place.
     """
-    places: set[int] = set()
+    found: set[tuple[int, int]] = set()
     for at, group in enumerate(groups):
-        said = [(place, digest) for place, node in enumerate(told) for _, digest in node[at]]
+        said = [((place, r), digest) for place, node in enumerate(told) for r, digest in node[at]]
         count = Counter(digest for _, digest in said)
         right, times = count.most_common(1)[0]
         has_most = 2 * times > len(said)
         if len(count) > 1 or len(said) != len(group.holders):
-            places |= {place for place, digest in said if digest != right or not has_most}
-    return places
+            found |= {holder for holder, digest in said if digest != right or not has_most}
+    return found
 
 
 def changed_keys(groups: Groups, manifests: Sequence[NodeManifest]) -> set[int]:

@@ -13,6 +13,10 @@ Rule 2: the messages of a ballot are repeated until they are answered, and answe
 import msgspec
 
 from ftrun.events import WorkerExit
+from ftrun.monitor.evidence import RankView
+from ftrun.monitor.fitness import Fitness
+from ftrun.monitor.samples import NodeSample
+from ftrun.wire.fault_messages import FaultAnswer, FaultOrdered
 from ftrun.wire.messages import Inventory, Message
 
 VersionPair = tuple[int, int]
@@ -96,6 +100,12 @@ class History(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     steps_seen: bool = False
     node_failures: dict[str, list[float]] = {}
     """How long ago each node was lost, by node id."""
+    incidents: int = 0
+    """So many have been opened."""
+    spoiled: VersionPair | None = None
+    """This version and later ones hold bad numbers, and are not gone on from."""
+    skip_to: int = -1
+    """The batches up to this step are left out on the way back; -1: all come again."""
 
 
 class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -113,6 +123,8 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     groups: list[list[str]] = []
     """Node ids, each list in the order of its protection group."""
     parity: int = 0
+    skip_batches: int = 0
+    """So many of each rank are left out after the restored version."""
     restore_world_size: int = 0
     """Ranks that took the restored version."""
     sources: list[Source] = []
@@ -247,6 +259,8 @@ class Promise(Message, frozen=True):
     holdings: Inventory
     store_port: int
     smp_port: int
+    fitness: Fitness | None = None
+    """Of its newest check; None: it makes none."""
 
 
 class NotPromised(Message, frozen=True):
@@ -288,6 +302,13 @@ class RankReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     step: int
     age_s: float
     phase: str = ""
+    loss: float | None = None
+    """As the script reports it."""
+    bad_step: int = 0
+    """The first step after which a parameter was not finite; 0: none."""
+    p50_s: float = 0.0
+    """Half of its steps took no longer; 0: it has made none."""
+    p99_s: float = 0.0
 
 
 class Beat(Message, frozen=True):
@@ -322,11 +343,29 @@ class Beat(Message, frozen=True):
     """Why this generation cannot go on here, such as a fetch that failed."""
     unprotected: str = ""
     ranks: tuple[RankReport, ...] = ()
+    p99_s: float = 0.0
+    """Of the steps of this node's slowest rank; 0: not known yet."""
+    views: tuple[RankView, ...] = ()
+    """Looks at the ranks here, while one of them is silent for too long."""
+    troubles: tuple[str, ...] = ()
+    """What network cards and GPUs of this node have counted lately."""
+    differs: str = ""
+    """Replicas are not equal any more, in words; of this generation."""
+    differing_ranks: tuple[int, ...] = ()
+    """Nodes whose replicas are not those of the most."""
+    sample: NodeSample | None = None
+    """The newest; the lead tells by its number whether it is news."""
+    heard_s: float = 0.0
+    """When the heartbeat `heard` was heard, on this node's monotonic clock."""
+    sent_s: float = 0.0
+    """When this one was sent."""
+    fitness: Fitness | None = None
+    """Of the newest check of this node; None: it makes none."""
 
 
-def beat(here: Beat, *, number: int, heard: int, promised: int) -> Beat:
+def beat(here: Beat, **added: object) -> Beat:
     """What a node's hands say of it, with what its membership has to add."""
-    return msgspec.structs.replace(here, number=number, heard=heard, promised=promised)
+    return msgspec.structs.replace(here, **added)
 
 
 def with_state(beat: Beat, state: str) -> Beat:
@@ -347,6 +386,8 @@ class LeadBeat(Message, frozen=True):
     """This lead may have been replaced without knowing it: ranks are to wait."""
     committed: VersionPair | None = None
     abandoned_step: int = -1
+    take_from: int = -1
+    """No snapshot is taken before this step."""
     every: int = 0
     every_from_step: int = 0
     stop_after_step: int = -1
@@ -356,8 +397,14 @@ class LeadBeat(Message, frozen=True):
     """Every node writes its part of this version to disk."""
     moved: dict[str, int] = {}
     """SMPs that listen elsewhere than the plan says, by node id."""
+    examine: bool = False
+    """Ranks have failed, perhaps because of others: every node says what its own called last."""
     killed: bool = False
     """The ranks of this generation are to be dead."""
+    checks: dict[str, int] = {}
+    """Nodes beside the generation that are to check themselves, by node id: up to this number."""
+    incidents: int = 0
+    """So many have been opened; whoever leads next counts on."""
     ended: bool = False
     exit_code: int = 0
     why: str = ""
@@ -387,6 +434,27 @@ class ClusterStatus(Message, frozen=True):
     document: bytes
 
 
+class AskProbe(Message, frozen=True):
+    """Lead -> member: measure the way from you to that node. Answer: ProbeFound."""
+
+    number: int
+    receiver: str
+    host: str
+    port: int
+
+
+class ProbeFound(Message, frozen=True):
+    """Member -> lead: what a probe of a link has found. A figure that is 0 is not known."""
+
+    number: int
+    receiver: str
+    rtt_s: float = 0.0
+    """The shortest of some."""
+    to_bytes_per_s: float = 0.0
+    from_bytes_per_s: float = 0.0
+    problem: str = ""
+
+
 AnyClusterMessage = (
     Join
     | Gathering
@@ -403,6 +471,10 @@ AnyClusterMessage = (
     | JournalLines
     | AskClusterStatus
     | ClusterStatus
+    | FaultOrdered
+    | FaultAnswer
+    | AskProbe
+    | ProbeFound
 )
 
 

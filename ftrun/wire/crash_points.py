@@ -18,12 +18,26 @@ FTRUN_CRASH_COUNT, so that a test that kills at every point learns of new ones b
 import os
 import signal
 from collections import Counter
+from collections.abc import Callable
 
 _NAME, _, _HIT = os.environ.get("FTRUN_CRASH_AT", "").partition(":")
 _ONCE_FILE = os.environ.get("FTRUN_CRASH_ONCE", "")
 _COUNT_FILE = os.environ.get("FTRUN_CRASH_COUNT", "")
 _ARMED = bool(_NAME or _COUNT_FILE)
 _passed: Counter[str] = Counter()
+_last_words: list[Callable[[], None]] = []
+
+
+def arm(name: str, *, before: Callable[[], None]) -> None:
+    """Have this process die at its next pass of this point; for `ftrun inject-fault`.
+
+    Args:
+        name: of the point.
+        before: called just before it dies.
+    """
+    global _ARMED, _NAME, _HIT
+    _ARMED, _NAME, _HIT = True, name, str(_passed[name] + 1)
+    _last_words.append(before)
 
 
 def crash_point(name: str) -> None:
@@ -38,6 +52,8 @@ def _pass(name: str) -> None:
         with open(_COUNT_FILE, "a", encoding="utf-8") as file:
             file.write(f"{name}\n")
     if name == _NAME and _passed[name] == int(_HIT or 1) and _is_first():
+        for say in _last_words:
+            say()
         os.kill(os.getpid(), signal.SIGKILL)
 
 

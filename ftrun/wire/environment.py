@@ -21,6 +21,9 @@ SMP_SOCKET = "FTRUN_SMP_SOCKET"
 RESTORE = "FTRUN_RESTORE"
 """`GENERATION:STEP` of the version to restore; absent when there is none."""
 
+SKIP_BATCHES = "FTRUN_SKIP_BATCHES"
+"""So many batches after the restored version are left out; absent where all come again."""
+
 RESTORE_WORLD_SIZE = "FTRUN_RESTORE_WORLD_SIZE"
 """How many ranks took that version; absent where it is as many as there are now."""
 
@@ -32,3 +35,12 @@ START = "FTRUN_START"
 
 AGENT_PID = "FTRUN_AGENT_PID"
 """The process a worker dies with."""
+
+RANK_SOCKET = "FTRUN_RANK_SOCKET"
+"""Path at which this rank's flight recorder is to be read."""
+
+STACK_FD = "FTRUN_STACK_FD"
+"""Descriptor of the file that takes this rank's stacks on a signal."""
+
+FAULT_FD = "FTRUN_FAULT_FD"
+"""Descriptor of this rank's fault page; only in a run with --allow-faults."""

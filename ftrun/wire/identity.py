@@ -11,7 +11,10 @@ import msgspec
 
 import ftrun
 
-Purpose = Literal["agent", "smp"]
+Purpose = Literal["agent", "smp", "probe"]
+"""A probe is an agent that measures the way to another one, on a connection for that alone."""
+
+_TALKS_WITH: dict[Purpose, Purpose] = {"agent": "agent", "smp": "smp", "probe": "agent"}
 _Name = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}\Z")]
 _Number = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 _Version = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9.+_-]{0,100}\Z")]
@@ -38,7 +41,7 @@ def unfit(own: PeerIdentity, peer: PeerIdentity) -> str:
             f"it belongs to run {peer.run_id}, and this is run {own.run_id}. Give the same "
             "--run-id to every node, or another --rdzv-endpoint to another run"
         )
-    if peer.purpose != own.purpose:
+    if own.purpose != _TALKS_WITH[peer.purpose] and peer.purpose != _TALKS_WITH[own.purpose]:
         return f"it wants to speak to an {peer.purpose}, and this is an {own.purpose}"
     if peer.node_id == own.node_id:
         return (

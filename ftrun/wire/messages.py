@@ -14,6 +14,8 @@ from ftrun.wire.checkpoint_messages import CheckpointRefused as CheckpointRefuse
 from ftrun.wire.checkpoint_messages import CheckpointWritten as CheckpointWritten
 from ftrun.wire.checkpoint_messages import LoadCheckpoint as LoadCheckpoint
 from ftrun.wire.checkpoint_messages import WriteCheckpoint as WriteCheckpoint
+from ftrun.wire.fault_messages import FaultTaken as FaultTaken
+from ftrun.wire.fault_messages import InjectFault as InjectFault
 from ftrun.wire.message import Message as Message
 from ftrun.wire.protected import GroupMember as GroupMember
 from ftrun.wire.protected import NodePlace as NodePlace
@@ -321,11 +323,13 @@ class SmpNotice(Message, frozen=True):
             "restore".
         why: in words.
         nodes: whom it is about.
+        ranks: the same, where it is known.
     """
 
     kind: str
     why: str
     nodes: list[str] = []
+    ranks: list[int] = []
 
 
 class TakeInventory(Message, frozen=True):
@@ -466,6 +470,8 @@ AnyMessage = (
     | AskStatus
     | Status
     | StopRun
+    | InjectFault
+    | FaultTaken
 )
 
 

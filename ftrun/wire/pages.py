@@ -15,9 +15,17 @@ import os
 import struct
 from enum import IntEnum
 
-PAGE_BYTES = 4096
+from ftrun.monitor.step_times import FORGET_AT, NUM_BUCKETS, bucket_of
+
+PAGE_BYTES = 8192
+_TIMES_AT = 64  # in words: how often a step took how long, and how many of these are counted
+_NUM_TIMES_AT = _TIMES_AT + NUM_BUCKETS
+_CALLS_AT = 200  # in words: pairs of a step and the collectives called by then
+_CALLS_EVERY = (1, 8, 64, 512)
 _NAME_AT, _NAME_BYTES = 2048, 64
 _NOTE_AT, _NOTE_BYTES = 2176, 1024
+_GROUPS_AT, _GROUPS_BYTES = 4096, 4096
+MAX_GROUPS_BYTES = _GROUPS_BYTES - 2
 NEVER_STEP = (1 << 63) - 1
 
 
@@ -53,6 +61,9 @@ class Beat(IntEnum):
     WISHED_EVERY = 26  # steps between snapshots that this rank's own measurements ask for
     CORRUPT_SLOT = 27  # 1 + the slot whose digest did not match at the restore
     CORRUPT_RANK = 28  # 1 + the rank of the old world whose slot that is; 0: this rank
+    BAD_NUMBERS_STEP = 29  # the first step after which a parameter was not a finite number
+    HAS_SERVER = 30  # the flight recorder can be read at the socket that the agent has named
+    HAS_DUMPER = 31  # signal number at which all stacks are written to the stack file
 
 
 class Command(IntEnum):
@@ -68,6 +79,7 @@ class Command(IntEnum):
     ABANDONED_STEP = 7  # some rank has no seal of this step and never will: it is not committed
     COMMITTED_IN = 8  # generation of the last commit: after a restore nothing is taken before it
     PROTECTING_STEP = 9  # sealed by all ranks of the node, on its way to other nodes
+    TAKE_FROM = 10  # none is taken before this step, so that all take the same; -1: no lead decides
 
 
 class Page:
@@ -95,6 +107,48 @@ class Page:
     @loss.setter
     def loss(self, value: float) -> None:
         self._floats[Beat.LOSS] = value
+
+    def count_step(self, duration_ns: int) -> None:
+        """Note how long a step took; only for the one writer of the page."""
+        self._words[_TIMES_AT + bucket_of(duration_ns)] += 1
+        self._words[_NUM_TIMES_AT] += 1
+        if self._words[_NUM_TIMES_AT] >= FORGET_AT:
+            for at in range(_TIMES_AT, _NUM_TIMES_AT + 1):
+                self._words[at] >>= 1
+
+    def note_calls(self, step: int, calls: int) -> None:
+        """How many collectives were called by this step; of some steps it is kept for longer."""
+        for place, every in enumerate(_CALLS_EVERY):
+            if step % every:
+                break
+            self._words[_CALLS_AT + 2 * place] = 0  # torn, until both are written
+            self._words[_CALLS_AT + 2 * place + 1] = calls
+            self._words[_CALLS_AT + 2 * place] = step
+
+    @property
+    def calls_at_steps(self) -> list[tuple[int, int]]:
+        """The newest step, and the newest multiples of 8, 64 and 512, with their counts."""
+        found = []
+        for place in range(len(_CALLS_EVERY)):
+            at = _CALLS_AT + 2 * place
+            step, calls = self._words[at], self._words[at + 1]
+            if step and calls and step == self._words[at]:
+                found.append((step, calls))
+        return list(dict.fromkeys(found))
+
+    @property
+    def step_times(self) -> list[int]:
+        """How often a step took how long: the counts of step_times.py."""
+        return self._words[_TIMES_AT:_NUM_TIMES_AT].tolist()
+
+    @property
+    def groups(self) -> str:
+        """The process groups of this rank, see process_groups.py."""
+        return self._text(_GROUPS_AT, _GROUPS_BYTES)
+
+    @groups.setter
+    def groups(self, text: str) -> None:
+        self._set_text(_GROUPS_AT, _GROUPS_BYTES, text)
 
     @property
     def phase(self) -> str:
@@ -142,4 +196,5 @@ def create_command_page() -> int:
     page.set(Command.ABANDONED_STEP, -1)
     page.set(Command.COMMITTED_IN, -1)
     page.set(Command.PROTECTING_STEP, -1)
+    page.set(Command.TAKE_FROM, -1)
     return fd

@@ -73,6 +73,8 @@ class PeerConnection(Generic[E]):
         self._broken: PeerError | None = None
         self.session = session
         self.generation = 0
+        self.is_spoilt = False
+        """A bit of the next frame flips on its way: `ftrun inject-fault bitflip-wire`."""
 
     @property
     def peer(self) -> PeerIdentity:
@@ -108,6 +110,9 @@ class PeerConnection(Generic[E]):
             self.session.send_key, self._sent, told, limit_bytes=MAX_FRAME_BYTES
         )
         self._sent += 1
+        if self.is_spoilt:
+            self.is_spoilt = False
+            self._out[-1] ^= 1
         self.flush()
         if len(self._out) > self._max_queued_bytes:
             raise self._break(PeerLost(peer=str(self.peer), how="silent"))

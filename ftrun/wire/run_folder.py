@@ -46,6 +46,10 @@ class RunFolder:
     def agent_socket(self) -> Path:
         return self.path / "agent.sock"
 
+    def rank_socket(self, rank: int) -> Path:
+        """Where a worker's flight recorder is read; made by the worker."""
+        return self.path / f"rank-{rank}.sock"
+
     @property
     def spec(self) -> Path:
         """What was started: a `RunSpec` as JSON."""

@@ -36,6 +36,7 @@ class Feed:
         self._has_begun = False
         self._clone: Any = None
         self._resume: dict[str, Any] | None = None
+        self._to_leave_out = 0
 
     def state(self) -> dict[str, Any]:
         """Where the loader is, as plain values and what its own state_dict holds."""
@@ -58,6 +59,10 @@ class Feed:
         self._resume = state
         if state["own"] is not None and self._is_stateful:
             self.loader.load_state_dict(state["own"])
+
+    def leave_out(self, count: int) -> None:
+        """Load so many of the next batches, and hand none of them out; into the next pass too."""
+        self._to_leave_out = count
 
     def warning(self) -> str | None:
         """What cannot be exact with this loader, and the remedy."""
@@ -95,6 +100,9 @@ class Feed:
         after_start()
         for batch in iterator:
             self._handed_out += 1
+            if self._to_leave_out > 0:
+                self._to_leave_out -= 1
+                continue
             yield batch
         self._pass += 1
         self._handed_out = 0

@@ -61,12 +61,15 @@ class Cadence:
         """Those of the last snapshot, its copy's first."""
 
     def is_due(self, step: int) -> bool:
-        """Whether the interval ends at this step; counts from step 0 on every rank."""
+        """Whether the interval ends at this step; counts from step 0 on every rank.
+
+        Not before the step that the lead has named, from which on all nodes take the same.
+        """
         if not isinstance(self._settings.every, int):
             every = self._commands.get(Command.SNAPSHOT_EVERY)
             if every > 0 and step > self._commands.get(Command.EVERY_FROM_STEP):
                 self._every = every
-        return step % max(1, self._every) == 0
+        return step % max(1, self._every) == 0 and step >= self._commands.get(Command.TAKE_FROM)
 
     def was_asked(self) -> bool:
         """Whether the agent wants one now, beside the interval."""

@@ -32,15 +32,15 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ftrun import clock
 from ftrun.errors import FtrunError, MemoryTooSmall, PeerError
-from ftrun.ids import Version, version
 from ftrun.wire.arena import NUM_SLOTS, Arena, SlotHeader, SlotState, table_digest
 from ftrun.wire.crash_points import crash_point
-from ftrun.wire.pages import Beat, Command
+from ftrun.wire.pages import Beat
 from ftrun.worker.cadence import Cadence, Turn
 from ftrun.worker.context import WorkerContext
 from ftrun.worker.copying import CopyThread, SlotCopy
 from ftrun.worker.laziness import Proof
 from ftrun.worker.memory_link import MemoryLink
+from ftrun.worker.settling import Settling
 from ftrun.worker.slots import Slots, SlotStore
 from ftrun.worker.state_tree import State, StateTree
 
@@ -63,8 +63,7 @@ class Capture:
         self._pid = os.getpid()
         self._store = SlotStore(context)
         self._hasty: set[str] = set()
-        self._newest_sealed = context.restore
-        self._restored = context.restore
+        self._settling = Settling(context.commands, context.generation, context.restore)
         self._proof: Proof | None = None
         self._rehearsal: tuple[SlotCopy, memoryview] | None = None
         self._num_taken = 0
@@ -181,7 +180,7 @@ class Capture:
                 copy_s=self._copy_s,
                 blocked_s=self._blocked_ns / 1e9,
             )
-        self._turn = Turn.QUIET if self._is_free() else Turn.PROTECT
+        self._turn = Turn.QUIET if self._settling.is_free else Turn.PROTECT
         self._is_typical = True
         self._blocked_ns = 0
 
@@ -189,12 +188,14 @@ class Capture:
         if not self._may_overwrite(is_last=is_last):
             # Not withdrawn: the SMP may still commit the last one, and no rank may overwrite it.
             self._page.add(Beat.SKIPPED_COUNT, 1)
+            self._settling.skipped(step)
             self._link.tell_skipped(step)
             return
         crash_point("worker.capture.begun")
         state = collect()
         slots = self._store.slots_for(state)
         if slots is None:
+            self._settling.skipped(step)
             self._link.withdraw(step)
             return
         slot = self._free_slot(slots.arena)
@@ -229,60 +230,23 @@ class Capture:
         # A rank that is slower than this one seals in a while, and this one would wait for it in
         # the next collective anyway. Once nothing has come, nothing is waited for until it does.
         give_up_s = clock.now_s() + (wait_s if is_last or self._is_patient else 0.0)
-        while not self._is_free():
-            if self._is_under_way() and (not is_last or clock.now_s() >= give_up_s):
+        settling = self._settling
+        while not settling.is_free:
+            if settling.is_under_way and (not is_last or clock.now_s() >= give_up_s):
                 return False
             if clock.now_s() >= give_up_s:
                 self._is_patient = False
-                last = self._newest_sealed
-                return last is not None and (self._link.withdraw(last.step) or self._is_over(last))
+                last = settling.newest_sealed
+                if last is not None:
+                    settling.skipped(last.step)
+                    self._link.withdraw(last.step)
+                return settling.is_free
             clock.sleep(_POLL_S)
         self._is_patient = True
         return True
 
-    def _is_free(self) -> bool:
-        """Nothing that this rank holds has still to be committed."""
-        last = self._newest_sealed
-        return last is None or (not self._awaits_recommit() and self._is_over(last))
-
-    def _is_under_way(self) -> bool:
-        """All ranks of the node hold it, and other nodes are about to: it must not be waited for.
-
-        That takes as long as the network does; the training goes on meanwhile.
-        """
-        last = self._newest_sealed
-        is_ours = last is not None and last.generation == self._context.generation
-        protecting = self._context.commands.get(Command.PROTECTING_STEP)
-        return self._awaits_recommit() or (is_ours and last is not None and protecting >= last.step)
-
-    def _awaits_recommit(self) -> bool:
-        """The restored version is not committed in this generation yet: nothing new before it."""
-        if self._restored is None:
-            return False
-        return self._context.commands.get(Command.COMMITTED_IN) < self._context.generation
-
-    def _is_over(self, last: Version) -> bool:
-        """Whether a seal of this rank is committed, or never will be."""
-        if self._is_committed(last):
-            return True
-        is_ours = last.generation == self._context.generation
-        return is_ours and self._context.commands.get(Command.ABANDONED_STEP) >= last.step
-
-    def _is_committed(self, wanted: Version) -> bool:
-        committed = self._committed()
-        return committed is not None and committed >= wanted
-
-    def _committed(self) -> Version | None:
-        commands = self._context.commands
-        found = version(
-            commands.get(Command.COMMITTED_GENERATION), commands.get(Command.COMMITTED_STEP)
-        )
-        # A version that came from a checkpoint is of generation -1; no version is of step -1.
-        known = [v for v in (found, self._restored) if v is not None and v.step >= 0]
-        return max(known, default=None)
-
     def _free_slot(self, arena: Arena) -> int:
-        committed = self._committed()
+        committed = self._settling.committed
         kept = arena.find(committed) if committed is not None else None
         return 0 if kept is None else (kept + 1) % NUM_SLOTS
 
@@ -303,12 +267,13 @@ class Capture:
             if changed:
                 self._page.add(Beat.DISCARDED_COUNT, 1)
                 self._demote(changed, "changed while it was copied; that snapshot is discarded")
+                self._settling.skipped(step)
                 self._link.withdraw(step)
                 return
             digest = table_digest(table)
             slots.arena.write_header(slot, self._header(slots, SlotState.SEALED, step, digest))
             crash_point("worker.capture.sealed")
-            self._newest_sealed = version(self._context.generation, step)
+            self._settling.sealed(step)
             self._page.set(Beat.SEALED_GENERATION, self._context.generation)
             self._page.set(Beat.SEALED_STEP, step)
             self._page.set(Beat.SEALED_NS, clock.now_ns())

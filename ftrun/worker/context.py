@@ -47,6 +47,8 @@ class WorkerContext:
     settings: SnapshotSettings
     restore_world_size: int | None = None
     """Ranks that took the version to restore; None: as many as there are now."""
+    skip_batches: int = 0
+    """So many of the batches after that version are left out."""
 
     @property
     def is_resized(self) -> bool:
@@ -76,5 +78,6 @@ def worker_context() -> WorkerContext | None:
         restore=version(*(int(part) for part in restore.split(":"))) if restore else None,
         smp_socket=Path(os.environ[env.SMP_SOCKET]),
         restore_world_size=int(get(env.RESTORE_WORLD_SIZE) or 0) or None,
+        skip_batches=int(get(env.SKIP_BATCHES) or 0),
         settings=msgspec.json.decode(get(env.SNAPSHOT, "{}"), type=SnapshotSettings),
     )

@@ -17,7 +17,9 @@ from collections.abc import Callable
 from typing import Any
 
 from ftrun import clock
-from ftrun.wire.pages import Beat
+from ftrun.wire import environment as env
+from ftrun.wire.pages import Beat, Page
+from ftrun.worker import finite, visibility
 from ftrun.worker.context import WorkerContext, worker_context
 
 READ_AT_IMPORT = (
@@ -48,7 +50,25 @@ def install(*, started_with: dict[str, str]) -> None:
     from torch.optim import optimizer
 
     optimizer.register_optimizer_step_post_hook(_after_step(context, started_with))
+    visibility.register_dumper(context.page)
     _time_init_group(context)
+    if env.FAULT_FD in os.environ:
+        from ftrun.worker import inner_faults
+
+        inner_faults.install(context)
+
+
+def step_done(page: Page, step: int) -> None:
+    """Tell that a step boundary is passed."""
+    now_ns = clock.now_ns()
+    visibility.publish_groups(page)
+    page.note_calls(step, visibility.calls_so_far())
+    if page.get(Beat.FIRST_STEP_NS):
+        page.count_step(now_ns - page.get(Beat.BEAT_NS))
+    page.set(Beat.STEP, step)
+    page.set(Beat.BEAT_NS, now_ns)
+    if not page.get(Beat.FIRST_STEP_NS):
+        page.set(Beat.FIRST_STEP_NS, now_ns)
 
 
 def script_begins(now_ns: int) -> None:
@@ -73,14 +93,11 @@ def _after_step(context: WorkerContext, started_with: dict[str, str]) -> Callabl
                 return
             _report_missed(context, started_with)
         _steps_by_optimizer[id(optimizer)] = done + 1
+        finite.check(optimizer, page, page.get(Beat.STEP) + 1)
         if done + 1 > page.get(Beat.OPTIMIZER_STEPS):
             page.set(Beat.OPTIMIZER_STEPS, done + 1)
             if not page.get(Beat.ATTACHED):
-                now_ns = clock.now_ns()
-                page.set(Beat.STEP, done + 1)
-                page.set(Beat.BEAT_NS, now_ns)
-                if done == 0:
-                    page.set(Beat.FIRST_STEP_NS, now_ns)
+                step_done(page, done + 1)
 
     return after_step
 
@@ -125,6 +142,7 @@ def _time_init_group(context: WorkerContext) -> None:
         result = original(*args, **kwargs)
         if not context.page.get(Beat.INIT_GROUP_NS):
             context.page.set(Beat.INIT_GROUP_NS, clock.now_ns())
+        visibility.start_server(context.page)
         return result
 
     dist.init_process_group = init_process_group

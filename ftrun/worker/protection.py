@@ -18,6 +18,7 @@ from ftrun.errors import MemoryTooSmall, PeerError
 from ftrun.ids import Version
 from ftrun.wire.arena import Arena
 from ftrun.wire.pages import Beat, Command
+from ftrun.worker import heartbeat
 from ftrun.worker.accumulation import Accumulation
 from ftrun.worker.attached import Attached
 from ftrun.worker.buckets import WrapperWatch, is_needed, ready_order, warm_buckets
@@ -176,18 +177,29 @@ class Protection:
             force: take a snapshot whatever the interval says.
             allowed: the script does not object to one here.
         """
-        self._tell(step)
+        heartbeat.step_done(self._context.page, step)
+        is_good = self._is_good()
+        allowed, force = allowed and is_good, force and is_good
         is_between = not self._accumulation.boundary()
         stops = is_between and self._context.commands.get(Command.STOP_AFTER_STEP) <= step
         if self._capture is not None:
             self._capture.boundary(
                 step,
                 collect=lambda: self._tree.collect({**extra(), "orders": self._known_orders()}),
-                force=(force and is_between) or stops,
+                force=(force and is_between) or (stops and is_good),
                 allowed=allowed and is_between,
             )
         if stops:
             self._halt(step)
+
+    def _is_good(self) -> bool:
+        """Whether the state may replace an older one: not where a parameter is no number."""
+        page = self._context.page
+        since = page.get(Beat.BAD_NUMBERS_STEP)
+        if since and not page.get(Beat.UNPROTECTED):
+            page.set(Beat.UNPROTECTED, 1)
+            page.note = f"a parameter is no number since step {since:,}; older snapshots are kept"
+        return not since
 
     def _finish_capture(self) -> None:
         if self._capture is not None:
@@ -204,14 +216,6 @@ class Protection:
             self._capture.close()
             atexit.unregister(self._capture.finish)
         self._link.close()
-
-    def _tell(self, step: int) -> None:
-        page = self._context.page
-        now_ns = clock.now_ns()
-        page.set(Beat.STEP, step)
-        page.set(Beat.BEAT_NS, now_ns)
-        if not page.get(Beat.FIRST_STEP_NS):
-            page.set(Beat.FIRST_STEP_NS, now_ns)
 
     def _halt(self, step: int) -> None:
         """Stand still until the agent ends this process, or takes the stop back."""

@@ -16,7 +16,7 @@ import traceback
 from types import TracebackType
 
 from ftrun import clock
-from ftrun.worker import heartbeat
+from ftrun.worker import heartbeat, visibility
 
 _OWN_FOLDER = os.path.dirname(os.path.abspath(__file__))
 
@@ -25,6 +25,7 @@ def report(error: BaseException) -> None:
     """Write the error file, then print as the interpreter would."""
     trace = _users_part(error.__traceback__)
     heartbeat.script_failed(clock.now_ns())
+    visibility.dump_calls()
     write_error_file(error, trace)
     sys.excepthook(type(error), error.with_traceback(trace), trace)
     sys.stderr.flush()

@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
+BETWEEN_LOOPS = "between loops"
+"""The phase of a rank that has left its loop: it may evaluate, save, or send its model away."""
+
 _live: "weakref.ref[Session] | None" = None
 
 
@@ -251,8 +254,20 @@ class Session:
                 if name in self._feeds:
                     self._feeds[name].load_state(state)
             self._waiting = {n: s for n, s in saved["loaders"].items() if n not in self._feeds}
+            self._leave_out(context.skip_batches)
         protection.begin(self._own_state)
         protection.put_back_random_states()
+
+    def _leave_out(self, count: int) -> None:
+        """The batches that led to bad numbers do not come again."""
+        for feed in self._feeds.values():
+            feed.leave_out(count)
+        if count and not (self._feeds or self._waiting):
+            _log.warning(
+                "numbers.policy is skip-data, and %d batches were to be left out; but this script "
+                "takes its batches by itself, so they come again: take them from session.batches()",
+                count,
+            )
 
     def _own_state(self) -> dict[str, Any]:
         return {
@@ -279,9 +294,13 @@ class Session:
         if self._driver is not None:
             raise UsageError(f"a loop over {driver} inside one over {self._driver}")
         self._driver = driver
+        if self._context is not None and self._context.page.phase == BETWEEN_LOOPS:
+            self._context.page.phase = "train"
 
     def _leave(self) -> None:
         self._driver = None
+        if self._context is not None and self._context.page.phase in ("", "train"):
+            self._context.page.phase = BETWEEN_LOOPS
         if self._protection is not None:
             self._protection.finish()
 
@@ -297,6 +316,7 @@ class Session:
         feed = self._feeds["loader"] = Feed("loader", loader)
         if "loader" in self._waiting:
             feed.load_state(self._waiting.pop("loader"))
+            feed.leave_out(self._context.skip_batches if self._context is not None else 0)
         self._warn_of(feed)
         return feed
 

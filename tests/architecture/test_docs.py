@@ -11,6 +11,7 @@ from ftrun import events
 from ftrun.cli.command_line import OWN_FLAGS
 from ftrun.config import Profile
 from ftrun.errors import ExitCode
+from ftrun.monitor.verdicts import VerdictKind
 from ftrun.recovery import commands
 from ftrun.wire import environment
 
@@ -46,6 +47,7 @@ def test_every_page_is_there() -> None:
         "many-nodes.md",
         "operations.md",
         "papers.md",
+        "verdicts.md",
     }
 
 
@@ -107,6 +109,23 @@ def test_crash_points_are_those_of_the_code() -> None:
         told |= {first, *(first.rpartition(".")[0] + other for other in others)}
     passed = {n for text in PACKAGE.values() for n in re.findall(r'crash_point\("([^"]+)"', text)}
     assert told == passed
+
+
+@pytest.mark.parametrize("kind", VerdictKind, ids=lambda kind: kind.value)
+def test_every_verdict_has_a_section_that_says_what_to_do(kind: VerdictKind) -> None:
+    title = f"{kind.value[0].upper()}{kind.value[1:]}"
+    _, found, rest = DOCS["verdicts.md"].partition(f"\n## {title}\n")
+    assert found, f"docs/verdicts.md has no section {title}"
+    section, _, _ = rest.partition("\n## ")
+    parts = re.findall(r"^\*\*(.+?)\.\*\*", section, re.MULTILINE)
+    assert parts == [
+        "What it means",
+        "How ftrun can tell",
+        "What ftrun did",
+        "What you should do",
+        "What it looks like",
+        "What may be mistaken for it",
+    ]
 
 
 def test_every_exit_code_is_explained() -> None:

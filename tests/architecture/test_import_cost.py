@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-HEAVY = ("torch", "numpy", "pydantic", "rich", "yaml", "msgspec")
+HEAVY = ("torch", "numpy", "pydantic", "rich", "yaml", "msgspec", "jinja2")
 
 
 def loaded_by(code: str) -> set[str]:
@@ -40,3 +40,8 @@ def test_module_does_not_load_torch(module: str) -> None:
 @pytest.mark.parametrize("module", ["ftrun.smp.server", "ftrun.wire.channel"])
 def test_what_many_processes_load_is_small(module: str) -> None:
     assert not loaded_by(f"import {module}") & {"torch", "pydantic", "rich"}
+
+
+def test_metrics_cost_nothing_where_they_are_off() -> None:
+    code = "import ftrun.agent.launcher\nassert 'prometheus_client' not in sys.modules"
+    assert "torch" in loaded_by(code)

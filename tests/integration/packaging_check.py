@@ -42,7 +42,7 @@ def main() -> None:
 
     package = Path(ftrun.__file__).parent
     assert package.is_relative_to(sys.prefix), f"{package} is not in {sys.prefix}"
-    for name in ("profiles/default.yaml", "profiles/laptop.yaml", "scripts/train_gpt.py"):
+    for name in ("profiles/default.yaml", "profiles/drill.yaml", "scripts/train_gpt.py"):
         assert (package / "_data" / name).is_file(), f"{name} is not in the wheel"
     assert (package / "py.typed").is_file()
     with tempfile.TemporaryDirectory() as folder:
@@ -78,6 +78,18 @@ def use(folder: Path, ftrun: Path) -> None:
     assert document["generation"] == 1, document
     assert len(document["restarts"]) == 1, document
     assert run.returncode == 0, (run.returncode, output)
+    told = subprocess.run(
+        [str(ftrun), "report", "1"],
+        cwd=folder,
+        env=variables,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=DEADLINE_S,
+    )
+    assert "rank 1 was killed by SIGKILL" in told.stdout, told.stdout
+    page = folder / "ftrun-logs" / "packaged" / "incident-0001.html"
+    assert page.read_text().startswith("<!doctype html>")
     assert sorted(output.splitlines()) == [
         "rank 0 generation 1 total 1.0",
         "rank 1 generation 1 total 1.0",

@@ -120,8 +120,9 @@ class Run:
         self.group = [m.NodePlace("n0", 1, "127.0.0.1", 0, [0])]
         self.begin(0)
 
-    def commit(self, step: int, generation: int = 0) -> None:
-        """The lead's word, once this node is ready."""
+    def commit(self, step: int, *, take_from: int, generation: int = 0) -> None:
+        """The lead's word, once this node is ready, and at which step to go on."""
+        self.commands.set(Command.TAKE_FROM, take_from)
         self.agent.send(m.CommitVersion(generation, step))
         give_up_s = clock.now_s() + 10
         while self.commands.get(Command.COMMITTED_STEP) != step:
@@ -594,23 +595,43 @@ def test_what_falls_due_while_a_version_is_protected_is_skipped_and_not_waited_f
     assert run.page.get(Beat.SKIPPED_COUNT) == 3
     assert run.commands.get(Command.PROTECTING_STEP) == 1
     assert run.commands.get(Command.ABANDONED_STEP) == -1
-    run.commit(1)
+    run.commit(1, take_from=6)
+    loop(session, model, optimizer, 6)
+    assert run.page.get(Beat.SEALED_STEP) == 6
+    assert run.page.get(Beat.SEALED_COUNT) == 2, "step 5 is before it"
+    assert run.page.get(Beat.SKIPPED_COUNT) == 3
+
+
+def test_a_rank_that_has_skipped_what_others_may_have_taken_waits_for_a_later_step(
+    run: Run,
+) -> None:
+    run.be_led()
+    run.settings = SnapshotSettings(every=1, commit_wait_s=60)
+    model, optimizer = made()
+    session = run.attach(model=model, optimizer=optimizer)
+    loop(session, model, optimizer, 4)
+    run.commit(1, take_from=3)  # heard too late: step 3 is over
     loop(session, model, optimizer, 5)
-    assert run.page.get(Beat.SEALED_STEP) == 5
-    assert run.commands.get(Command.ABANDONED_STEP) == 4
+    assert run.page.get(Beat.SEALED_STEP) == 1
+    told = run.agent.receive(deadline_s=10).body
+    while not isinstance(told, m.AbandonVersion) or told.step < 5:
+        told = run.agent.receive(deadline_s=10).body
+    run.commands.set(Command.TAKE_FROM, 7)
+    loop(session, model, optimizer, 7)
+    assert run.page.get(Beat.SEALED_STEP) == 7
 
 
 def test_nothing_is_taken_after_a_restore_before_the_lead_has_committed_it(run: Run) -> None:
     run.be_led()
     model, optimizer = made()
     loop(run.attach(model=model, optimizer=optimizer), model, optimizer, 1)
-    run.commit(1)
+    run.commit(1, take_from=2)
     model, optimizer = made()
     session = run.attach(model=model, optimizer=optimizer)
     assert run.commands.get(Command.COMMITTED_IN) == -1
     loop(session, model, optimizer, 3)
     assert run.page.get(Beat.SEALED_COUNT) == 0
     assert run.page.get(Beat.SKIPPED_COUNT) == 2
-    run.commit(1)
+    run.commit(1, take_from=4)
     loop(session, model, optimizer, 4)
     assert run.page.get(Beat.SEALED_STEP) == 4

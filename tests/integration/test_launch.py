@@ -87,7 +87,7 @@ def test_environment_is_torchruns(start: Start, script: Script, tmp_path: Path) 
         assert ours[1] == [name, "ours", "--flag"]
         assert ours[2:] == theirs[2:]
         extra = {key for key in set(ours[0]) - set(theirs[0]) if not key.startswith("FTRUN_")}
-        assert extra <= {"PYTORCH_NVML_BASED_CUDA_CHECK"}
+        assert extra <= {"PYTORCH_NVML_BASED_CUDA_CHECK", "TORCH_FR_BUFFER_SIZE"}
         assert set(theirs[0]) - set(ours[0]) <= {"LC_CTYPE"}
 
 

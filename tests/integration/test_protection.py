@@ -629,7 +629,9 @@ def test_what_is_no_replica_any_more_is_encoded_and_told(cluster: Cluster) -> No
     assert sent_bytes(cluster) - before > 3 * 2_000_000
     for node in cluster.nodes:
         notices = [n for n in node.has_told(m.SmpNotice) if isinstance(n, m.SmpNotice)]
-        assert [(n.kind, n.nodes) for n in notices] == [("replicas_differ", ["n1"])], notices
+        assert [(n.kind, n.nodes, n.ranks) for n in notices] == [
+            ("replicas_differ", ["n1"], [1])
+        ], notices
     cluster.lose(1)
     cluster.restore(at)
     cluster.check(at)

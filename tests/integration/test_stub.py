@@ -178,7 +178,12 @@ def test_signal_ends_the_run(start: Callable[..., Run], number: signal.Signals, 
     assert run.nothing_is_left()
 
 
-def test_signal_before_the_agent_can_take_it_ends_the_run(start: Callable[..., Run]) -> None:
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)], ids=lambda v: str(v)
+)
+def test_signal_before_the_agent_can_take_it_ends_the_run(
+    start: Callable[..., Run], number: signal.Signals, code: int
+) -> None:
     run = start()
     wait_for(
         lambda: (
@@ -186,8 +191,10 @@ def test_signal_before_the_agent_can_take_it_ends_the_run(start: Callable[..., R
             and Path(f"/proc/{run.process.pid}/task/{run.process.pid}/children").read_text()
         )
     )
-    run.process.send_signal(signal.SIGTERM)
-    assert run.finish()[0] == 143
+    run.process.send_signal(number)
+    found, _, said = run.finish()
+    assert found == code
+    assert "Traceback" not in said
     assert run.nothing_is_left()
 
 

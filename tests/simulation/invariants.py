@@ -9,6 +9,7 @@ nothing lost     a committed version can be had as long as at most m nodes of ea
 lost their memory since it was protected
 never back       a generation starts from nothing older than that; unless it is said
 fences           a message of an older generation changes nothing
+fit              whoever fails its check gets no ranks
 budget           restarts are counted on from lead to lead, and stay within their number
 """
 
@@ -31,8 +32,8 @@ if TYPE_CHECKING:
     from simulation.run import Simulation
 
 _ORDERS = (
-    do.RunGeneration, do.Commit, do.Abandon, do.SetInterval, do.AskLastSnapshot, do.SignalWorkers,
-    do.MovePeers, do.KillWorkers,
+    do.RunGeneration, do.Commit, do.Abandon, do.TakeFrom, do.SetInterval, do.AskLastSnapshot,
+    do.SignalWorkers, do.MovePeers, do.KillWorkers,
 )  # fmt: skip
 _ACTS = (do.Quiesce, do.Adopt, *_ORDERS)
 _SAID = ("is lost", "cannot be", "has kept its memory")
@@ -107,13 +108,20 @@ class Invariants:
                 self._adopted_s.setdefault(command.plan.generation, self.world.now_s)
             elif isinstance(command, do.KeepPlan):
                 self.accepted.setdefault(command.plan.edition, command.plan)
-            elif isinstance(command, do.Note) and command.kind in ("Generation", "Roster"):
-                assert agent.member.lead is not None
-                assert agent.member.lead.plan is not None
-                if command.kind == "Generation":
-                    self._takes_effect(agent.member.lead.plan, node)
-                else:
-                    self._other_voters(agent.member.lead.plan)
+            elif isinstance(command, do.Note):
+                self._notes(agent, command)
+
+    def _notes(self, agent: "Agent", command: do.Note) -> None:
+        if command.kind == "TransitionRefused":
+            self.fail(f"the life of a run goes from state to state only: {command.fields}")
+        if command.kind not in ("Generation", "Roster"):
+            return
+        assert agent.member.lead is not None
+        assert agent.member.lead.plan is not None
+        if command.kind == "Generation":
+            self._takes_effect(agent.member.lead.plan, agent.node)
+        else:
+            self._other_voters(agent.member.lead.plan)
 
     def _check_message(
         self, agent: "Agent", event: Heard, before: int, found: list[do.Command]
@@ -134,6 +142,13 @@ class Invariants:
             self.fail(f"{node.node_id} promises while its ranks live")
 
     def _announces(self, plan: Plan) -> None:
+        for member in plan.members:
+            agent = self.simulation.network.nodes[member.node_id].agent
+            if agent is None or agent.card.incarnation != member.card.incarnation:
+                continue
+            fitness = agent.member.follower.fitness
+            if fitness is not None and not fitness.is_fit:
+                self.fail(f"generation {plan.generation} gives ranks to {member.node_id}, unfit")
         wanted = as_version(plan.restore)
         if wanted is not None and not self._is_on_timeline(wanted, self._newest_known(plan)):
             self.fail(f"generation {plan.generation} wants {wanted}, which was left behind")

@@ -6,10 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 from ftrun.events import Kind, WorkerExit
 from ftrun.ids import Version
+from ftrun.monitor.fitness import Fitness, Outcome
 from ftrun.recovery import commands as do
 from ftrun.recovery.allegiance import Role
 from ftrun.recovery.happenings import (
     Adopted,
+    Checked,
     Closed,
     Happening,
     Heard,
@@ -232,7 +234,17 @@ class Agent:
         return self.is_frozen or self.node.is_frozen
 
     def begin(self) -> None:
+        unfit_s = self.node.simulation.unfit_s
+        if unfit_s is not None:
+            self._check(Outcome.FAIL if self.node.node_id in unfit_s else Outcome.PASS, 1)
+            self.node.later(
+                unfit_s.get(self.node.node_id, 0.0), self.call, self._check, Outcome.PASS, 2
+            )
         self._tick()
+
+    def _check(self, outcome: Outcome, number: int) -> None:
+        if outcome is Outcome.PASS or self.member.follower.fitness is None:
+            self.happens(Checked(Fitness(outcome, problems=("a test",), number=number)))
 
     def die(self) -> None:
         self.is_alive = False
@@ -305,6 +317,8 @@ class Agent:
                 network.dial(self, command.host, command.port, command.node_id)
             elif isinstance(command, do.HangUp):
                 network.hang_up(self, command.node_id)
+            elif isinstance(command, do.CheckAgain):
+                self.node.later(0.5, self.call, self._check, Outcome.PASS, command.number)
             else:
                 self.hands.take(command)
         simulation.invariants.after_event(self)

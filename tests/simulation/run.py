@@ -82,6 +82,8 @@ class Simulation:
         self.checkpoint: tuple[int, int] | None = None
         """Step and state."""
         self.is_ending = False
+        self.unfit_s: dict[str, float] | None = None
+        """For how long each agent of a node fails its checks; None: nobody makes any."""
         self.nodes: list[Node] = []
         self._incarnation = _INCARNATION
         self._groups: dict[int, Group] = {}

@@ -7,11 +7,12 @@ from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from random import Random
 
 import pytest
 
 from simulation.plots import PLOTS
-from simulation.run import Outcome, run_seed
+from simulation.run import Outcome, Simulation, run_seed
 from simulation.scenario import MODES, draw
 from simulation.variants import VARIANTS, Variant
 
@@ -50,6 +51,24 @@ def test_nothing_goes_wrong_and_a_seed_is_a_run(first: int) -> None:
     for outcome in chunk(first):
         again = run_seed(outcome.seed, outcome.mode)
         assert again == outcome, f"twice the same seed, and not the same run: {replay(outcome)}"
+
+
+def has_unfit_nodes(simulation: Simulation) -> None:
+    """Some nodes fail their check for their first seconds, after each start of their agent."""
+    random = Random(f"{simulation.world.seed}/fitness")
+    names = [node.node_id for node in simulation.nodes]
+    chosen = random.sample(names, random.randint(0, len(names)))
+    simulation.unfit_s = {one: random.uniform(0.2, 6.0) for one in chosen}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_nobody_runs_ranks_that_fails_its_check() -> None:
+    for seed in range(CHUNK):
+        for mode in MODES:
+            outcome = run_seed(seed, mode, prepare=has_unfit_nodes)
+            story = "\n".join(outcome.log[-LAST_LINES:])
+            assert not outcome.problem, f"seed {seed}, {mode}: {outcome.problem}\n{story}"
 
 
 def test_a_seed_is_the_same_run_in_another_process() -> None:

@@ -67,7 +67,7 @@ def _abandoned_timeline_comes_back(patch: Patch) -> None:
 
 
 def _generation_not_checked(patch: Patch) -> None:
-    def obey(self: follower.Follower, sender: str, body: LeadBeat) -> list[Command]:
+    def obey(self: follower.Follower, sender: str, body: LeadBeat, **_: Any) -> list[Command]:
         found = self._learn_of_effect(sender, body)
         return found + (self._new_orders(body) if self.plan is not None else [])
 
@@ -133,11 +133,12 @@ def _restore_point_from_one_record(patch: Patch) -> None:
         newest_plan: Plan | None,
         *,
         committed: Collection[VersionPair] = (),
+        **also: Any,
     ) -> Choice:
         told = [version(*pair) for pair in committed]
         own = next(iter(sorted(holdings)))
         told += [version(one.generation, one.step) for one in holdings[own].offers]
-        found = real(holdings, newest_plan, committed=committed)
+        found = real(holdings, newest_plan, committed=committed, **also)
         return replace(found, version=max(told)) if told else found
 
     patch.setattr(planning, "choose", choose)

@@ -164,3 +164,12 @@ def test_sweep_removes_what_nobody_holds(taken: RunFolder) -> None:
     assert taken.path.exists()
     assert not dead.path.exists()
     assert unlocked.path.exists()
+
+
+def test_number_of_ranks_is_looked_at_before_anything_starts() -> None:
+    for wrong in ("x", "0", "-1", "00", "1.5", ""):
+        assert "--nproc-per-node is a whole number" in refused(f"--nproc-per-node={wrong} train.py")
+    for right in ("1", "16", "auto", "cpu", "gpu", "xpu"):
+        spec(f"--nproc-per-node={right} train.py")
+    assert "PET_NPROC_PER_NODE" in refused("train.py", {"PET_NPROC_PER_NODE": "two"})
+    spec("--nproc-per-node 2 train.py", {"PET_NPROC_PER_NODE": "two"})

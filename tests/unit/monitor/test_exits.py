@@ -6,7 +6,7 @@ import pytest
 
 from ftrun.events import Kind
 from ftrun.ids import Rank
-from ftrun.monitor.exits import ExitFacts, end_in_words, explain, place, signal_name
+from ftrun.monitor.exits import ExitFacts, end_in_words, explain, place, signal_name, users_place
 
 TRACE = (
     'Traceback:\n  File "train.py", line 3, in <module>\n  File "model.py", line 9, in forward\n'
@@ -63,3 +63,15 @@ def test_unknown_signal_keeps_its_number() -> None:
 def test_own_process_ends_in_words() -> None:
     assert end_in_words(-9) == "was killed by SIGKILL"
     assert end_in_words(3) == "exited with code 3"
+
+
+def test_a_crash_in_c_code_names_the_users_line() -> None:
+    trace = (
+        '  File "/home/me/train.py", line 42, in step\n'
+        '  File "/v/site-packages/torch/x.py", line 7, in run'
+    )
+    found = explain(ExitFacts(rank=Rank(1), pid=7, status=-11, traceback=trace))
+    assert found.text == "rank 1 (pid 7) was killed by SIGSEGV at train.py:42 in step"
+    assert users_place("nothing") == ""
+    alone = explain(ExitFacts(rank=Rank(1), pid=7, status=-11))
+    assert alone.text == "rank 1 (pid 7) was killed by SIGSEGV"

@@ -41,7 +41,7 @@ def test_a_connection_shows_that_the_agent_is_there_after_all() -> None:
 def test_who_is_not_heard_is_silent() -> None:
     made, b = peers()
     number = made.next_number(now_s=105.0)
-    made.beat(b, Beat(generation=1, number=1, heard=number))
+    made.beat(b, Beat(generation=1, number=1, heard=number), now_s=200.0)
     b.heard_s = 103.0
     assert made.silent_s(b, now_s=106.0) == 3.0
 
@@ -52,11 +52,11 @@ def test_who_does_not_hear_the_lead_is_as_silent() -> None:
     assert numbers == [1, 2, 3]
     b.heard_s = 106.0
     assert made.silent_s(b, now_s=106.0) == 6.0
-    made.beat(b, Beat(generation=1, number=1, heard=2))
+    made.beat(b, Beat(generation=1, number=1, heard=2), now_s=200.0)
     assert made.silent_s(b, now_s=106.0) == 4.0
     # An answer to an older one does not take that back, and an unknown one is none.
-    made.beat(b, Beat(generation=1, number=2, heard=1))
-    made.beat(b, Beat(generation=1, number=3, heard=99))
+    made.beat(b, Beat(generation=1, number=2, heard=1), now_s=200.0)
+    made.beat(b, Beat(generation=1, number=3, heard=99), now_s=200.0)
     assert made.silent_s(b, now_s=106.0) == 4.0
 
 
@@ -65,20 +65,20 @@ def test_what_left_too_long_ago_is_no_answer_any_more() -> None:
     b.acked_s = b.met_s = b.heard_s = 0.0
     first = made.next_number(now_s=100.0)
     made.next_number(now_s=106.0)
-    made.beat(b, Beat(generation=1, number=1, heard=first))
+    made.beat(b, Beat(generation=1, number=1, heard=first), now_s=200.0)
     assert b.acked_s == 100.0
     b.acked_s = 0.0
     made.next_number(now_s=106.1)
-    made.beat(b, Beat(generation=1, number=2, heard=first))
+    made.beat(b, Beat(generation=1, number=2, heard=first), now_s=200.0)
     assert b.acked_s == 0.0
 
 
 def test_a_heartbeat_that_is_late_or_came_twice_says_nothing_new() -> None:
     made, b = peers()
-    assert made.beat(b, Beat(generation=1, number=2))
-    assert not made.beat(b, Beat(generation=1, number=2))
-    assert not made.beat(b, Beat(generation=1, number=1))
-    assert made.beat(b, Beat(generation=1, number=3))
+    assert made.beat(b, Beat(generation=1, number=2), now_s=200.0)
+    assert not made.beat(b, Beat(generation=1, number=2), now_s=200.0)
+    assert not made.beat(b, Beat(generation=1, number=1), now_s=200.0)
+    assert made.beat(b, Beat(generation=1, number=3), now_s=200.0)
 
 
 # --- rule 3: this process stood still ---------------------------------------------------------
@@ -141,7 +141,7 @@ def test_who_is_back_may_have_decided_with_others_until_it_answers() -> None:
     number = made.next_number(now_s=100.0)
     assert made.silent_s(back, now_s=101.0) == 1.0, "it has a deadline like everyone"
     assert made.may_decide_without_me(plan(1, "ab", spares="c"), now_s=100.0)
-    made.beat(back, Beat(generation=1, number=1, heard=number))
+    made.beat(back, Beat(generation=1, number=1, heard=number), now_s=200.0)
     assert not made.may_decide_without_me(plan(1, "ab", spares="c"), now_s=100.0)
 
 

@@ -15,6 +15,7 @@ from ftrun.recovery.commands import (
     Command,
     Commit,
     EndRun,
+    ExamineRanks,
     KeepPlan,
     KillWorkers,
     MovePeers,
@@ -23,6 +24,7 @@ from ftrun.recovery.commands import (
     Send,
     SetInterval,
     SignalWorkers,
+    TakeFrom,
 )
 from ftrun.recovery.follower import Follower
 from ftrun.recovery.happenings import Adopted, PlanKept, Quiesced
@@ -402,10 +404,12 @@ ORDERS: list[tuple[dict[str, object], Command]] = [
     ({"committed": (4, 8)}, Commit(version(4, 8))),
     ({"checkpoint": (4, 8)}, Checkpoint(version(4, 8))),
     ({"abandoned_step": 3}, Abandon(3)),
+    ({"take_from": 12}, TakeFrom(12)),
     ({"every": 5, "every_from_step": 70}, SetInterval(5, 70)),
     ({"stop_after_step": 0, "why": "grows"}, AskLastSnapshot("grows", 0)),
     ({"signal": 15, "signal_count": 1, "why": "now"}, SignalWorkers(15, "now")),
     ({"moved": {"c": 7}}, MovePeers({"c": 7})),
+    ({"examine": True}, ExamineRanks()),
     ({"killed": True, "why": "failed"}, KillWorkers("failed")),
 ]
 

@@ -24,6 +24,7 @@ from ftrun.wire.cluster import (
     LeadBeat,
     LeadIs,
     NotPromised,
+    ProbeFound,
 )
 from tests.unit.recovery.agents import Agents
 from tests.unit.recovery.made import card, settings
@@ -455,6 +456,11 @@ def test_nobody_is_told_anything_without_a_connection() -> None:
     before = len(made["c"].sent)
     made.passes(1.5)
     assert [one for one in made["c"].sent[before:] if isinstance(one, Send)] == []
+
+
+def test_what_a_probe_of_a_link_has_found_is_the_leads_to_judge() -> None:
+    made = begun()
+    assert made.answers("a", Heard("b", ProbeFound(1, "a", 0.001, 1e9, 1e9))) == []
 
 
 def test_an_agent_that_was_started_again_and_finds_nobody_leads_after_the_deadline() -> None:

@@ -2,6 +2,7 @@
 
 import msgspec
 import pytest
+from unit.recovery.test_hang_watch import hang
 
 from ftrun.events import Kind, WorkerExit
 from ftrun.ids import Rank
@@ -206,6 +207,16 @@ def test_a_step_that_one_rank_has_abandoned_is_abandoned_by_all() -> None:
     assert made.orders.abandoned_step == 6
 
 
+def test_the_next_snapshot_is_named_where_no_rank_has_been_yet() -> None:
+    made = oversight()
+    made.beat("a", beat(ready=(1, 5), step=7), now_s=1.0)
+    assert made.orders.take_from == -1
+    made.beat("b", beat(ready=(1, 5), step=6), now_s=1.0)
+    assert made.orders.take_from == 8
+    made.beat("b", beat(ready=(1, 5), step=9, abandoned_step=8), now_s=1.0)
+    assert made.orders.take_from > 9
+
+
 def test_now_and_then_the_newest_commit_goes_to_disk() -> None:
     made = oversight(checkpoint_every_s=10.0)
     made.begin(TWO, now_s=100.0)
@@ -250,7 +261,7 @@ def test_orders_for_another_generation_are_not_said_except_the_end() -> None:
     made.stop_at_boundary("grows")
     assert made.heartbeat((2, 0), 5, is_held=False) == LeadBeat(generation=2, number=5)
     cause = exited(0)
-    made.end(EndRun(3, "over", cause, "mend it"))
+    made.end(EndRun(3, "over", cause, "mend it"), now_s=1.0)
     found = made.heartbeat((2, 0), 6, is_held=False)
     assert (found.ended, found.exit_code, found.why) == (True, 3, "over")
     assert (found.advice, found.cause) == ("mend it", cause)
@@ -489,3 +500,52 @@ def test_a_generation_says_what_it_was_restored_from() -> None:
     made = oversight()
     assert made.begin(plan(2, "ab", restore=(1, 5)), now_s=1.0) == []
     assert made.orders == LeadBeat(generation=2)
+
+
+# --- a run that makes no steps ----------------------------------------------------------------
+
+
+def silent(silent_s: float) -> dict[str, Beat]:
+    """Rank 1 stands still, and the others wait for it."""
+    views = hang(silent_s)
+    return {
+        node.node_id: beat(p99_s=0.1, views=tuple(views[rank] for rank in node.ranks))
+        for node in TWO.members
+    }
+
+
+def looked(made: Oversight, silent_s: float, now_s: float) -> list[SupervisorCommand]:
+    for node_id, one in silent(silent_s).items():
+        made.beat(node_id, one, now_s=now_s)
+    return made.passing(now_s=now_s)
+
+
+def test_a_hang_is_named_and_then_acted_on() -> None:
+    made = oversight()
+    assert looked(made, 9.0, 109.0) == []
+    assert made.incidents.open is not None
+    assert made.incidents.open.verdict is not None
+    assert looked(made, 9.5, 109.5) == []
+    whys = starts(looked(made, 10.5, 110.5))
+    assert len(whys) == 1
+    assert whys[0].startswith("hang in computation: rank 1")
+    kinds = [note.kind for note in made.incidents.take_notes()]
+    assert kinds.count("Verdict") == 1
+    assert "TransitionRefused" not in kinds
+
+
+def test_a_silence_that_ends_is_not_acted_on() -> None:
+    made = oversight()
+    looked(made, 9.0, 109.0)
+    for node_id in "ab":
+        made.beat(node_id, beat(step=6), now_s=110.0)
+    assert made.passing(now_s=110.0) == []
+    assert made.incidents.open is None
+
+
+def test_a_hang_of_unknown_origin_is_acted_on_at_last() -> None:
+    made = oversight()
+    for now_s in (9.0, 121.0):
+        made.beat("a", silent(now_s)["b"], now_s=now_s)
+        found = made.passing(now_s=now_s)
+    assert len(starts(found)) == 1

@@ -29,6 +29,8 @@ def planned(
     wishes: ClusterSettings = SETTINGS,
     *,
     waited_s: float = 0.0,
+    spoiled: VersionPair | None = None,
+    skip_to: int = -1,
 ) -> Plan | StateMissing | EndRun:
     here = {one.card.node_id: one.card for one in promises}
     chosen, spares = [here.pop(one) for one in members], list(here.values())
@@ -38,7 +40,7 @@ def planned(
         previous,
         wishes,
         lead="a",
-        history=History(restarts=3),
+        history=History(restarts=3, spoiled=spoiled, skip_to=skip_to),
         waited_s=waited_s,
     )
 
@@ -167,6 +169,48 @@ def test_where_all_who_may_hold_it_are_here_the_older_version_is_gone_on_from() 
     assert isinstance(found, Plan)
     assert (found.restore, found.committed) == ((1, 8), (1, 8))
     assert "which was committed, is lost" in found.restore_why
+
+
+def test_what_bad_numbers_have_spoiled_is_not_gone_on_from() -> None:
+    promises = [
+        promise(
+            2,
+            one,
+            committed=(1, 9),
+            knows=1,
+            holdings=Inventory([offer("abc".index(one), at, 3) for at in ((1, 8), (1, 9))]),
+        )
+        for one in "abc"
+    ]
+    found = planned(promises, "abc", RAN, spoiled=(1, 9))
+    assert isinstance(found, Plan)
+    assert (found.restore, found.committed) == ((1, 8), None)
+    assert found.skip_batches == 0
+    without = planned(promises, "abc", RAN, spoiled=(1, 9), skip_to=10)
+    assert isinstance(without, Plan)
+    assert without.skip_batches == 2, "of steps 9 and 10"
+    nothing = planned(promises, "abc", RAN, spoiled=(1, 8))
+    assert isinstance(nothing, EndRun)
+    assert nothing.exit_code == ExitCode.DO_NOT_RESTART
+    assert "no version before step 8 (generation 1) is left" in nothing.why
+
+
+def test_batches_stay_left_out_until_a_later_version_is_gone_on_from() -> None:
+    def promises(generation: int, at: VersionPair) -> list[Promise]:
+        offers = [Inventory([offer("abc".index(one), at, 3)]) for one in "abc"]
+        return [
+            promise(generation, one, committed=at, knows=generation - 1, holdings=held)
+            for one, held in zip("abc", offers, strict=True)
+        ]
+
+    before = planned(promises(2, (1, 8)), "abc", RAN, spoiled=(1, 9), skip_to=10)
+    assert isinstance(before, Plan)
+    again = planned(promises(3, (1, 8)), "abc", before)
+    assert isinstance(again, Plan)
+    assert (again.restore, again.skip_batches) == ((1, 8), 2)
+    later = planned(promises(3, (2, 12)), "abc", before)
+    assert isinstance(later, Plan)
+    assert (later.restore, later.skip_batches) == ((2, 12), 0)
 
 
 def test_where_nobody_holds_it_any_more_the_run_ends() -> None:

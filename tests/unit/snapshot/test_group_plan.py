@@ -55,7 +55,7 @@ def test_replicas_that_differ_are_encoded_for_good() -> None:
     for plan in plans:
         assert plan.settle(told, {}).needs_manifests
     settled = [plan.settle(told, drifted) for plan in plans]
-    assert {one.differ for one in settled} == {frozenset({1})}
+    assert {one.differ for one in settled} == {frozenset({(1, 1)})}
     assert len({one.plan.id for one in settled if one.plan is not None}) == 1
     # Equal again, but no longer believed.
     again = dict(enumerate(node(rank, 6, 6, rank, header=8) for rank in range(3)))

@@ -180,7 +180,7 @@ def test_replicas_are_compared_by_one_digest_a_set() -> None:
     assert differing(groups, told) == set()
     later[2] = nodes_of([{}, {}, {"a": "x2", "b": "other"}])[2]
     told[2] = replica_digests(groups, 2, later[2])
-    assert differing(groups, told) == {2}
+    assert differing(groups, told) == {(2, 2)}
     changed = changed_keys(groups, later)
     assert len(changed) == 1
     plan, _ = make_plan(later, parity=1, small_state_bytes=1 << 16, distrusted=changed)
@@ -192,7 +192,7 @@ def test_of_two_that_differ_nobody_is_right() -> None:
     _, groups = make_plan(manifests, parity=1, small_state_bytes=1 << 16)
     later = nodes_of([{"a": "x"}, {"a": "y"}])
     told = [replica_digests(groups, place, node) for place, node in enumerate(later)]
-    assert differing(groups, told) == {0, 1}
+    assert differing(groups, told) == {(0, 0), (1, 1)}
 
 
 @given(st.integers(0, 1 << 40), st.integers(1, 30))

@@ -71,6 +71,23 @@ def resumed_like_undisturbed(make: Any, *, after: int, passes: int = 2) -> Any:
     return again.loader
 
 
+@pytest.mark.parametrize("after", [1, 3])
+def test_batches_that_led_to_bad_numbers_are_left_out_into_the_next_pass_too(after: int) -> None:
+    """Passes of four batches; five are left out."""
+    data = torch.arange(8)
+    feed = Feed("loader", DataLoader(data, batch_size=2))
+    states, seen = [], []
+    for _ in range(3):
+        for batch in feed.batches(None, lambda: None):
+            seen.append(batch.tolist())
+            states.append(encode(feed.state()))
+    again = Feed("loader", DataLoader(data, batch_size=2))
+    again.load_state(decode(states[after - 1]))
+    again.leave_out(5)
+    found = [batch.tolist() for _ in range(3) for batch in again.batches(None, lambda: None)]
+    assert found == seen[after + 5 :]
+
+
 @pytest.mark.parametrize("after", [1, 3, 4, 6])
 def test_shuffled_batches_go_on_and_nothing_is_loaded_twice(after: int) -> None:
     loader = resumed_like_undisturbed(

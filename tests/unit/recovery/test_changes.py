@@ -1,7 +1,7 @@
-"""Growth: at a step boundary, so that no step is lost."""
+"""Growth and eviction: at a step boundary, so that no step is lost."""
 
 from ftrun.recovery.attendance import Peers
-from ftrun.recovery.growth import Growth
+from ftrun.recovery.changes import Changes
 from ftrun.recovery.oversight import Oversight
 from ftrun.recovery.places import Wishes
 from ftrun.recovery.settings import ClusterSettings
@@ -18,7 +18,7 @@ class Run:
     def __init__(self, wishes: ClusterSettings = SETTINGS, *, attached: bool = True) -> None:
         self.peers = Peers(card("a"), wishes)
         self.oversight = Oversight(POLICY, wishes)
-        self.growth = Growth(wishes)
+        self.changes = Changes(wishes)
         self.oversight.begin(PLAN, now_s=0.0)
         for one in "ab":
             meet(self.peers, card(one), now_s=0.0, linked=True)
@@ -32,7 +32,7 @@ class Run:
         self.oversight.beat(node_id, found, now_s=0.0)
 
     def look(self, now_s: float, *, aside: str = "", of: Plan = PLAN) -> str:
-        return self.growth.look(of, self.peers, set(aside), self.oversight, now_s=now_s)
+        return self.changes.look(of, self.peers, set(aside), self.oversight, now_s=now_s)
 
     @property
     def boundary(self) -> int:
@@ -174,7 +174,7 @@ def test_another_generation_forgets_the_boundary() -> None:
     run = Run()
     run.come("c")
     run.look(10.0)
-    run.growth.reset()
+    run.changes.reset()
     run.oversight.begin(PLAN, now_s=20.0)
     for one in "ab":
         run.beat(one, step=30)

@@ -1,0 +1,131 @@
+"""What the kernel tells of a process: its state, its work, its children.
+
+Runs in:  agent, the thread of the eyes.
+Takes in: pids of this machine.
+Gives:    `ProcessFacts`; None where the process has ended.
+
+Source: proc(5). Processor time is counted in ticks of 10 ms.
+"""
+
+import os
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+_TICK_S = 1.0 / os.sysconf("SC_CLK_TCK")
+_BAD_STATES = {"T": "is stopped", "D": "hangs in the kernel"}
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessFacts:
+    """One process at one moment."""
+
+    state: str
+    cpu_s: float
+    """Processor time of all its threads so far."""
+    io_bytes: int
+    """Read and written by system calls so far; 0 where that cannot be read."""
+    blocked_in: str
+    """The kernel function it sleeps in; empty where that cannot be read."""
+    child: str
+    """A child that does nothing any more, in words."""
+    children_work: float
+    """Grows with all that its descendants compute, read and write."""
+
+
+def process_facts(pid: int) -> ProcessFacts | None:
+    """Look at one process."""
+    fields = _stat(pid)
+    if fields is None:
+        return None
+    return ProcessFacts(
+        state=fields[0],
+        cpu_s=(int(fields[11]) + int(fields[12])) * _TICK_S,
+        io_bytes=_io_bytes(pid),
+        blocked_in=_first_line(f"/proc/{pid}/wchan").strip("0"),
+        child=_bad_child(pid),
+        children_work=_children_work(pid),
+    )
+
+
+def resident_bytes(pid: int) -> int:
+    """Memory that a process holds; 0 where it has ended. Cheap: asked once a second."""
+    words = _first_line(f"/proc/{pid}/statm").split()
+    return int(words[1]) * os.sysconf("SC_PAGE_SIZE") if len(words) > 1 else 0
+
+
+def room_bytes() -> int:
+    """Memory that is left: of the machine, or of this cgroup where that is less; 0: not known."""
+    found: list[int] = []
+    with suppress(OSError, ValueError, IndexError):
+        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+            if line.startswith("MemAvailable:"):
+                found = [int(line.split()[1]) << 10]
+    found += [max(0, limit - used) for limit, used in _cgroup_figures()]
+    return min(found, default=0)
+
+
+def _cgroup_figures() -> list[tuple[int, int]]:
+    """Limit and use of our cgroup's memory, where it has a limit; version 2 and version 1."""
+    found = []
+    for folder, limit, used in (
+        ("/sys/fs/cgroup", "memory.max", "memory.current"),
+        ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+    ):
+        with suppress(OSError, ValueError):
+            most = int(_first_line(f"{folder}/{limit}"))
+            if most < 1 << 60:
+                found.append((most, int(_first_line(f"{folder}/{used}"))))
+    return found
+
+
+def _stat(pid: int) -> list[str] | None:
+    """The fields of /proc/PID/stat behind the name: state, parent ..."""
+    text = _first_line(f"/proc/{pid}/stat")
+    return text.rpartition(")")[2].split() if text else None
+
+
+def _io_bytes(pid: int) -> int:
+    total = 0
+    with suppress(OSError, ValueError, IndexError):
+        for line in Path(f"/proc/{pid}/io").read_text(encoding="ascii").splitlines():
+            if line.startswith(("rchar", "wchar")):
+                total += int(line.split()[1])
+    return total
+
+
+def _bad_child(pid: int) -> str:
+    for word in _first_line(f"/proc/{pid}/task/{pid}/children").split():
+        fields = _stat(int(word))
+        if fields is not None and fields[0] in _BAD_STATES:
+            return f"its child process {word} {_BAD_STATES[fields[0]]} (state {fields[0]})"
+    return ""
+
+
+def _children_work(pid: int, depth: int = 4) -> float:
+    total = 0.0
+    for word in _first_line(f"/proc/{pid}/task/{pid}/children").split()[:64]:
+        fields = _stat(int(word))
+        if fields is not None and fields[0] != "Z":
+            # Who talks to the network only is awake now and then, and counts its switches.
+            total += (int(fields[11]) + int(fields[12])) * _TICK_S + _io_bytes(int(word))
+            total += _switches(int(word))
+            total += _children_work(int(word), depth - 1) if depth else 0.0
+    return total
+
+
+def _switches(pid: int) -> int:
+    """How often it has gone to sleep by itself."""
+    with suppress(OSError, ValueError, IndexError):
+        for line in Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines():
+            if line.startswith("voluntary_ctxt_switches"):
+                return int(line.split()[1])
+    return 0
+
+
+def _first_line(path: str) -> str:
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            return file.readline()
+    except OSError:
+        return ""

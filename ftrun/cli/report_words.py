@@ -1,0 +1,141 @@
+"""Numbers, times and ranks in words, and the little statistics that a report needs.
+
+Runs in: cli. Pure.
+"""
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+
+NOT_KNOWN = "not known"
+_STEP = re.compile(r"\bstep (\d{4,15})\b")
+
+
+def duration(seconds: float | None) -> str:
+    """`0.4 ms`, `64 ms`, `3.21 s`, `12.3 s`, `3 min 20 s`, `2 h 5 min`, `4 d 3 h`."""
+    if seconds is None or not math.isfinite(seconds):
+        return NOT_KNOWN
+    if seconds < 0:
+        return f"-{duration(-seconds)}"
+    if seconds < 0.9995:
+        milli = seconds * 1000
+        return f"{milli:.0f} ms" if milli >= 9.95 or milli == 0 else f"{milli:.1f} ms"
+    if seconds < 59.95:
+        return f"{seconds:.2f} s" if seconds < 9.995 else f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return _two(minutes, "min", rest, "s")
+    hours, minutes = divmod(minutes, 60)
+    if hours < 48:
+        return _two(hours, "h", minutes, "min")
+    return _two(hours // 24, "d", hours % 24, "h")
+
+
+def _two(large: int, unit: str, small: int, smaller: str) -> str:
+    return f"{large:,} {unit} {small} {smaller}" if small else f"{large:,} {unit}"
+
+
+def with_commas(text: str) -> str:
+    """`step 15915` as `step 15,915`."""
+    return _STEP.sub(lambda seen: f"step {int(seen[1]):,}", text)
+
+
+def size(num_bytes: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if num_bytes < 1000:
+            return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1000
+    return f"{num_bytes:.1f} TB"
+
+
+def count(value: int, thing: str) -> str:
+    """`1 step`, `2 steps`, `18,240 steps`."""
+    plural = "" if value == 1 else "es" if thing.endswith("ch") else "s"
+    return f"{value:,} {thing}{plural}"
+
+
+def percent(part: float | None) -> str:
+    """`97.2 %`; never 100.0 % for what is less."""
+    if part is None:
+        return NOT_KNOWN
+    shown = f"{100 * part:.1f}"
+    if shown == "100.0" and part < 1:
+        shown = f"{math.floor(1e5 * part) / 1e3:.3f}".rstrip("0")
+    return f"{shown} %"
+
+
+def when(t_s: float | None) -> str:
+    if t_s is None:
+        return NOT_KNOWN
+    try:
+        return f"{datetime.fromtimestamp(t_s, UTC):%Y-%m-%d %H:%M:%S} UTC"
+    except (OverflowError, ValueError, OSError):
+        return NOT_KNOWN
+
+
+def clock(t_s: float) -> str:
+    text = when(t_s)
+    return text if text == NOT_KNOWN else text[11:19]
+
+
+def joined(words: Sequence[str]) -> str:
+    """`a`, `a and b`, `a, b and c`."""
+    if len(words) < 2:
+        return "".join(words)
+    return f"{', '.join(words[:-1])} and {words[-1]}"
+
+
+def by_number(name: str) -> tuple[object, ...]:
+    """A key to sort names by, so that node10 comes after node9."""
+    parts = re.split(r"(\d{1,15})", name)
+    return tuple(int(one) if index % 2 else one for index, one in enumerate(parts))
+
+
+def ranges(values: Sequence[int], *, most: int = 8) -> str:
+    """`0-2, 4, 6-511`; a very ragged list is cut, with the number of the others."""
+    runs: list[list[int]] = []
+    for value in sorted(set(values)):
+        if runs and value == runs[-1][1] + 1:
+            runs[-1][1] = value
+        else:
+            runs.append([value, value])
+    texts = [f"{a}" if a == b else (f"{a}, {b}" if b == a + 1 else f"{a}-{b}") for a, b in runs]
+    if len(texts) <= most:
+        return ", ".join(texts)
+    left = sum(b - a + 1 for a, b in runs[most:])
+    return f"{', '.join(texts[:most])} and {left} more"
+
+
+def ranks(values: Sequence[int], *, most: int = 8) -> str:
+    """`rank 3`, `ranks 0-2, 4`."""
+    return f"{'rank' if len(set(values)) == 1 else 'ranks'} {ranges(values, most=most)}"
+
+
+def likely_rates(events: int, over_s: float) -> tuple[float, float]:
+    """Per second: the 90 % interval of the rate of a Poisson process with so many events.
+
+    Exact (Garwood): the lowest and the highest rate that would give so many or more, and so many
+    or fewer, with a probability of 5 %.
+    """
+    low = 0.0 if events == 0 else _solve(lambda mean: 1 - _poisson_cdf(events - 1, mean))
+    high = _solve(lambda mean: 1 - _poisson_cdf(events, mean), wanted=0.95)
+    return low / over_s, high / over_s
+
+
+def _solve(rising: Callable[[float], float], wanted: float = 0.05) -> float:
+    low, high = 0.0, 1.0
+    while rising(high) < wanted:
+        high *= 2
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if rising(middle) < wanted else (low, middle)
+    return high
+
+
+def _poisson_cdf(most: int, mean: float) -> float:
+    term = total = math.exp(-mean) if mean < 700 else 0.0
+    for index in range(1, most + 1):
+        term *= mean / index
+        total += term
+    return min(total, 1.0)

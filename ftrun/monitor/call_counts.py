@@ -1,0 +1,89 @@
+"""Whether every rank has called as many collectives as the others by the same step.
+
+Runs in:  the agent that leads. Pure.
+Takes in: of each rank, at some steps, how many collectives it had called on the default group.
+Gives:    a `Verdict` where a rank has called fewer, or more, than the others between two steps.
+
+A rank that skips one collective in silence takes part in the next one with the others' last: sizes
+are equal, nothing hangs, and from then on every sum is of two different steps. All that shows is
+the count.
+
+Rule 1: only where all ranks have kept step for some time is a difference a finding. Where ranks
+        call different numbers by design (stages of a pipeline) nothing is ever said.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+
+from ftrun.monitor.verdicts import Sure, Verdict, VerdictKind, ranks_in_words
+
+ENOUGH = 3
+"""So many steps at which all ranks had the same count arm it."""
+
+KEPT = 64
+
+
+class CallCounts:
+    """Over one generation."""
+
+    def __init__(self) -> None:
+        self._at: dict[int, dict[int, int]] = {}
+        self._agreed: list[int] = []
+        self._is_off = False
+
+    def look(
+        self,
+        told: Iterable[tuple[int, tuple[tuple[int, int], ...]]],
+        world_size: int,
+        node_of: Mapping[int, str],
+    ) -> Verdict | None:
+        """Take in what ranks tell, as (rank, ((step, calls), ...)); something only once."""
+        for rank, counts in told:
+            for step, calls in counts:
+                self._at.setdefault(step, {})[rank] = calls
+        while len(self._at) > KEPT:
+            del self._at[min(self._at)]
+        if self._is_off or world_size < 2:
+            return None
+        for step in sorted(self._at):
+            counts_here = self._at[step]
+            if len(counts_here) < world_size or step in self._agreed:
+                continue
+            if len(set(counts_here.values())) == 1:
+                self._agreed.append(step)
+                continue
+            self._is_off = True
+            return self._verdict(step, node_of) if len(self._agreed) >= ENOUGH else None
+        self._agreed = self._agreed[-KEPT:]
+        return None
+
+    def _verdict(self, step: int, node_of: Mapping[int, str]) -> Verdict:
+        counts = self._at[step]
+        usual, num_usual = Counter(counts.values()).most_common(1)[0]
+        is_clear = num_usual * 2 > len(counts)
+        if not is_clear:  # fewer calls are more likely than more
+            usual = max(counts.values())
+        ranks = tuple(sorted(rank for rank, calls in counts.items() if calls != usual))
+        last = max((one for one in self._agreed if one < step), default=0)
+        how = ", ".join(
+            f"rank {rank} has called {abs(usual - counts[rank]):,} "
+            f"{'fewer' if counts[rank] < usual else 'more'}"
+            for rank in ranks[:4]
+        )
+        who = ranks_in_words(ranks)
+        return Verdict(
+            kind=VerdictKind.SKIPPED_COLLECTIVE,
+            culprits=ranks,
+            nodes=tuple(dict.fromkeys(node_of[rank] for rank in ranks if rank in node_of)),
+            victims=tuple(sorted(set(counts) - set(ranks))),
+            text=f"{who} left out collectives between steps {last:,} and {step:,}, and nothing "
+            "hangs: since then sums are made of different steps, and the training is wrong",
+            evidence=(
+                f"by step {last:,} all ranks had called equally many collectives of the default "
+                "group",
+                f"by step {step:,} most had called {usual:,}, and {how}",
+            ),
+            against=() if is_clear else ("with two ranks the other one may have called too many",),
+            sure=Sure.CERTAIN if is_clear else Sure.LIKELY,
+            fingerprint="skipped in silence",
+        )

@@ -1,0 +1,183 @@
+"""Whether a machine is fit to run ranks: by its own figures, and beside the other nodes'.
+
+Runs in:  each agent (its own figures), the agent that leads (those of all nodes), cli. Pure.
+Takes in: `Figures` of one check, `Floors` of the profile.
+Gives:    a `Fitness` with words for people; which nodes are far below the others.
+Source:   the warm-up stage of TRANSOM's task life cycle (arXiv 2310.10046): a node tests itself
+          before it may join, and one that fails is replaced by a spare.
+
+Rule 1: what was not measured says nothing, for or against.
+Rule 2: a node fails for what ranks cannot run with. What only makes them slow, or costs a log, is
+        a warning: a slow node is worth more than none.
+"""
+
+from collections.abc import Mapping
+from enum import Enum
+
+import msgspec
+
+MIN_OTHERS = 2
+"""With fewer other nodes it cannot be told which of two is the slow one."""
+
+
+class Outcome(Enum):
+    """What a check has come to."""
+
+    PASS = "pass"
+    WARN = "warn"
+    FAIL = "fail"
+
+
+class Figures(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What one check has measured. A rate of 0 and a count of -1 are not known."""
+
+    memory_bytes_per_s: float = 0.0
+    """Copied within memory by one thread, the best of some."""
+    loopback_rtt_s: float = 0.0
+    loopback_bytes_per_s: float = 0.0
+    free_memory_bytes: int = -1
+    """The least of the machine's and of every limit on us."""
+    free_disk_bytes: int = -1
+    """Where the logs are written."""
+    open_files: int = -1
+    """That one process may have."""
+    processes: int = -1
+    """That may still be started."""
+    clock: str = ""
+    """What is wrong with the monotonic clock."""
+    link_to: str = ""
+    """The node at the other end; empty: no link was measured."""
+    link_rtt_s: float = 0.0
+    link_bytes_per_s: float = 0.0
+    """The slower of both directions."""
+    gpus: int = 0
+    gpu_faults: tuple[str, ...] = ()
+    gpu_remarks: tuple[str, ...] = ()
+    not_done: str = ""
+    """What could not be measured, and why."""
+    took_s: float = 0.0
+
+
+class Floors(msgspec.Struct, frozen=True):
+    """The least that a node must have, as the profile has it; 0: no floor."""
+
+    min_memory_gb_s: float = 0.0
+    min_loopback_mb_s: float = 0.0
+    min_link_mb_s: float = 0.0
+    min_free_memory_mb: float = 0.0
+    min_free_disk_mb: float = 0.0
+    min_open_files: int = 0
+    min_processes: int = 0
+
+
+class Fitness(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The result of one check of one node."""
+
+    outcome: Outcome
+    figures: Figures = Figures()
+    problems: tuple[str, ...] = ()
+    """Why it fails."""
+    warnings: tuple[str, ...] = ()
+    number: int = 1
+    """Of the checks that this agent has made."""
+    is_whole: bool = True
+    """With the measurements; else only what can be read at once."""
+
+    @property
+    def is_fit(self) -> bool:
+        return self.outcome is not Outcome.FAIL
+
+    def __str__(self) -> str:
+        return "; ".join((*self.problems, *self.warnings)) or "fit"
+
+
+def judge(figures: Figures, floors: Floors, *, number: int = 1, is_whole: bool = True) -> Fitness:
+    """One node by itself.
+
+    Args:
+        figures: of this check.
+        floors: of the profile.
+        number: of this check, counted by its agent from 1.
+        is_whole: the measurements were to be made.
+    """
+    problems = [
+        *_slow("memory is copied at", figures.memory_bytes_per_s, floors.min_memory_gb_s * 1e9),
+        *_slow(
+            "the loopback carries", figures.loopback_bytes_per_s, floors.min_loopback_mb_s * 1e6
+        ),
+        *_slow(
+            f"the link to {figures.link_to} carries",
+            figures.link_bytes_per_s,
+            floors.min_link_mb_s * 1e6,
+        ),
+        *_room("memory", figures.free_memory_bytes, floors.min_free_memory_mb * 1e6),
+        *_few(figures.open_files, floors.min_open_files, "open files are allowed (ulimit -n)"),
+        *_few(figures.processes, floors.min_processes, "more processes can be started (ulimit -u)"),
+        *([figures.clock] if figures.clock else []),
+        *figures.gpu_faults,
+    ]
+    warnings = [
+        *figures.gpu_remarks,
+        *_room("disk for the logs", figures.free_disk_bytes, floors.min_free_disk_mb * 1e6),
+        *([figures.not_done] if figures.not_done else []),
+    ]
+    outcome = Outcome.FAIL if problems else Outcome.WARN if warnings else Outcome.PASS
+    return Fitness(outcome, figures, tuple(problems), tuple(warnings), number, is_whole)
+
+
+def far_below(found: Mapping[str, Figures], part: float) -> dict[str, str]:
+    """Which nodes have less than a part of what the others have, and of what; by node id.
+
+    Args:
+        found: the figures of all nodes, by node id.
+        part: of the median of the other nodes.
+    """
+    words: dict[str, list[str]] = {}
+    rates = {
+        "memory is copied at": {one: has.memory_bytes_per_s for one, has in found.items()},
+        "the link carries": {one: has.link_bytes_per_s for one, has in found.items()},
+    }
+    for what, rate_of in rates.items():
+        known = {one: rate for one, rate in rate_of.items() if rate > 0}
+        for node_id, rate in known.items():
+            others = [other for one, other in known.items() if one != node_id]
+            if len(others) >= MIN_OTHERS and rate < part * (theirs := _median(others)):
+                text = f"{what} {rate_in_words(rate)}, of the other nodes {rate_in_words(theirs)}"
+                words.setdefault(node_id, []).append(text)
+    return {node_id: "; ".join(texts) for node_id, texts in words.items()}
+
+
+def _median(rates: list[float]) -> float:
+    """`statistics` would cost every process 10 ms of imports."""
+    ordered, half = sorted(rates), len(rates) // 2
+    return (ordered[half] + ordered[-1 - half]) / 2
+
+
+def rate_in_words(bytes_per_s: float) -> str:
+    """`6.1 GB/s`, `120 MB/s`, `0.4 MB/s`."""
+    return f"{size_in_words(bytes_per_s)}/s"
+
+
+def size_in_words(num_bytes: float) -> str:
+    """`6.1 GB`, `120 MB`, `0.4 MB`."""
+    if num_bytes >= 1e9:
+        return f"{num_bytes / 1e9:,.1f} GB"
+    millions = num_bytes / 1e6
+    return f"{millions:.0f} MB" if millions >= 10 else f"{millions:.1f} MB"
+
+
+def _slow(what: str, rate: float, floor: float) -> list[str]:
+    if not 0 < rate < floor:
+        return []
+    return [f"{what} {rate_in_words(rate)}, and at least {rate_in_words(floor)} are wanted"]
+
+
+def _few(count: int, floor: int, what: str) -> list[str]:
+    return [f"{count:,} {what}, and at least {floor:,} are wanted"] if 0 <= count < floor else []
+
+
+def _room(what: str, count: int, floor: float) -> list[str]:
+    if not 0 <= count < floor:
+        return []
+    least = size_in_words(floor)
+    return [f"{size_in_words(count)} of {what} are free, and at least {least} are wanted"]

@@ -1,0 +1,183 @@
+"""Whether the training still computes with numbers, and whether its loss is where it was.
+
+Runs in:  the agent that leads. Pure.
+Takes in: of each rank the loss it reports, and the first step after which a parameter was not
+          finite.
+Gives:    one `Verdict` for each thing that goes wrong.
+Source:   the design's monitor section; a spike is told by its distance in typical distances (MAD)
+          from the losses before it, as they are heavy-tailed.
+
+Rule 1: what is not a number spreads by the next all-reduce: whoever had it first is the culprit;
+        where all had it at once nobody is.
+"""
+
+import math
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from ftrun.monitor.verdicts import Sure, Verdict, VerdictKind, ranks_in_words
+
+SETTLE_S = 1.5
+"""Longer than two heartbeats: all ranks have told how far they are."""
+
+KEPT = 128
+ENOUGH = 16
+_SPREADS = 20.0
+_AT_LEAST = 1.5
+"""A spike is so many times the losses before it; smaller ones are everyday."""
+
+_IN_A_ROW = 2
+
+
+@dataclass(frozen=True, slots=True)
+class RankNumbers:
+    """What one rank has told."""
+
+    rank: int
+    step: int
+    loss: float | None
+    bad_step: int
+    """The first step after which a parameter was not finite; 0: all are, as far as is known."""
+
+
+class NumberWatch:
+    """Over one generation; the losses of the one before are remembered."""
+
+    def __init__(self) -> None:
+        self.bad_since = 0
+        """The first step after which something was no number; 0: none was."""
+        self._seen_s: float | None = None
+        self._bad_loss: dict[int, int] = {}
+        """Where a rank has reported a bad loss first."""
+        self._losses: deque[float] = deque(maxlen=KEPT)
+        self._last_step = -1
+        self._high: deque[float] = deque(maxlen=4)
+        self._is_spike_told = False
+
+    def begin(self) -> None:
+        """A new generation runs."""
+        self._last_step = -1
+        self._high.clear()
+        self.bad_since, self._seen_s = 0, None
+        self._bad_loss.clear()
+        self._is_spike_told = False
+
+    def look(
+        self, ranks: Sequence[RankNumbers], node_of: Mapping[int, str], *, now_s: float
+    ) -> Verdict | None:
+        """Judge the newest reports of all ranks; something only the first time."""
+        bad = [one for one in ranks if self._is_bad_for_long(one)]
+        if not bad:
+            self._seen_s = None
+            return self._spike(ranks)
+        if self.bad_since:
+            return None
+        since = min(self._since(one) for one in bad)
+        self._seen_s = now_s if self._seen_s is None else self._seen_s
+        # Reports of several nodes are not of one moment: who is well may only not have told yet.
+        others = [one for one in ranks if one not in bad]
+        is_told = all(one.step > since for one in others)
+        if not is_told and now_s - self._seen_s < SETTLE_S:
+            return None
+        self.bad_since = since
+        steps = {one.rank: self._since(one) for one in bad}
+        return _not_finite(bad, steps, len(ranks), node_of, is_told=is_told)
+
+    def _is_bad_for_long(self, one: RankNumbers) -> bool:
+        """A parameter counts at once; a loss at two steps, as a scaler skips an overflow."""
+        if one.bad_step:
+            return True
+        if not _is_bad(one.loss):
+            self._bad_loss.pop(one.rank, None)
+            return False
+        return one.step > self._bad_loss.setdefault(one.rank, one.step)
+
+    def _since(self, one: RankNumbers) -> int:
+        return one.bad_step or self._bad_loss[one.rank]
+
+    def _spike(self, ranks: Sequence[RankNumbers]) -> Verdict | None:
+        told = [one for one in ranks if one.loss is not None]
+        if not told:
+            return None
+        step, loss = max(one.step for one in told), max(one.loss or 0.0 for one in told)
+        if step <= self._last_step:
+            return None
+        self._last_step = step
+        if not self._is_high(loss):
+            self._high.clear()
+            self._losses.append(loss)
+            self._is_spike_told = False
+            return None
+        self._high.append(loss)
+        if len(self._high) < _IN_A_ROW or self._is_spike_told:
+            return None
+        self._is_spike_told = True
+        usual = median(self._losses)
+        return Verdict(
+            kind=VerdictKind.BAD_NUMBERS,
+            culprits=(),
+            text=f"the loss has jumped from about {usual:.4g} to {loss:.4g} by step {step:,}",
+            evidence=(
+                f"the last {len(self._losses)} losses before it: {min(self._losses):.4g} to "
+                f"{max(self._losses):.4g}",
+                f"since then: {', '.join(f'{one:.4g}' for one in self._high)}",
+            ),
+            against=("a change of the data or of the learning rate does the same",),
+            sure=Sure.POSSIBLE,
+            fingerprint="loss spike",
+        )
+
+    def _is_high(self, loss: float) -> bool:
+        if len(self._losses) < ENOUGH:
+            return False
+        middle = median(self._losses)
+        spread = median(abs(one - middle) for one in self._losses)
+        is_far = loss - middle > _SPREADS * spread
+        return is_far and loss > middle + (_AT_LEAST - 1) * abs(middle)
+
+
+def finite(value: float | None) -> float | None:
+    """The number, where it is one: JSON has no form for the others."""
+    return None if _is_bad(value) else value
+
+
+def _is_bad(loss: float | None) -> bool:
+    return loss is not None and not math.isfinite(loss)
+
+
+def _not_finite(
+    bad: Sequence[RankNumbers],
+    since: Mapping[int, int],
+    num_ranks: int,
+    node_of: Mapping[int, str],
+    *,
+    is_told: bool,
+) -> Verdict:
+    first = min(since.values())
+    ranks = tuple(sorted(rank for rank, step in since.items() if step == first))
+    is_one = len(ranks) < num_ranks and is_told
+    who = ranks_in_words(ranks) if is_one else "all ranks"
+    verb = "has" if len(ranks) == 1 and is_one else "have"
+    evidence = []
+    for one in sorted(bad, key=lambda one: since[one.rank])[:4]:
+        if one.bad_step:
+            evidence.append(f"a parameter of rank {one.rank} is not finite since step "
+                            f"{one.bad_step:,}")  # fmt: skip
+        if _is_bad(one.loss):
+            evidence.append(f"rank {one.rank} reports a loss of {one.loss} at step {one.step:,}")
+    return Verdict(
+        kind=VerdictKind.BAD_NUMBERS,
+        culprits=ranks if is_one else (),
+        nodes=tuple(dict.fromkeys(node_of[rank] for rank in ranks if is_one and rank in node_of)),
+        victims=tuple(sorted(set(since) - set(ranks))) if is_one else tuple(sorted(since)),
+        text=f"{who} {verb} computed something that is not a number at step {first:,}",
+        evidence=tuple(evidence),
+        against=()
+        if is_one
+        else ("all have it since the same step: who had it first is not known",),
+        sure=Sure.CERTAIN if is_one else Sure.LIKELY,
+        acts_at_once=True,
+        fingerprint="not finite",
+    )

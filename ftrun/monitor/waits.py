@@ -1,0 +1,132 @@
+"""Who waits for whom, from what each rank has entered and not left.
+
+Runs in:  the agent that leads. Pure.
+Takes in: `RankView`s of one moment.
+Gives:    a `Waits`: edges from a waiting rank to those that have not come.
+Source:   C4's rule (arXiv 2406.04594): who has not entered while the others wait is the culprit;
+          over several process groups the culprit is where all chains of waiting end.
+
+Rule 1: only sequence numbers are compared, never clocks.
+Rule 2: a rank that waits itself, in whatever group, is a victim.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ftrun.monitor.evidence import Call, GroupView, RankView
+
+_VARIES = ("gather", "scatter", "broadcast", "all_to_all", "reduce")
+"""Operations whose sizes differ from rank to rank; `all_reduce` is not among them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mismatch:
+    """Ranks that call different collectives under one number."""
+
+    group: GroupView
+    seq: int
+    calls: dict[int, Call]
+
+    @property
+    def sides(self) -> dict[str, list[int]]:
+        """Ranks by what they call, the fewest first."""
+        found: dict[str, list[int]] = {}
+        for rank, call in sorted(self.calls.items()):
+            found.setdefault(_signature(call), []).append(rank)
+        return dict(sorted(found.items(), key=lambda side: len(side[1])))
+
+
+@dataclass(frozen=True, slots=True)
+class Waits:
+    """One look at all ranks."""
+
+    views: Mapping[int, RankView]
+    edges: dict[int, set[int]]
+    """Of each waiting rank: those that have not entered what it is in."""
+    unknown: set[int]
+    """Ranks that are waited for, and of which there is no view."""
+    stuck: list[tuple[GroupView, list[int]]]
+    """Collectives that all have entered, with the ranks that have not left."""
+
+    @property
+    def waiting(self) -> set[int]:
+        """Ranks in a collective, and those whose stack shows that they wait for a message."""
+        return {
+            rank
+            for rank, view in self.views.items()
+            if view.is_held_up or (view.activity == "collective" and not view.is_finished)
+        }
+
+    def ends(self) -> set[int]:
+        """Where the chains of waiting end: ranks that are waited for and wait for nobody.
+
+        Empty where all wait for one another in a circle.
+        """
+        waited_for = set().union(*self.edges.values()) if self.edges else set()
+        free = {rank for rank in waited_for if not self.edges.get(rank)}
+        not_receiving = free - self.waiting
+        return not_receiving or free
+
+    def circle(self) -> list[int]:
+        """Ranks that wait for one another, in order; only where there are no ends."""
+        path = [min(self.edges)]
+        while (rank := min(self.edges[path[-1]])) not in path:
+            path.append(rank)
+        return path[path.index(rank) :]
+
+
+def waits_of(views: Mapping[int, RankView]) -> Waits:
+    """Make the graph."""
+    edges: dict[int, set[int]] = {}
+    unknown: set[int] = set()
+    stuck: dict[tuple[str, int], tuple[GroupView, list[int]]] = {}
+    for rank, view in sorted(views.items()):
+        for group in view.waiting if view.is_held_up else ():
+            absent = {one for one in members_of(group, views) if _is_absent(one, group, views)}
+            unknown |= absent - set(views)
+            if absent:
+                edges.setdefault(rank, set()).update(absent)
+            else:
+                key = (group.name, group.waits_seq)
+                stuck.setdefault(key, (group, []))[1].append(rank)
+    return Waits(views, edges, unknown, list(stuck.values()))
+
+
+def members_of(group: GroupView, views: Mapping[int, RankView]) -> set[int]:
+    """Its ranks; where they are not known, those that have been seen in it."""
+    if group.ranks:
+        return set(group.ranks)
+    return {rank for rank, view in views.items() if _in_group(view, group.name) is not None}
+
+
+def mismatches(views: Mapping[int, RankView]) -> list[Mismatch]:
+    """Where ranks call different collectives under one number, the oldest of each group."""
+    groups: dict[str, GroupView] = {}
+    calls: dict[tuple[str, int], dict[int, Call]] = {}
+    for rank, view in views.items():
+        for group in view.groups:
+            groups.setdefault(group.name, group)
+            for call in group.calls:
+                calls.setdefault((group.name, call.seq), {})[rank] = call
+    found: dict[str, Mismatch] = {}
+    for (name, seq), by_rank in sorted(calls.items()):
+        if name not in found and len({_signature(call) for call in by_rank.values()}) > 1:
+            found[name] = Mismatch(groups[name], seq, by_rank)
+    return list(found.values())
+
+
+def _is_absent(rank: int, group: GroupView, views: Mapping[int, RankView]) -> bool:
+    view = views.get(rank)
+    if view is None:
+        return True
+    own = _in_group(view, group.name)
+    return own is None or own.entered < group.waits_seq
+
+
+def _in_group(view: RankView, name: str) -> GroupView | None:
+    return next((one for one in view.groups if one.name == name), None)
+
+
+def _signature(call: Call) -> str:
+    is_varying = call.op != "all_reduce" and any(word in call.op for word in _VARIES)
+    return call.op if is_varying or not call.sizes else f"{call.op} {call.sizes}"

@@ -1,0 +1,91 @@
+"""Which of several failures the others followed from.
+
+Runs in:  the agent that leads, inside `Oversight` and `Supervisor`. Pure.
+Takes in: ranks that have ended; what the flight recorders held at that moment.
+Gives:    one `WorkerExit`; it may be one that nobody has reported.
+
+Rule 1: a lost node, or a worker that was killed, cannot have been pulled down by its peers; one
+        that raised can.
+Rule 2: where all that is known is that connections broke, whoever has left them is to blame: a
+        rank that ended with 0 while others still needed it, or one that called something else.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from ftrun.events import Kind, WorkerExit
+from ftrun.ids import Rank
+from ftrun.monitor.evidence import RankView
+from ftrun.monitor.hangs import find_skipped
+from ftrun.monitor.verdicts import Verdict, ranks_in_words
+
+_ORDER = {
+    Kind.NODE_LOST: 0,
+    Kind.SKIPPED: 1,
+    Kind.OUT_OF_MEMORY: 1,
+    Kind.SIGNAL: 2,
+    Kind.STOPPED: 2,
+    Kind.HUNG: 2,
+    Kind.BAD_NUMBERS: 2,
+    Kind.CORRUPT_SNAPSHOT: 2,
+    Kind.RESTORE_FAILED: 2,
+    Kind.LEFT_EARLY: 3,
+}
+_BROKEN = (
+    "Connection closed by peer", "Connection reset by peer", "Connection refused", "Broken pipe",
+    "Read error [", "Write error [", "gloo/transport", "ncclRemoteError", "DistNetworkError",
+    "recvVector failed", "peer closed", "Software caused connection abort",
+)  # fmt: skip
+_SIGABRT = -6
+
+
+def first_cause(failed: Sequence[WorkerExit]) -> WorkerExit:
+    """The failure that the others followed from; among exceptions the earliest."""
+    return min(
+        failed,
+        key=lambda found: (_ORDER.get(found.kind, 4), found.failed_at_ns or 1 << 62, found.rank),
+    )
+
+
+def may_be_a_consequence(end: WorkerExit) -> bool:
+    """Whether the rank may have ended because of another one.
+
+    gloo aborts the process where two ranks send one another different amounts.
+    """
+    return is_broken_connection(end) or (end.kind is Kind.SIGNAL and end.code == _SIGABRT)
+
+
+def is_broken_connection(end: WorkerExit) -> bool:
+    """An exception that says no more than that somebody else is gone."""
+    return end.kind is Kind.EXCEPTION and any(words in end.text for words in _BROKEN)
+
+
+def hidden_cause(
+    ended: Sequence[WorkerExit],
+    views: Mapping[int, RankView],
+    node_of: Mapping[int, str],
+) -> tuple[WorkerExit, Verdict | None] | None:
+    """The failure behind a number of broken connections, if there is one.
+
+    Args:
+        ended: all ranks that have ended in this generation, also those that ended well.
+        views: what was seen of the ranks at that moment, those that have ended included.
+        node_of: on which node each rank ran.
+    """
+    failed = [one for one in ended if one.kind is not Kind.FINISHED]
+    if not failed or not all(may_be_a_consequence(one) for one in failed):
+        return None
+    skipped = find_skipped(views, node_of)
+    if skipped is not None and skipped.culprits:
+        rank = Rank(skipped.culprits[0])
+        text = f"{skipped.kind.value}: {skipped.text}"
+        cause = WorkerExit(rank, Kind.SKIPPED, 1, text, fingerprint=skipped.fingerprint)
+        return cause, skipped
+    finished = [one for one in ended if one.kind is Kind.FINISHED]
+    if not finished or not all(is_broken_connection(one) for one in failed):
+        return None
+    left, needed = finished[0], ranks_in_words(one.rank for one in failed)
+    node = node_of.get(left.rank)
+    who = f"rank {left.rank} on {node}" if node else f"rank {left.rank}"
+    text = f"{who} has ended with exit code 0 while {needed} still needed it"
+    detail = failed[0].detail
+    return WorkerExit(left.rank, Kind.LEFT_EARLY, 1, text, detail, "left early"), None

@@ -1,0 +1,305 @@
+"""What has happened to a run, one incident after the other, each from its first sign to its end.
+
+Runs in:  the agent that leads. Pure.
+Takes in: findings, failures, the progress of the ranks.
+Gives:    `Note`s for the journal, from which status, report and metrics are made; the life cycle.
+Survives: the lead: the next one goes on counting, and opens an incident of its own.
+
+Rule 1: one incident at a time. What fails before it is verified belongs to it.
+Rule 2: it is closed when all ranks have got further than before it, not when they run.
+"""
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from ftrun.events import Kind, Progress, WorkerExit
+from ftrun.monitor.evidence import RankView
+from ftrun.monitor.verdicts import Sure, Verdict, VerdictKind
+from ftrun.recovery.commands import Note
+from ftrun.recovery.hang_watch import Finding
+from ftrun.recovery.lifecycle import Life, LifeCycle
+from ftrun.recovery.losses import Losses
+from ftrun.wire.cluster import Beat, Plan
+
+KEPT = 20
+"""Closed incidents that status still shows."""
+
+_KINDS = {
+    Kind.OUT_OF_MEMORY: VerdictKind.OUT_OF_MEMORY,
+    Kind.NODE_LOST: VerdictKind.NODE_LOST,
+    Kind.STOPPED: VerdictKind.FROZEN,
+}
+
+
+@dataclass(slots=True)
+class Incident:
+    """One, while it is open."""
+
+    number: int
+    began_s: float
+    text: str
+    detected_s: float | None = None
+    """From its first sign to the verdict; None where the first sign is the verdict."""
+    verdict: Verdict | None = None
+    actions: list[str] = field(default_factory=list)
+    best_step: int = -1
+    """The furthest that any rank was when it began."""
+    restored_step: int | None = None
+    stepped_s: float | None = None
+
+
+class Incidents:
+    """Of one run, as one lead sees it."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.open: Incident | None = None
+        self.closed: deque[tuple[float, Mapping[str, object]]] = deque(maxlen=KEPT)
+        """The last ones: when each was closed, and what its line in the journal says."""
+        self.life = LifeCycle()
+        self._losses = Losses()
+        self._notes: list[Note] = []
+        self._attached = False
+        self._matrix: list[dict[str, Any]] = []
+
+    def take_notes(self) -> list[Note]:
+        """Lines for the journal since the last call."""
+        notes, self._notes = self._notes, []
+        return notes
+
+    def succeed(self, count: int) -> None:
+        """Take over from a lead that is gone."""
+        self.count = max(self.count, count)
+        self.life = LifeCycle(Life.RUN)
+
+    @property
+    def is_suspected(self) -> bool:
+        """Something is late, and this was told."""
+        return self.life.state in (Life.SUSPECT, Life.DIAGNOSE)
+
+    # --- what happens -------------------------------------------------------------------------
+
+    def generation_begins(self, plan: Plan) -> None:
+        """It has taken effect, and its ranks are being started."""
+        if self.life.state is Life.LAUNCH:
+            self._go(Life.CHECK, f"{len(plan.members)} node(s) are here, ranks are starting")
+            return
+        self._go(Life.RECOVER, plan.why)  # where nothing has failed: nodes are taken in
+        state = Life.VERIFY if self.open is not None else Life.CHECK
+        self._go(state, f"generation {plan.generation} is starting")
+        if self.open is not None:
+            self.open.restored_step = plan.restore[1] if plan.restore is not None else 0
+            self.open.stepped_s = None
+
+    def suspected(self, finding: Finding, progress: Progress, *, now_s: float) -> None:
+        """Ranks are silent for too long."""
+        ranks = sorted(view.rank for view in finding.views if view.has_stepped)
+        text = (
+            f"no step for {finding.silent_s:.1f} s: a hang is suspected (the limit is "
+            f"{finding.deadline_s:.1f} s, by this run's own steps)"
+        )
+        incident = self._incident(text, progress, now_s=now_s - finding.silent_s)
+        self._go(Life.SUSPECT, text)
+        self._note(
+            "Suspected",
+            text,
+            incident=incident.number,
+            ranks=ranks,
+            silent_s=round(finding.silent_s, 2),
+            deadline_s=round(finding.deadline_s, 2),
+        )
+
+    def named(self, verdict: Verdict, views: Sequence[RankView], *, now_s: float) -> None:
+        """The incident that is open has a verdict, or another one than before."""
+        incident = self.open
+        if incident is None:
+            return
+        last = incident.verdict
+        if last is None:
+            incident.detected_s = now_s - incident.began_s
+        elif _gist(last) == _gist(verdict):
+            return
+        matrix, self._matrix = self._matrix, []
+        is_known = last is not None and last.text == verdict.text
+        incident.verdict, incident.text = verdict, verdict.text
+        self._go(Life.DIAGNOSE, verdict.text)
+        self._note(
+            "Verdict",
+            verdict.text,
+            say=not is_known,
+            incident=incident.number,
+            verdict=verdict.as_json(),
+            matrix=matrix,
+            ranks=[_view_as_json(view, verdict) for view in views],
+        )
+
+    def found(
+        self, verdict: Verdict, views: Sequence[RankView], progress: Progress, *, now_s: float
+    ) -> None:
+        """A verdict that no suspicion came before."""
+        self._incident(verdict.text, progress, now_s=now_s)
+        self.named(verdict, views, now_s=now_s)
+
+    def cleared(self, progress: Progress, *, now_s: float) -> None:
+        """Steps are made again, and nothing was done."""
+        if self.life.state in (Life.SUSPECT, Life.DIAGNOSE) and self.open is not None:
+            self.open.actions.append("report")
+            self._go(Life.RUN, "steps are made again")
+            self._close(None, progress, now_s=now_s)
+
+    def reported(
+        self,
+        verdict: Verdict,
+        progress: Progress,
+        *,
+        matrix: Sequence[dict[str, Any]] = (),
+        now_s: float,
+    ) -> None:
+        """A verdict that is only told; where an incident is open it is told beside it."""
+        if self.open is not None:
+            self._note("Also", verdict.text, say=True, incident=self.open.number)
+            return
+        self._matrix = list(matrix)
+        self.found(verdict, (), progress, now_s=now_s)
+        self._incident(verdict.text, progress, now_s=now_s).actions.append("report")
+        self._go(Life.RUN, "it is reported, and nothing else is done")
+        self._close(None, progress, now_s=now_s)
+
+    def failed(self, cause: WorkerExit, nodes: Sequence[str], progress: Progress, *,
+               now_s: float) -> None:  # fmt: skip
+        """Ranks have ended, and the supervisor is about to decide."""
+        incident = self._incident(cause.text, progress, now_s=now_s)
+        if incident.verdict is None:
+            self.named(verdict_of(cause, nodes), (), now_s=now_s)
+        elif cause.kind not in (Kind.HUNG, Kind.SKIPPED, Kind.BAD_NUMBERS):
+            self._note("Also", cause.text, incident=incident.number)
+
+    def tell_bug(self, text: str) -> None:
+        """Something of ftrun's own went wrong while it looked."""
+        words = f"ranks are not watched until the next restart; this is a bug in ftrun ({text})"
+        self._note("bug", words, say=True)
+
+    def acted(self, action: str, why: str) -> None:
+        """Something is done about it."""
+        if self.open is not None:
+            self.open.actions.append(action)
+            self._note("Action", why, incident=self.open.number, action=action, why=why)
+        if action in ("respawn", "evict", "rollback"):
+            self._go(Life.RECOVER, why)
+
+    def progress(self, beats: Sequence[Beat], progress: Progress, *, now_s: float) -> None:
+        """How far all ranks are, by the newest heartbeats of all members."""
+        self._attached |= progress.attached
+        reports = [report for beat in beats for report in beat.ranks]
+        if not reports or any(report.age_s < 0 for report in reports):
+            return
+        loss = next((one.loss for one in reports if one.loss is not None), None)
+        step = min(report.step for report in reports)
+        incident = self.open
+        if self.life.state is Life.CHECK:
+            self._go(Life.RUN, "every rank has made a step")
+        elif self.life.state is Life.VERIFY and incident is not None:
+            if incident.stepped_s is None:
+                incident.stepped_s = now_s
+            if step > incident.best_step or not self._attached:
+                self._go(Life.RUN, f"every rank is past step {max(incident.best_step, 0):,}")
+                self._close(loss, progress, now_s=now_s)
+        elif self.life.state is Life.RUN and loss is not None:
+            self._losses.add(step, loss)
+
+    def ended(self, why: str, progress: Progress, *, is_done: bool, now_s: float) -> None:
+        """The run is over."""
+        self._go(Life.ENDED, why)
+        if self.open is not None:
+            if not is_done:
+                self.open.actions.append("stop")
+            self._close(None, progress, now_s=now_s)
+
+    # --- details ------------------------------------------------------------------------------
+
+    def _incident(self, text: str, progress: Progress, *, now_s: float) -> Incident:
+        if self.open is None:
+            self.count += 1
+            self.open = Incident(self.count, now_s, text, best_step=progress.step)
+        self.open.best_step = max(self.open.best_step, progress.step)
+        return self.open
+
+    def _close(self, loss: float | None, progress: Progress, *, now_s: float) -> None:
+        incident, self.open = self.open, None
+        assert incident is not None
+        verdict, restored = incident.verdict, incident.restored_step
+        lost = None
+        if restored is not None and self._attached:
+            lost = max(0, incident.best_step - restored)
+        since_s = incident.began_s + (incident.detected_s or 0.0)
+        self._note(
+            "IncidentClosed",
+            incident.text,
+            incident=incident.number,
+            verdict_kind=verdict.kind.value if verdict is not None else "suspicion",
+            culprits=list(verdict.culprits) if verdict is not None else [],
+            nodes=list(verdict.nodes) if verdict is not None else [],
+            detected_s=_rounded(incident.detected_s),
+            recovered_s=_rounded(None if incident.stepped_s is None else
+                                 incident.stepped_s - since_s),
+            steps_lost=lost,
+            restored=restored,
+            verified={
+                "progress": progress.step > incident.best_step,
+                "loss": self._losses.judge(loss),
+            },
+            action=incident.actions[-1] if incident.actions else "none",
+            actions=incident.actions,
+            open_s=_rounded(now_s - incident.began_s),
+        )  # fmt: skip
+        self.closed.append((now_s, {**self._notes[-1].fields, "text": incident.text}))
+
+    def _go(self, new: Life, why: str) -> None:
+        change = self.life.go(new, why)
+        if change is None:
+            return
+        number = self.open.number if self.open is not None else None
+        kind = "TransitionRefused" if change.is_refused else "Transition"
+        self._note(kind, why, incident=number, old=change.old.value, new=change.new.value, why=why)
+
+    def _note(self, kind: str, text: str, *, say: bool = False, **fields: object) -> None:
+        self._notes.append(Note(kind, text, fields, say=say))
+
+
+def verdict_of(cause: WorkerExit, nodes: Sequence[str]) -> Verdict:
+    """A rank's end, as a verdict: the kernel has told it, so it is certain."""
+    kind = _KINDS.get(cause.kind, VerdictKind.CRASH)
+    evidence = [cause.text]
+    if cause.detail:
+        evidence.append(cause.detail.strip().splitlines()[-1].strip())
+    is_node = cause.kind is Kind.NODE_LOST
+    return Verdict(
+        kind=kind,
+        culprits=() if is_node else (cause.rank,),
+        nodes=tuple(nodes),
+        text=cause.text,
+        evidence=tuple(evidence),
+        sure=Sure.LIKELY if cause.kind is Kind.LEFT_EARLY else Sure.CERTAIN,
+        acts_at_once=True,
+        fingerprint=cause.fingerprint,
+    )
+
+
+def _view_as_json(view: RankView, verdict: Verdict) -> dict[str, Any]:
+    """A rank as the report shows it; whole stacks only of culprits and of one victim."""
+    found: dict[str, Any] = msgspec.to_builtins(view)
+    if view.rank not in (*verdict.culprits, *verdict.victims[:1]):
+        found["stack"] = found["stack"][:1]
+    return found
+
+
+def _gist(verdict: Verdict) -> tuple[object, ...]:
+    return (verdict.kind, verdict.culprits, verdict.acts_at_once, verdict.sure)
+
+
+def _rounded(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds, 3)

@@ -1,0 +1,44 @@
+"""Whether the loss goes on after a recovery as it went before it.
+
+Runs in:  the agent that leads. Pure.
+Takes in: the loss that the script reports, with its step, about once per heartbeat.
+Gives:    `continuous`, `jumped`, or `not reported`.
+"""
+
+import math
+from collections import deque
+from statistics import median
+
+KEPT = 64
+ENOUGH = 4
+_SPREADS = 8.0
+"""A loss this many typical distances from the middle of the last ones is a jump."""
+
+_SLACK = 0.1
+"""Of the loss itself: losses that hardly change are compared with this."""
+
+
+class Losses:
+    """The last losses of one run."""
+
+    def __init__(self) -> None:
+        self._found: deque[tuple[int, float]] = deque(maxlen=KEPT)
+
+    def add(self, step: int, loss: float) -> None:
+        """One report; said again, it counts once."""
+        if not self._found or self._found[-1][0] != step:
+            self._found.append((step, loss))
+
+    def judge(self, loss: float | None) -> str:
+        """A loss after a recovery, beside those before it."""
+        if loss is None:
+            return "not reported"
+        if not math.isfinite(loss):
+            return "jumped"
+        before = [one for _, one in self._found if math.isfinite(one)]
+        if len(before) < ENOUGH:
+            return "not reported"
+        middle = median(before)
+        spread = median(abs(one - middle) for one in before)
+        limit = max(_SPREADS * spread, _SLACK * abs(middle))
+        return "continuous" if abs(loss - middle) <= limit else "jumped"

@@ -1,0 +1,176 @@
+"""What goes slowly or wrong while steps are made: late ranks, slow links, skipped calls, memory.
+
+Runs in:  the agent that leads. Pure.
+Takes in: the samples in the heartbeats, and the times of the heartbeats themselves.
+Gives:    `Verdict`s, each said once until it is over; lateness and the delay matrix for status.
+
+Rule 1: links are judged first: beside a slow link ranks are late that can do nothing for it.
+Rule 2: nothing here is acted on by itself: a slow rank costs time, a wrong verdict a restart.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from ftrun.monitor.call_counts import CallCounts
+from ftrun.monitor.clock_offsets import ClockOffset
+from ftrun.monitor.delay_matrix import NodeLook
+from ftrun.monitor.memory_trend import MemoryTrend
+from ftrun.monitor.process_groups import decode_groups
+from ftrun.monitor.samples import NodeSample
+from ftrun.monitor.slow_links import Links, Probe
+from ftrun.monitor.stragglers import RankLook, Stragglers
+from ftrun.monitor.verdicts import Verdict
+from ftrun.recovery.commands import Send
+from ftrun.wire.cluster import AskProbe, Beat, Plan, ProbeFound
+
+LOOK_EVERY_S = 0.5
+
+
+class SlowWatch:
+    """Over one generation."""
+
+    def __init__(self) -> None:
+        self.lateness_s: dict[int, float] = {}
+        """Of each rank, in seconds of a step; for status."""
+        self.clocks: Mapping[str, ClockOffset] = {}
+        """Of the nodes that answer heartbeats of this lead, by node id."""
+        self._due_s = 0.0
+        self._probes = 0
+        self._asked: dict[int, tuple[str, str]] = {}
+        self._forget()
+
+    def _forget(self) -> None:
+        self._links, self._stragglers = Links(), Stragglers()
+        self._counts, self._memory = CallCounts(), MemoryTrend()
+        self._seen: dict[str, int] = {}
+        self._told: dict[str, Verdict] = {}
+        self._since_s: dict[str, float] = {}
+        """When each of them was told."""
+        self._groups: dict[str, tuple[int, ...]] = {}
+        self.lateness_s = {}
+
+    def begin(self) -> None:
+        """A new generation runs; clocks stay as they are."""
+        self._forget()
+        self._due_s = 0.0
+
+    def _offset(self, node_id: str, me: str, now_s: float) -> tuple[float, float] | None:
+        if node_id == me:
+            return 0.0, 0.0
+        clock = self.clocks.get(node_id)
+        return clock.at(now_s) if clock is not None and clock.is_known else None
+
+    # --- looks --------------------------------------------------------------------------------
+
+    def look(
+        self, beats: Mapping[str, Beat], plan: Plan, me: str, *, now_s: float
+    ) -> list[Verdict]:
+        """Judge what is new; verdicts that were not said yet."""
+        if now_s < self._due_s:
+            return []
+        self._due_s = now_s + LOOK_EVERY_S
+        members = {node.node_id: node for node in plan.members}
+        samples = {
+            node_id: beat.sample
+            for node_id, beat in beats.items()
+            if node_id in members and beat.generation == plan.generation and beat.sample is not None
+        }
+        new = {
+            node_id: sample
+            for node_id, sample in samples.items()
+            if self._seen.get(node_id) != sample.number
+        }
+        if not new:
+            return []
+        self._seen |= {node_id: sample.number for node_id, sample in new.items()}
+        node_of = {rank: node.node_id for node in plan.members for rank in node.ranks}
+        return self._judge(new, plan, node_of, me, now_s)
+
+    def _judge(
+        self,
+        new: Mapping[str, NodeSample],
+        plan: Plan,
+        node_of: Mapping[int, str],
+        me: str,
+        now_s: float,
+    ) -> list[Verdict]:
+        for sample in new.values():
+            for rank in sample.ranks:
+                self._groups |= decode_groups(rank.groups)
+        looks = [NodeLook(node, one.span_s, one.links) for node, one in new.items() if one.span_s]
+        hosts = {node.card.host: node.node_id for node in plan.members}
+        link = self._links.look(looks, hosts, now_s=now_s) if len(plan.members) > 1 else None
+        ranks: list[RankLook] = []
+        for node, one in new.items():
+            ranks += self._rank_looks(node, one, me, now_s)
+        slow = self._stragglers.look(ranks, self._groups, is_link_slow=link is not None)
+        self.lateness_s = {
+            rank: round(one.now_s, 4) for rank, one in self._stragglers.lateness().items()
+        }
+        told = [(rank.rank, rank.calls) for one in new.values() for rank in one.ranks]
+        skipped = self._counts.look(told, plan.world_size, node_of)
+        memory = self._memory.look(new.items())
+        found = [_with_nodes(one, node_of) for one in (link, slow) if one is not None]
+        news = [one for one in found if one.fingerprint not in self._told]
+        self._told = {one.fingerprint: one for one in found}
+        self._since_s = {one: self._since_s.get(one, now_s) for one in self._told}
+        return [*news, *(one for one in (skipped, memory) if one is not None)]
+
+    def _rank_looks(self, node: str, sample: NodeSample, me: str, now_s: float) -> list[RankLook]:
+        clock = self._offset(node, me, now_s)
+        if clock is None:
+            return []
+        offset_s, error_s = clock
+        return [
+            RankLook(
+                rank=one.rank,
+                node=node,
+                at_s=sample.at_s - offset_s,
+                step=one.step,
+                entered=[(group, seq, at_s - offset_s) for group, seq, at_s in one.entered],
+                clock_error_s=error_s,
+            )
+            for one in sample.ranks
+            if one.is_training
+        ]
+
+    def lasting(self, for_s: float, *, now_s: float) -> list[Verdict]:
+        """What is slow, and has been for so long."""
+        return [one for key, one in self._told.items() if now_s - self._since_s[key] >= for_s]
+
+    def matrix(self) -> list[dict[str, Any]]:
+        """The delay matrix, cell by cell, in plain values."""
+        return [msgspec.to_builtins(cell) for cell in self._links.table()]
+
+    # --- probes -------------------------------------------------------------------------------
+
+    def probes(self, plan: Plan, me: str, *, now_s: float) -> list[Send]:
+        """Whom to ask for a probe of a suspect link; never the lead's own node, which decides."""
+        cards = {node.node_id: node.card for node in plan.members}
+        found = []
+        for pair in self._links.suspect_pairs(now_s=now_s):
+            asked, other = pair if pair[0] != me else (pair[1], pair[0])
+            self._probes += 1
+            self._asked[self._probes] = (asked, other)
+            card = cards[other]
+            found.append(Send(asked, AskProbe(self._probes, other, card.host, card.port)))
+        return found
+
+    def probed(self, body: ProbeFound, *, now_s: float) -> None:
+        """A node has tried a link, both ways."""
+        pair = self._asked.pop(body.number, None)
+        if pair is None or body.problem:
+            return
+        asked, other = pair
+        self._links.probed(Probe(asked, other, now_s, body.rtt_s, body.to_bytes_per_s))
+        self._links.probed(Probe(other, asked, now_s, body.rtt_s, body.from_bytes_per_s))
+
+
+def _with_nodes(verdict: Verdict, node_of: Mapping[int, str]) -> Verdict:
+    """The nodes of its culprits, where it names none."""
+    if verdict.nodes:
+        return verdict
+    nodes = tuple(dict.fromkeys(node_of[rank] for rank in verdict.culprits if rank in node_of))
+    return msgspec.structs.replace(verdict, nodes=nodes)

@@ -1,0 +1,208 @@
+"""An order for a fault, and the page by which it reaches a rank.
+
+Runs in:  cli (makes orders), agent (passes them on, writes pages), worker (reads its page).
+Takes in: what was typed, checked against the catalogue.
+Gives:    `FaultOrder`; a `FaultPage` on which a rank looks once per step, by comparing one word.
+Survives: the rank: a page belongs to a rank's number and is handed to its next process, which
+          sees there what has been done already.
+
+Rule 1: the agent writes the order first and its number last; the rank writes step and time first
+        and the number last. A number that is seen stands for a whole entry.
+Rule 2: a fault fires once. The mark is made before the act, since most acts end the process.
+"""
+
+import math
+import mmap
+import os
+from enum import IntEnum
+
+import msgspec
+
+from ftrun.errors import UsageError
+from ftrun.wire.fault_kinds import fault_kind
+from ftrun.wire.fault_messages import FaultOrder as FaultOrder
+
+FAULT_PREFIX = "ftrun-fault-"
+"""Of the names of all cgroups and files that are made for a fault; its id follows."""
+PAGE_BYTES = 4096
+_ORDER_AT = 512
+_WHY_AT = 3072
+MAX_FOR_S = 86_400.0
+
+
+def make_order(  # noqa: PLR0913 - what can be typed
+    order_id: str,
+    kind_name: str,
+    *,
+    rank: int | None = None,
+    node: str | None = None,
+    at_step: int | None = None,
+    for_s: float | None = None,
+    amount: float | None = None,
+    again: bool = False,
+) -> FaultOrder:
+    """Check what was typed.
+
+    Raises:
+        UsageError: an unknown kind, or something that does not go with it.
+    """
+    kind = fault_kind(kind_name)
+    if kind.by_rank and node is not None:
+        raise UsageError(f"{kind.name} is done to a rank: --rank R, not --node {node}")
+    if not kind.by_rank and rank is not None:
+        raise UsageError(f"{kind.name} is done to a node: --node N, not --rank {rank}")
+    if rank is not None and rank < 0:
+        raise UsageError(f"--rank is 0 or more, not {rank}")
+    if at_step is not None and at_step < 1:
+        raise UsageError(f"--at-step is 1 or more (the end of the first step), not {at_step}")
+    if kind.name == "poison-batch" and at_step is None:
+        raise UsageError("poison-batch needs --at-step: the batch of which step is the bad one?")
+    if for_s is not None and not 0 < for_s <= MAX_FOR_S:
+        raise UsageError(f"--for is above 0 and up to {MAX_FOR_S:.0f} s, not {for_s:g}")
+    if amount is not None and not kind.unit:
+        raise UsageError(f"{kind.name} takes no --amount")
+    if amount is not None and not math.isfinite(amount):
+        raise UsageError(f"--amount is a number, not {amount}")
+    if again and not (kind.is_inside and kind.by_rank):
+        raise UsageError(f"{kind.name} cannot be repeated: --again goes with what a rank does")
+    return FaultOrder(
+        id=order_id,
+        kind=kind.name,
+        rank=-1 if rank is None else rank,
+        node=node or "",
+        at_step=at_step or 0,
+        for_s=kind.for_s if for_s is None else for_s,
+        amount=kind.amount if amount is None else amount,
+        again=again,
+    )
+
+
+def duration_s(text: str) -> float:
+    """Seconds of `5`, `5s`, `500ms`, `2m` or `1h`.
+
+    Raises:
+        UsageError: it is none of these.
+    """
+    units = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
+    number = text.rstrip("msh")
+    unit = text[len(number) :] or "s"
+    try:
+        found = float(number) * units[unit]
+    except (ValueError, KeyError):
+        found = math.nan
+    if not math.isfinite(found):
+        raise UsageError(f"--for is a time such as 500ms, 5s, 2m or 1h, not {text!r}")
+    return found
+
+
+class _Word(IntEnum):
+    """Fields of a fault page, 8 bytes each."""
+
+    ORDERED = 0  # number of the newest order
+    FIRED = 1  # number of the newest order that has fired
+    FIRED_STEP = 2
+    FIRED_NS = 3
+    ENDED = 4  # number of the newest order that is over, where it lasts
+    TIMES = 5  # how often the newest order has fired
+    LENGTH = 6  # of the newest order, in bytes
+    FAILED = 7  # number of the newest order that could not be made
+
+
+class FaultPage:
+    """One rank's page; written by its agent and by the rank, each its own words."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        self._map = mmap.mmap(fd, PAGE_BYTES)
+        self._words = memoryview(self._map).cast("q")
+
+    @classmethod
+    def create(cls, rank: int) -> "FaultPage":
+        fd = os.memfd_create(f"ftrun-faults-{rank}", os.MFD_CLOEXEC)
+        os.ftruncate(fd, PAGE_BYTES)
+        return cls(fd)
+
+    # --- agent --------------------------------------------------------------------------------
+
+    def put(self, order: FaultOrder) -> int:
+        """Give the rank an order; its number."""
+        data = msgspec.msgpack.encode(order)
+        self._map[_ORDER_AT : _ORDER_AT + len(data)] = data
+        self._words[_Word.LENGTH] = len(data)
+        self._words[_Word.TIMES] = 0
+        self._words[_Word.ORDERED] += 1
+        return self.ordered
+
+    @property
+    def fired(self) -> int:
+        return self._words[_Word.FIRED]
+
+    @property
+    def fired_step(self) -> int:
+        return self._words[_Word.FIRED_STEP]
+
+    @property
+    def fired_ns(self) -> int:
+        return self._words[_Word.FIRED_NS]
+
+    @property
+    def ended(self) -> int:
+        return self._words[_Word.ENDED]
+
+    @property
+    def times(self) -> int:
+        """How often the newest order has fired."""
+        return self._words[_Word.TIMES]
+
+    @property
+    def failed(self) -> int:
+        return self._words[_Word.FAILED]
+
+    @property
+    def why(self) -> str:
+        """The order that `failed` names could not be made."""
+        return self._map[_WHY_AT:PAGE_BYTES].partition(b"\0")[0].decode(errors="replace")
+
+    # --- worker -------------------------------------------------------------------------------
+
+    @property
+    def ordered(self) -> int:
+        return self._words[_Word.ORDERED]
+
+    def order(self) -> FaultOrder:
+        """The newest one."""
+        data = self._map[_ORDER_AT : _ORDER_AT + self._words[_Word.LENGTH]]
+        return msgspec.msgpack.decode(data, type=FaultOrder)
+
+    def mark_fired(self, number: int, step: int, now_ns: int) -> None:
+        self._words[_Word.FIRED_STEP] = step
+        self._words[_Word.FIRED_NS] = now_ns
+        self._words[_Word.TIMES] += 1
+        self._words[_Word.FIRED] = number
+
+    def mark_failed(self, number: int, why: str) -> None:
+        """It could not be made, and is not tried again."""
+        text = why.encode()[: PAGE_BYTES - _WHY_AT - 1]
+        self._map[_WHY_AT:PAGE_BYTES] = text.ljust(PAGE_BYTES - _WHY_AT, b"\0")
+        self._words[_Word.FAILED] = number
+
+    def mark_ended(self, number: int) -> None:
+        self._words[_Word.ENDED] = number
+
+    def close(self) -> None:
+        """Unmap, and close the descriptor."""
+        self._words.release()
+        self._map.close()
+        os.close(self.fd)
+
+
+class FaultPages:
+    """The pages of a node's ranks, made when they are first asked for."""
+
+    def __init__(self) -> None:
+        self.by_rank: dict[int, FaultPage] = {}
+
+    def fd_of(self, rank: int) -> int:
+        if rank not in self.by_rank:
+            self.by_rank[rank] = FaultPage.create(rank)
+        return self.by_rank[rank].fd

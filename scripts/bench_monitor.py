@@ -1,0 +1,189 @@
+#!/usr/bin/env python3
+"""What it costs a run to be watched: its steps, and the processors.
+
+    python scripts/bench_monitor.py --json monitor.json
+
+Two ranks under DDP on one node, runs with `monitor.enabled` on and off in turns. Of each
+
+step_ms   the median time of a step, of both ranks together
+agent     processor time of the agent while steps were made, in parts of a core
+server    processor time of the threads in the ranks that answer for the flight recorder
+
+Asked: less than 0.5 % of a core for each rank (what the agent spends more than without, and the
+threads in the ranks), and less than 1 % of a step's time.
+"""
+
+import argparse
+import contextlib
+import math
+import statistics
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import psutil
+from bench_common import (
+    ROOT,
+    BenchError,
+    Deadline,
+    Launcher,
+    NotesReader,
+    conditions,
+    ftrun_command,
+    launched,
+    parser_of,
+    pause,
+    run_bench,
+    scratch,
+    show_conditions,
+    show_table,
+    wait_for,
+    write_json,
+)
+
+RANKS = 2
+WORKER = ROOT / "scripts" / "bench_monitor_worker.py"
+MAX_CORE_PER_RANK = 0.005
+MAX_STEP_RATIO = 1.01
+
+
+def main() -> int:
+    args = parse_arguments()
+    found, deadline = conditions(), Deadline(args.timeout)
+    rows: dict[str, list[dict[str, float]]] = {"off": [], "on": []}
+    with scratch() as folder:
+        for turn in range(args.rounds):
+            for name in rows if turn % 2 == 0 else reversed(rows):
+                row = measure(name, folder / f"{name}{turn}", args, deadline)
+                rows[name].append(row)
+                print(f"{name:3} {turn + 1}: {in_words(row)}", flush=True)
+    return report(rows, args, found)
+
+
+def measure(
+    name: str, folder: Path, args: argparse.Namespace, deadline: Deadline
+) -> dict[str, float]:
+    folder.mkdir()
+    flags = ["--nproc-per-node", RANKS, "--run-id", f"bench-monitor-{name}", "--max-restarts", 0]
+    flags += ["--set", "snapshot.every=4"]  # auto may find another interval in each run
+    flags += ["--set", f"monitor.enabled={'true' if name == 'on' else 'false'}"]
+    command = ftrun_command(*flags, WORKER, "--folder", folder, "--pace", args.pace)
+    readers = [NotesReader(folder / f"rank{rank}.jsonl") for rank in range(RANKS)]
+    with launched("ftrun", command, folder) as launcher:
+        wait_for("the first steps", lambda: _steps(readers) > args.warm_up, [launcher], deadline)
+        before, begun_s = _spent(launcher), time.monotonic()
+        pause(args.seconds, [launcher], deadline)
+        after, took_s = _spent(launcher), time.monotonic() - begun_s
+        (folder / "go").touch()
+        wait_for("the end", lambda: launcher.process.poll() is not None, [], deadline)
+        if launcher.process.returncode:
+            raise BenchError(f"the run ended badly:\n{launcher.last_output()}")
+    times_ms = [
+        (later["ns"] - earlier["ns"]) / 1e6
+        for reader in readers
+        for earlier, later in pairwise(reader.of("step")[args.warm_up :])
+    ]
+    return {
+        "step_ms": statistics.median(times_ms),
+        "steps": float(len(times_ms)),
+        "agent": (after["agent"] - before["agent"]) / took_s,
+        "server": (after["server"] - before["server"]) / took_s,
+    }
+
+
+def _steps(readers: list[NotesReader]) -> int:
+    return min(len(reader.of("step")) for reader in readers)
+
+
+def _spent(launcher: Launcher) -> dict[str, float]:
+    """Processor seconds of the agent, and of the threads in the ranks that answer for it."""
+    launcher.note_family()
+    spent = {"agent": 0.0, "server": 0.0}
+    for one in launcher.family.values():
+        with contextlib.suppress(psutil.NoSuchProcess, FileNotFoundError):
+            process = Path(f"/proc/{one.pid}")
+            if b"ftrun.agent\0" in (process / "cmdline").read_bytes():
+                times = one.cpu_times()
+                spent["agent"] += times.user + times.system
+            elif (process / "comm").read_text().startswith("ftrun-rank"):
+                spent["server"] += _servers_s(process)
+    return spent
+
+
+def _servers_s(process: Path) -> float:
+    """Of all these threads; ticks of 10 ms would be too coarse."""
+    total_ns = 0
+    for folder in (process / "task").iterdir():
+        if (folder / "comm").read_text().startswith("pt_workerserver"):
+            total_ns += int((folder / "schedstat").read_text().split()[0])
+    return total_ns / 1e9
+
+
+def in_words(row: dict[str, float]) -> str:
+    return (
+        f"{row['step_ms']:.2f} ms a step, agent {row['agent']:.4f} cores, "
+        f"servers {row['server']:.4f} cores"
+    )
+
+
+def report(
+    rows: dict[str, list[dict[str, float]]], args: argparse.Namespace, found: dict[str, Any]
+) -> int:
+    middle = {
+        name: {key: statistics.median(row[key] for row in of) for key in of[0]}
+        for name, of in rows.items()
+    }
+    # In pairs: what the machine does beside it changes slowly.
+    pairs = [
+        on["step_ms"] / off["step_ms"] for on, off in zip(rows["on"], rows["off"], strict=True)
+    ]
+    ratio = statistics.median(pairs)
+    by_chance = statistics.stdev(pairs) / len(pairs) ** 0.5 if len(pairs) > 1 else math.nan
+    more = middle["on"]["agent"] - middle["off"]["agent"] + middle["on"]["server"]
+    per_rank = more / RANKS
+    show_table(
+        f"{RANKS} ranks, {args.rounds} runs of {args.seconds:g} s each",
+        ["", "step, ms", "agent, cores", "servers, cores"],
+        [
+            [name, f"{one['step_ms']:.2f}", f"{one['agent']:.4f}", f"{one['server']:.4f}"]
+            for name, one in middle.items()
+        ],
+    )
+    show_table(
+        "What it costs to be watched",
+        ["", "found", "asked"],
+        [
+            ["step, on over off", f"{ratio:.4f}", f"< {MAX_STEP_RATIO}"],
+            ["  by chance", f"± {by_chance:.4f}", ""],
+            ["cores for each rank", f"{per_rank:.4f}", f"< {MAX_CORE_PER_RANK}"],
+        ],
+    )
+    show_conditions(found)
+    figures = {
+        "step_on_over_off": ratio,
+        "step_by_chance": by_chance,
+        "core_per_rank": per_rank,
+        "rounds": rows,
+        "conditions": found,
+    }
+    write_json(args.json, figures)
+    return 0
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = parser_of(__doc__, timeout_s=600)
+    parser.add_argument("--rounds", type=int, default=12, help="of each (default %(default)s)")
+    parser.add_argument("--seconds", type=float, default=6, help="of each (default %(default)s)")
+    parser.add_argument("--warm-up", type=int, default=60, help="steps (default %(default)s)")
+    parser.add_argument(
+        "--pace", type=float, default=0.02, help="seconds slept in a step (default %(default)s)"
+    )
+    args = parser.parse_args()
+    if args.rounds < 1 or args.seconds <= 0:
+        parser.error("--rounds and --seconds are positive")
+    return args
+
+
+if __name__ == "__main__":
+    run_bench(main)

@@ -1,0 +1,135 @@
+"""A probe measures a link over a connection of its own, and gives up in time."""
+
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+import msgspec
+import pytest
+
+from ftrun.agent import link_probe
+from ftrun.agent.link_probe import ProbeDesk, probe, serve_probe
+from ftrun.errors import PeerError
+from ftrun.wire.cluster import AskProbe, ProbeFound
+from ftrun.wire.handshake import accept_handshake
+from ftrun.wire.identity import PeerIdentity, Purpose, unfit
+from ftrun.wire.secret import Secret, make_secret
+from ftrun.wire.tcp import listen_tcp
+
+WAIT_S = 10.0
+SECRET = make_secret()
+
+
+def who(node_id: str, purpose: Purpose = "agent") -> PeerIdentity:
+    return PeerIdentity("probe-run", purpose, node_id, 7)
+
+
+@contextmanager
+def agent(secret: Secret | None = SECRET, *, is_mute: bool = False) -> Iterator[AskProbe]:
+    """An agent that serves one probe."""
+    listener = listen_tcp("127.0.0.1", 0)
+    done = threading.Event()
+
+    def serve() -> None:
+        with suppress(OSError, PeerError):
+            sock, _ = listener.accept()
+            with sock:
+                accept_handshake(sock, who("there"), secret)
+                if is_mute:
+                    done.wait(WAIT_S)
+                else:
+                    serve_probe(sock)
+
+    server = threading.Thread(target=serve)
+    server.start()
+    host, port = listener.getsockname()
+    try:
+        yield AskProbe(1, "there", host, port)
+    finally:
+        done.set()
+        # Closing alone would not wake who waits in accept.
+        with suppress(OSError):
+            listener.shutdown(socket.SHUT_RDWR)
+        listener.close()
+        server.join(WAIT_S)
+
+
+def test_a_probe_tells_round_trip_and_both_rates() -> None:
+    with agent() as order:
+        found = probe(order, who("here", "probe"), SECRET)
+    assert found.problem == ""
+    assert found.receiver == "there"
+    assert 0 < found.rtt_s < WAIT_S
+    assert found.to_bytes_per_s > 0
+    assert found.from_bytes_per_s > 0
+
+
+def test_a_wrong_secret_is_no_probe() -> None:
+    with agent(make_secret()) as order:
+        found = probe(order, who("here", "probe"), SECRET)
+    assert found.problem
+    assert found.rtt_s == 0
+
+
+def test_who_does_not_answer_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link_probe, "PROBE_S", 0.2)
+    with agent(is_mute=True) as order:
+        found = probe(order, who("here", "probe"), SECRET)
+    assert "did not come to its end" in found.problem
+    assert found.to_bytes_per_s == 0
+
+
+def test_nobody_there() -> None:
+    with listen_tcp("127.0.0.1", 0) as listener:
+        port = listener.getsockname()[1]
+    found = probe(AskProbe(3, "there", "127.0.0.1", port), who("here", "probe"), None)
+    assert found.number == 3
+    assert "refuses" in found.problem or found.problem
+
+
+def test_a_prober_that_goes_away_is_an_error_of_the_server() -> None:
+    left, right = socket.socketpair(socket.AF_UNIX)
+    left.close()
+    with right, pytest.raises(OSError, match=r"."):
+        serve_probe(right)
+
+
+def test_one_probe_at_a_time_and_a_pause_between_two() -> None:
+    desk = ProbeDesk(who("here"), SECRET)
+    found: list[ProbeFound] = []
+    came, may_end = threading.Event(), threading.Event()
+
+    def answer(one: ProbeFound) -> None:
+        found.append(one)
+        came.set()
+        may_end.wait(WAIT_S)
+
+    with agent() as order:
+        assert desk.take(order, answer)
+        assert came.wait(WAIT_S)
+        assert not desk.take(order, answer)
+        may_end.set()
+    assert [one.problem for one in found] == [""]
+    desk._last_s = link_probe.clock.now_s()
+    with desk._busy:
+        pass
+    assert not desk.take(order, answer)
+
+
+@pytest.mark.parametrize(
+    ("own", "peer", "is_fit"),
+    [
+        ("agent", "agent", True),
+        ("smp", "smp", True),
+        ("agent", "probe", True),
+        ("probe", "agent", True),
+        ("probe", "probe", False),
+        ("smp", "probe", False),
+        ("probe", "smp", False),
+        ("agent", "smp", False),
+    ],
+)
+def test_a_probe_speaks_with_agents_only(own: Purpose, peer: Purpose, is_fit: bool) -> None:
+    mine, theirs = who("here", own), msgspec.structs.replace(who("there", peer), incarnation=8)
+    assert (unfit(mine, theirs) == "") is is_fit

@@ -1,0 +1,139 @@
+"""A node whose check of itself fails runs no ranks; one that passes later does.
+
+Real nodes with real checks. They are made to fail by floors that they cannot reach, and by limits
+that are lifted again.
+"""
+
+import contextlib
+import json
+import resource
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from bench_common import Deadline
+from nodes_run import NodesRun, environment
+from virtual_cluster import VirtualCluster, available
+
+if reason := available():
+    pytest.skip(f"needs namespaces: {reason}", allow_module_level=True)
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "drill_job.py"
+LIMIT_S = 110.0
+NO_NODE_IS_SO_FAST = {"FTRUN_PREFLIGHT_MIN_MEMORY_GB_S": "100000"}
+
+pytestmark = [pytest.mark.slow]
+
+Start = Callable[..., NodesRun]
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> Iterator[Start]:
+    """A run that is not started yet."""
+    clusters = []
+
+    def make(members: int, spares: int, *flags: object) -> NodesRun:
+        clusters.append(cluster := VirtualCluster(members + spares, shm="64m"))
+        cluster.up()
+        words = [SCRIPT, "--folder", tmp_path, "--kind", "ddp", "--steps", 30, "--pace", 0.02]
+        deadline = Deadline(LIMIT_S)
+        return NodesRun(
+            cluster, tmp_path, words, deadline, members=members, spares=spares, flags=flags
+        )
+
+    yield make
+    for cluster in clusters:
+        cluster.down()
+
+
+@contextlib.contextmanager
+def open_files(count: int) -> Iterator[None]:
+    """What is started here may have so many."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (count, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def status(run: NodesRun, node: int) -> dict[str, Any]:
+    """As `ftrun status` has it there."""
+    process = run.cluster.run(
+        node,
+        [sys.executable, "-m", "ftrun", "status", "--json"],
+        env=environment(),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    out, _ = process.communicate(timeout=LIMIT_S)
+    found: dict[str, Any] = json.loads(out)["cluster"]
+    return found
+
+
+def test_a_node_that_fails_stays_out_and_the_spare_runs(nodes: Start) -> None:
+    run = nodes(2, 1, "--set", "preflight.limit_s=60")
+    run.start_all({1: NO_NODE_IS_SO_FAST})
+    run.wait_for_step(3)
+    assert [run.node_of(rank) for rank in (0, 1)] == [0, 2], run.journals("PreFlight")
+    (failed,) = {line["outcome"] for line in run.journal(1, "PreFlight")}
+    assert failed == "fail"
+    (unfit,) = run.journals("Unfit")
+    assert unfit["text"].startswith("node node1 may not run ranks: memory is copied at")
+    assert "and at least 100,000.0 GB/s are wanted" in unfit["text"]
+    for node in (0, 2):
+        newest = run.journal(node, "PreFlight")[-1]
+        assert newest["outcome"] != "fail"
+        assert newest["is_whole"]
+        assert newest["figures"]["loopback_bytes_per_s"] > 0
+    link = run.journal(2, "PreFlight")[-1]["figures"]
+    assert link["link_to"] == "node0"
+    assert link["link_bytes_per_s"] > 0
+    found = status(run, 2)
+    assert list(found["unfit"]) == ["node1"]
+    checks = {node["node"]: node["check"] for node in found["nodes"]}
+    assert checks["node1"].startswith("memory is copied at")
+    places = {node["node"]: node["place"] for node in found["nodes"]}
+    assert places == {"node0": "rank", "node1": "spare", "node2": "rank"}
+    run.finish()
+
+
+@pytest.mark.full
+def test_a_run_with_too_few_fit_nodes_waits_until_one_passes(nodes: Start) -> None:
+    run = nodes(2, 0, "--set", "preflight.again_s=0.5")
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    run.start(0)
+    with open_files(most - 1):
+        run.start(1, {"FTRUN_PREFLIGHT_MIN_OPEN_FILES": str(most)})
+    run.wait_for("the pause", lambda: run.journals("Paused"))
+    assert "not fit: node1 (" in run.journals("Paused")[0]["text"]
+    assert "open files are allowed (ulimit -n)" in run.journals("Paused")[0]["text"]
+    agent = run.pid_of(1, "agent")
+    resource.prlimit(agent, resource.RLIMIT_NOFILE, (most, most))
+    run.wait_for_step(3)
+    assert [line["about"] for line in run.journals("FitAgain")] == ["node1"]
+    assert run.journal(1, "PreFlight")[-1]["number"] > 1
+    run.finish()
+
+
+def test_ftrun_check_tells_by_its_exit_code() -> None:
+    command = f"ulimit -n 200; exec {sys.executable} -m ftrun check"
+    done = subprocess.run(
+        ["bash", "-c", command], env=environment(), capture_output=True, text=True, timeout=LIMIT_S
+    )
+    assert done.returncode == 1, done.stderr
+    assert "NOT FIT: 200 open files are allowed" in done.stdout
+    done = subprocess.run(
+        [sys.executable, "-m", "ftrun", "check", "--json"],
+        env=environment({"FTRUN_PREFLIGHT_MIN_MEMORY_GB_S": "0"}),
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+    )
+    found = json.loads(done.stdout)
+    assert done.returncode == (0 if found["outcome"] != "fail" else 1)
+    assert found["figures"]["free_memory_bytes"] > 0

@@ -1,0 +1,198 @@
+"""The kernel's figures of the connections of a child process, without root."""
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from ftrun import clock
+from ftrun.agent import socket_stats
+from ftrun.agent.socket_stats import SocketStats
+from ftrun.monitor.delay_matrix import LinkSample
+
+WAIT_S = 20.0
+
+_CHILD = """
+import socket, sys
+sock = socket.create_connection((sys.argv[1], int(sys.argv[2])))
+for line in sys.stdin:
+    sock.sendall(b"x" * int(line))
+    print("sent", flush=True)
+"""
+
+
+class Child:
+    """A process with one connection to us; it sends what it is told."""
+
+    def __init__(self, listener: socket.socket) -> None:
+        host, port = listener.getsockname()[:2]
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", _CHILD, host, str(port)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        listener.settimeout(WAIT_S)
+        self.sock, _ = listener.accept()
+        self.sock.settimeout(WAIT_S)
+
+    def send(self, count: int, *, read: bool = True) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{count}\n")
+        self.process.stdin.flush()
+        left = count if read else 0
+        while left:
+            left -= len(self.sock.recv(min(left, 1 << 16)))
+
+    def close(self) -> None:
+        self.sock.close()
+        self.process.kill()
+        self.process.communicate()
+
+
+@pytest.fixture(params=["127.0.0.1", "::1"])
+def child(request: pytest.FixtureRequest) -> Iterator[Child]:
+    family = socket.AF_INET6 if ":" in request.param else socket.AF_INET
+    try:
+        listener = socket.create_server((request.param, 0), family=family)
+    except OSError:
+        pytest.skip(f"no {request.param} here")
+    with listener:
+        found = Child(listener)
+    try:
+        yield found
+    finally:
+        found.close()
+
+
+def looked(stats: SocketStats, child: Child, until_bytes: int) -> LinkSample:
+    """Looks until so many bytes have been acknowledged, added up."""
+    samples: list[LinkSample] = []
+    give_up_s = clock.now_s() + WAIT_S
+    while sum(one.bytes for one in samples) < until_bytes:
+        assert clock.now_s() < give_up_s, stats.error
+        samples += stats.look([child.process.pid], clock.now_s())
+    return LinkSample.together(samples)
+
+
+def test_bytes_of_a_connection_are_counted_from_look_to_look(child: Child) -> None:
+    stats = SocketStats()
+    child.send(10_000)
+    assert stats.look([child.process.pid], clock.now_s()) == []  # counts begin here
+    child.send(300_000)
+    sample = looked(stats, child, 300_000)
+    assert sample.to_host == child.sock.getsockname()[0]
+    assert sample.bytes == 300_000
+    assert 0 <= sample.busy_s < WAIT_S
+    assert 0 < sample.rtt_s < 1
+    assert sample.unacked_bytes == 0
+    assert sample.stalled_s == 0
+    assert stats.error == ""
+
+
+def test_figures_name_both_ends(child: Child) -> None:
+    child.send(5_000)
+    stats = SocketStats()
+    (figures,) = stats.figures([child.process.pid], clock.now_s())
+    assert figures.local == child.sock.getpeername()[:2]
+    assert figures.remote == child.sock.getsockname()[:2]
+    assert figures.bytes_sent >= 5_000
+    assert figures.retransmits == 0
+
+
+def test_a_peer_that_reads_nothing_stalls_but_is_not_the_networks_fault(child: Child) -> None:
+    stats = SocketStats()
+    pid = child.process.pid
+    child.send(64 << 20, read=False)
+    give_up_s = clock.now_s() + WAIT_S
+    while not (figures := stats.figures([pid], clock.now_s())) or not figures[0].notsent_bytes:
+        assert clock.now_s() < give_up_s
+    stats.look([pid], 100.0)
+    (sample,) = stats.look([pid], 103.0)
+    before = sample.busy_s
+    (sample,) = stats.look([pid], 110.0)
+    assert sample.stalled_s >= 7.0 or sample.bytes > 0
+    assert sample.busy_s + before < WAIT_S
+
+
+def test_a_connection_that_comes_later_is_counted_whole(child: Child) -> None:
+    stats = SocketStats()
+    child.send(1_000)
+    stats.look([child.process.pid], 0.0)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        other = Child(listener)
+    try:
+        other.send(7_000)
+        pids = [child.process.pid, other.process.pid]
+        total = 0
+        give_up_s = clock.now_s() + WAIT_S
+        while total < 7_000:
+            assert clock.now_s() < give_up_s
+            total += sum(one.bytes for one in stats.look(pids, 1.0))
+        assert total in (7_000, 7_001)  # who has opened a connection counts its SYN
+    finally:
+        other.close()
+
+
+def test_processes_that_are_gone_have_no_connections() -> None:
+    ended = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"],
+                           capture_output=True, text=True, check=True)  # fmt: skip
+    stats = SocketStats()
+    assert stats.look([int(ended.stdout)], 0.0) == []
+    assert stats.look([], 1.0) == []
+
+
+def test_a_kernel_that_does_not_answer_is_told_and_does_no_harm(
+    child: Child, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(socket_stats, "_SOCK_DIAG_BY_FAMILY", 99)
+    stats = SocketStats()
+    assert stats.look([child.process.pid], 0.0) == []
+    assert "the kernel does not tell" in stats.error
+    monkeypatch.undo()
+    stats.look([child.process.pid], 20.0)
+    assert stats.error == ""
+
+
+_AS_NOBODY = """
+import ctypes, encodings.idna, os, socket, sys
+from ftrun.agent.socket_stats import SocketStats
+os.setgid(65534)
+os.setuid(65534)
+begun, told = os.pipe()
+pid = os.fork()
+if pid == 0:
+    # Who has changed its user is hidden from others of it, until it execs; ranks have done so.
+    ctypes.CDLL(None).prctl(4, 1, 0, 0, 0)
+    sock = socket.create_connection((sys.argv[1], int(sys.argv[2])))
+    sock.sendall(b"12345")
+    os.write(told, b"1")
+    sock.recv(1)
+    os._exit(0)
+os.read(begun, 1)
+stats = SocketStats()
+print(len(stats.figures([pid], 0.0)), stats.error, flush=True)
+os.waitpid(pid, 0)
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
+def test_no_rights_are_needed_for_ones_own_children() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        host, port = listener.getsockname()
+        looker = subprocess.Popen(
+            [sys.executable, "-c", _AS_NOBODY, host, str(port)], stdout=subprocess.PIPE, text=True
+        )
+        try:
+            listener.settimeout(WAIT_S)
+            sock, _ = listener.accept()
+            assert looker.stdout is not None
+            assert looker.stdout.readline().split() == ["1"]
+            sock.close()
+            assert looker.wait(WAIT_S) == 0
+        finally:
+            looker.kill()
+            looker.communicate()

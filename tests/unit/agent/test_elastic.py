@@ -1,0 +1,57 @@
+"""A value that torch does not take is the caller's mistake, and said before anything starts."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from ftrun.agent import elastic
+from ftrun.config import Profile, RunSpec
+from ftrun.errors import UsageError
+
+
+def spec(folder: Path, *flags: str) -> RunSpec:
+    return RunSpec(
+        run_id="r",
+        script="train.py",
+        torchrun_argv=[*flags, "--", "train.py"],
+        log_folder=str(folder),
+        cwd=str(folder),
+        profile=Profile(),
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--redirects=9"], "--redirects 9 cannot"),
+        (["--tee=0:7"], "--tee 0:7 cannot"),
+        (["--local-ranks-filter=a"], "comma-separated"),
+        (["--logs-specs=nosuch"], "nosuch"),
+        (["--log-dir={file}"], "is a file"),
+        (["--no-python", "--module"], "no-python"),
+    ],
+)
+def test_wrong_values_of_flags(tmp_path: Path, flags: list[str], said: str) -> None:
+    (tmp_path / "file").touch()
+    words = [one.format(file=tmp_path / "file") for one in flags]
+    args = elastic.parse(spec(tmp_path, *words))
+    with pytest.raises(UsageError, match=said):
+        elastic.launch_config(args)
+
+
+def test_number_of_ranks(tmp_path: Path) -> None:
+    found = elastic.local_world_size(elastic.parse(spec(tmp_path, "--nproc-per-node=3")))
+    assert found == 3
+    wrong = ["0", "-1", "x", *([] if torch.cuda.is_available() else ["gpu"])]
+    for value in wrong:
+        with pytest.raises(UsageError, match="--nproc-per-node"):
+            elastic.local_world_size(elastic.parse(spec(tmp_path, f"--nproc-per-node={value}")))
+
+
+def test_right_flags_make_a_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", os.environ.get("OMP_NUM_THREADS", "1"))
+    args = elastic.parse(spec(tmp_path, "--nproc-per-node=2", "--redirects=3"))
+    config, _, words = elastic.launch_config(args)
+    assert (config.nproc_per_node, words[-1]) == (2, "train.py")

@@ -1,0 +1,270 @@
+"""What faults are made with: the healer, plans for links, damage to what is kept."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ftrun.agent import network_faults, spoiling
+from ftrun.agent.healer import named, start_time
+from ftrun.agent.healing import Healing
+from ftrun.agent.machine_faults import check_may_be_filled
+from ftrun.errors import FaultRefused
+from ftrun.ids import Rank, version
+from ftrun.wire.arena import ArenaShape, create_memfd
+from ftrun.wire.fault_orders import make_order
+
+WAIT_S = 60.0
+
+
+def wait_for(is_so: Callable[[], object]) -> None:
+    give_up = time.monotonic() + WAIT_S
+    while not is_so():
+        assert time.monotonic() < give_up
+        time.sleep(0.01)
+
+
+def state(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+@pytest.fixture
+def sleeper() -> "subprocess.Popen[bytes]":
+    process = subprocess.Popen(["sleep", "1000"])
+    yield process
+    process.kill()
+    process.wait()
+
+
+def test_a_healer_undoes_when_the_time_is_over(tmp_path: Path) -> None:
+    path = tmp_path / "fault"
+    healing = Healing([["write", str(path), "here"]], [["unlink", str(path)]], for_s=0.3)
+    assert path.read_text() == "here"
+    wait_for(healing.is_over)
+    assert not path.exists()
+
+
+def test_a_healer_undoes_when_it_is_told_to(tmp_path: Path) -> None:
+    path = tmp_path / "fault"
+    healing = Healing([["write", str(path), "here"]], [["unlink", str(path)]])
+    healing.end()
+    assert not path.exists()
+
+
+def test_a_healer_undoes_when_all_it_is_about_have_ended(
+    tmp_path: Path, sleeper: "subprocess.Popen[bytes]"
+) -> None:
+    path = tmp_path / "fault"
+    healing = Healing(
+        [["write", str(path), "here"]], [["unlink", str(path)]], targets=named(sleeper.pid)
+    )
+    assert not healing.is_over()
+    sleeper.kill()
+    sleeper.wait()
+    wait_for(healing.is_over)
+    assert not path.exists()
+
+
+def test_a_step_that_fails_undoes_the_others_and_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "fault"
+    do = [["write", str(path), "here"], ["run", ["sh", "-c", "echo no luck >&2; exit 3"]]]
+    with pytest.raises(FaultRefused, match="no luck"):
+        Healing(do, [["unlink", str(path)]])
+    assert not path.exists()
+
+
+def test_what_it_has_not_made_is_not_taken_back(tmp_path: Path) -> None:
+    path = tmp_path / "of-somebody-else"
+    path.write_text("here")
+    for do in (["run", ["sh", "-c", "echo File exists >&2; exit 2"]], ["fill", str(path)]):
+        with pytest.raises(FaultRefused, match="File exists"):
+            Healing([do], [["unlink", str(path)]])
+        assert path.read_text() == "here"
+
+
+def test_a_process_is_stopped_in_turns(sleeper: "subprocess.Popen[bytes]") -> None:
+    who = named(sleeper.pid)
+    undo = [["signal", signal.SIGCONT, who]]
+    healing = Healing([["beat", 0.5]], undo, targets=who)
+    wait_for(lambda: state(sleeper.pid) == "T")
+    wait_for(lambda: state(sleeper.pid) == "S")
+    healing.end()
+    assert state(sleeper.pid) == "S"
+
+
+def test_a_process_and_its_children_are_ended_together() -> None:
+    shell = subprocess.Popen(["sh", "-c", "sleep 1000 & sleep 1000"])
+    wait_for(lambda: len(children(shell.pid)) == 2)
+    pids = [shell.pid, *children(shell.pid)]
+    Healing([["tree", signal.SIGSTOP, shell.pid]], [["tree", signal.SIGCONT, shell.pid]]).end()
+    healing = Healing([["tree", signal.SIGKILL, shell.pid]], [])
+    healing.end()
+    shell.wait()
+    wait_for(lambda: not any(start_time(pid) for pid in pids))
+
+
+def test_healers_take_back_what_they_did_before_all_is_killed(tmp_path: Path) -> None:
+    path = tmp_path / "fault"
+    order = {"do": [["write", str(path), "here"]], "undo": [["unlink", str(path)]]}
+    healer = f"{sys.executable} -m ftrun.agent.healer '{json.dumps(order)}'"
+    # A shell that waits for nobody, as an agent that is busy.
+    shell = subprocess.Popen(
+        ["sh", "-c", f"(echo go; exec sleep 1000) | {healer} & exec sleep 1000"],
+        stdout=subprocess.DEVNULL,
+    )
+    wait_for(lambda: path.exists() and path.read_text())
+    stopping = Healing([["tree", signal.SIGSTOP, shell.pid]], [["tree", signal.SIGCONT, shell.pid]])
+    assert state(shell.pid) == "T"
+    (other,) = [pid for pid in children(shell.pid) if comm(pid) == "ftrun-healer"]
+    assert state(other) != "T"
+    stopping.end()
+    Healing([["tree", signal.SIGKILL, shell.pid]], []).end()
+    shell.wait()
+    assert not path.exists()
+    wait_for(lambda: not start_time(other))
+
+
+def comm(pid: int) -> str:
+    return Path(f"/proc/{pid}/comm").read_text().strip()
+
+
+def children(pid: int) -> list[int]:
+    return [int(one) for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def test_a_stranger_with_an_old_number_is_not_touched(sleeper: "subprocess.Popen[bytes]") -> None:
+    (who,) = named(sleeper.pid)
+    other = (who[0], who[1] + 1)
+    Healing([["signal", signal.SIGKILL, [other]]], []).end()
+    assert sleeper.poll() is None
+
+
+# --- links ------------------------------------------------------------------------------------
+
+
+def answers(
+    kind: str, address: str, *qdiscs: dict[str, object]
+) -> Callable[..., list[dict[str, object]]]:
+    """Stands for the programs ip and tc, which have no such device here."""
+
+    def asked(_program: str, *words: str) -> list[dict[str, object]]:
+        if words[0] == "qdisc":
+            return [{"kind": "noqueue", "handle": "0:", "root": True}, *qdiscs]
+        if words[0] == "address":
+            return [{"ifname": "eth7", "addr_info": [{"local": address}]}]
+        return [{"ifname": "eth7", "linkinfo": {"info_kind": kind}}]
+
+    return asked
+
+
+def plan(
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    *qdiscs: dict[str, object],
+    device: str = "veth",
+    anywhere: bool = True,
+) -> network_faults.LinkFault:
+    monkeypatch.setattr(network_faults, "_asked", answers(device, "10.1.2.3", *qdiscs))
+    monkeypatch.setattr(network_faults, "_has_net_admin", lambda: True)
+    monkeypatch.setattr(network_faults.shutil, "which", lambda name: f"/sbin/{name}")
+    order = make_order("a", kind)
+    return network_faults.link_fault(order, host="10.1.2.3", is_allowed_anywhere=anywhere)
+
+
+def test_a_cut_drops_both_ways_and_one_way_only_what_is_sent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert "ingress" in json.dumps(plan(monkeypatch, "partition").do)
+    assert "ingress" not in json.dumps(plan(monkeypatch, "one-way").do)
+    for kind in ("partition", "one-way", "lossy-link"):
+        found = plan(monkeypatch, kind)
+        assert found.undo == [["run", ["/sbin/tc", "qdisc", "delete", "dev", "eth7", "clsact"]]]
+
+
+def test_what_somebody_else_has_set_on_a_device_is_left_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clsact: dict[str, object] = {"kind": "clsact", "handle": "ffff:", "parent": "ffff:fff1"}
+    shaper: dict[str, object] = {"kind": "tbf", "handle": "8001:", "root": True}
+    for kind in ("partition", "one-way", "lossy-link"):
+        with pytest.raises(FaultRefused, match="clsact already"):
+            plan(monkeypatch, kind, clsact)
+        plan(monkeypatch, kind, shaper)
+    with pytest.raises(FaultRefused, match="tbf already"):
+        plan(monkeypatch, "slow-link", shaper)
+    assert "tbf" in plan(monkeypatch, "slow-link", clsact).how
+
+
+def test_a_device_that_is_no_veth_is_never_touched(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(FaultRefused, match="veth"):
+        plan(monkeypatch, "partition", device="")
+
+
+def test_the_namespace_of_process_1_is_not_touched_unasked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    same = os.readlink("/proc/self/ns/net")
+    monkeypatch.setattr(network_faults.os, "readlink", lambda _: same)
+    with pytest.raises(FaultRefused, match="--allow-network-faults"):
+        plan(monkeypatch, "partition", anywhere=False)
+
+
+def test_an_address_that_is_not_here_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(network_faults, "_asked", answers("veth", "10.9.9.9"))
+    monkeypatch.setattr(network_faults, "_has_net_admin", lambda: True)
+    monkeypatch.setattr(network_faults.shutil, "which", lambda name: f"/sbin/{name}")
+    with pytest.raises(FaultRefused, match="no device"):
+        network_faults.link_fault(
+            make_order("a", "partition"), host="10.1.2.3", is_allowed_anywhere=True
+        )
+
+
+# --- file systems -----------------------------------------------------------------------------
+
+
+def test_only_a_small_file_system_of_its_own_is_filled() -> None:
+    shm = Path("/dev/shm")
+    found = os.statvfs(shm)
+    size_bytes = found.f_blocks * found.f_frsize
+    check_may_be_filled(shm, "/dev/shm", size_bytes)
+    with pytest.raises(FaultRefused, match=f"{size_bytes >> 20} MiB"):
+        check_may_be_filled(shm, "/dev/shm", size_bytes - 1)
+    with pytest.raises(FaultRefused, match="file system of /"):
+        check_may_be_filled(Path("/"), "the logs", 1 << 60)
+
+
+# --- damage -----------------------------------------------------------------------------------
+
+
+def test_one_bit_of_the_newest_checkpoint_flips(tmp_path: Path) -> None:
+    folder = tmp_path / "step-7"
+    folder.mkdir()
+    (folder / "rank-00000.safetensors").write_bytes(bytes(1000))
+    (folder / "rank-00001.safetensors").write_bytes(bytes(2000))
+    with pytest.raises(FaultRefused, match="no checkpoint"):
+        spoiling.newest_file(tmp_path)
+    (tmp_path / "latest").symlink_to("step-7")
+    path = spoiling.newest_file(tmp_path)
+    assert path.name == "rank-00001.safetensors"
+    spoiling.flip_in_file(path)
+    assert sum(byte.bit_count() for byte in path.read_bytes()) == 1
+    assert path.stat().st_size == 2000
+
+
+def test_without_a_snapshot_nothing_can_be_flipped() -> None:
+    fd = create_memfd(ArenaShape(0, 1, 4096, 1, 1))
+    with pytest.raises(FaultRefused, match="no snapshot"):
+        spoiling.newest_common({Rank(0): [fd]}, [0])
+    spoiling.flip_from({Rank(0): [fd]}, 0, version(0, 0))
+    os.close(fd)
+
+
+def test_without_other_nodes_nothing_is_kept_for_them() -> None:
+    with pytest.raises(FaultRefused, match="several nodes"):
+        spoiling.check_kept([], at_least=1)

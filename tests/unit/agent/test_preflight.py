@@ -1,0 +1,261 @@
+"""A node's check of itself, with real measurements; GPUs by a driver made up here."""
+
+import os
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import msgspec
+import pytest
+
+from ftrun.agent.cgroup_room import cgroup_room
+from ftrun.agent.preflight import clock_fault, copy_rate, gpu_state, loopback, measure, room
+from ftrun.agent.preflight_desk import PreflightDesk
+from ftrun.config import NodesSpec, Profile, RunSpec
+from ftrun.journal import Journal, read_journal
+from ftrun.monitor.fitness import Figures, Outcome
+from ftrun.recovery.happenings import Checked
+from ftrun.wire.identity import PeerIdentity
+
+WAIT_S = 60.0
+ME = PeerIdentity(run_id="r", purpose="agent", node_id="b", incarnation=1)
+
+
+def test_a_machine_is_measured(tmp_path: Path) -> None:
+    found = measure(tmp_path / "not" / "yet")
+    assert found.memory_bytes_per_s > 0
+    assert found.loopback_bytes_per_s > 0
+    assert 0 < found.loopback_rtt_s < 1
+    assert found.free_memory_bytes > 0
+    assert found.free_disk_bytes > 0
+    assert found.open_files == resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    assert found.clock == ""
+    assert found.took_s > 0
+
+
+def test_the_program_tells_the_limits_of_its_own_process(tmp_path: Path) -> None:
+    command = f"ulimit -n 77; exec {sys.executable} -m ftrun.agent.preflight {tmp_path}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, check=True, timeout=WAIT_S)
+    assert msgspec.json.decode(done.stdout, type=Figures).open_files == 77
+
+
+def test_only_the_room_is_read_where_time_is_dear(tmp_path: Path) -> None:
+    found = room(tmp_path)
+    assert found.free_memory_bytes > 0
+    assert found.memory_bytes_per_s == 0.0
+
+
+def test_where_little_memory_is_free_little_of_it_is_taken() -> None:
+    assert copy_rate(0) == 0.0
+    assert copy_rate(64 << 20) > 0
+
+
+def test_loopback_and_clock_are_there() -> None:
+    rtt_s, rate = loopback()
+    assert rtt_s > 0
+    assert rate > 0
+    assert clock_fault() == ""
+
+
+@pytest.mark.parametrize("controller", ["memory", "pids"])
+def test_a_cgroup_sets_no_limit_or_one_that_leaves_something(controller: str) -> None:
+    found = cgroup_room(controller)
+    assert found is None or found >= 0
+
+
+class FakeDriver(SimpleNamespace):
+    """As much of nvidia-ml-py as is asked for."""
+
+    class NVMLError(Exception):
+        """As its own."""
+
+    NVML_MEMORY_ERROR_TYPE_UNCORRECTED = NVML_VOLATILE_ECC = 1
+    nvmlClocksThrottleReasonHwSlowdown = 8  # noqa: N815
+    nvmlClocksThrottleReasonSwThermalSlowdown = 32  # noqa: N815
+
+    def __init__(self, **about: object) -> None:
+        self.about = {"ecc": 0, "rows": (0, 0, 0, 0), "reasons": 0, **about}
+
+    def nvmlInit(self) -> None:  # noqa: N802 - the driver's own name
+        pass
+
+    nvmlShutdown = nvmlInit  # noqa: N815
+
+    def nvmlDeviceGetCount(self) -> int:  # noqa: N802
+        return 1
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:  # noqa: N802
+        if "lost" in self.about:
+            raise self.NVMLError("GPU is lost")
+        return index
+
+    def _tell(self, what: str) -> Callable[..., object]:
+        def told(*_: object) -> object:
+            found = self.about[what]
+            if found is None:
+                raise self.NVMLError("not supported")
+            return found
+
+        return told
+
+    def __getattr__(self, name: str) -> Callable[..., object]:
+        return self._tell(
+            {
+                "nvmlDeviceGetTotalEccErrors": "ecc",
+                "nvmlDeviceGetRemappedRows": "rows",
+                "nvmlDeviceGetCurrentClocksThrottleReasons": "reasons",
+            }[name]
+        )
+
+
+@pytest.mark.parametrize(
+    ("about", "faults", "remarks"),
+    [
+        ({}, (), ()),
+        ({"ecc": None, "rows": None, "reasons": None}, (), ()),
+        ({"ecc": 3}, ("GPU 0 has 3 uncorrectable memory errors since its reset",), ()),
+        (
+            {"rows": (1, 0, 1, 0)},
+            ("GPU 0 needs a reset: rows of its memory are to be replaced",),
+            (),
+        ),
+        ({"rows": (1, 0, 1, 1)}, ("GPU 0 could not replace a broken row of its memory",), ()),
+        ({"reasons": 8}, (), ("GPU 0 is slowed down (reasons 0x8)",)),
+        ({"lost": True}, ("GPU 0 does not answer: GPU is lost",), ()),
+    ],
+)
+def test_gpus_are_looked_at(
+    monkeypatch: pytest.MonkeyPatch,
+    about: dict[str, object],
+    faults: tuple[str, ...],
+    remarks: tuple[str, ...],
+) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", FakeDriver(**about))
+    assert gpu_state() == (1, faults, remarks)
+
+
+def test_without_gpus_nothing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert gpu_state() == (0, (), ())
+
+
+# --- the desk ---------------------------------------------------------------------------------
+
+
+def desk_of(folder: Path, *, nodes: bool = True, **keys: object) -> PreflightDesk:
+    about = NodesSpec(
+        min_nodes=2, max_nodes=2, endpoint_host="127.0.0.1", endpoint_port=29400, node_id="b"
+    )
+    profile = Profile.model_validate({"preflight": keys})
+    spec = RunSpec(
+        run_id="r",
+        script="/t.py",
+        torchrun_argv=["t.py"],
+        log_folder=str(folder),
+        cwd=str(folder),
+        profile=profile,
+        nodes=about if nodes else None,
+    )
+    return PreflightDesk(spec, Journal(folder, who="agent"))
+
+
+def lines(folder: Path) -> list[dict[str, object]]:
+    return [line for line in read_journal(folder) if line["kind"] == "PreFlight"]
+
+
+def test_a_node_of_several_is_checked_whole_and_told(tmp_path: Path) -> None:
+    desk, told = desk_of(tmp_path, limit_s=60.0), list[Checked]()
+    desk.begin(is_awaited=False)
+    desk.first()
+    desk.join(ME, None, told.append)
+    assert [one.fitness for one in told] == [desk.fitness]
+    assert desk.fitness is not None
+    assert desk.fitness.is_whole
+    assert desk.fitness.figures.memory_bytes_per_s > 0
+    assert [line["outcome"] for line in lines(tmp_path)] == [desk.fitness.outcome.value]
+    desk.close()
+
+
+@pytest.mark.parametrize(("nodes", "is_awaited"), [(False, False), (True, True)])
+def test_who_is_alone_or_awaited_reads_only_the_room(
+    tmp_path: Path, nodes: bool, is_awaited: bool
+) -> None:
+    desk = desk_of(tmp_path, nodes=nodes)
+    desk.begin(is_awaited=is_awaited)
+    desk.first()
+    assert desk.fitness is not None
+    assert not desk.fitness.is_whole
+    assert desk.fitness.figures.memory_bytes_per_s == 0.0
+    desk.close()
+
+
+def test_no_check_is_made_where_none_is_wanted(tmp_path: Path) -> None:
+    desk = desk_of(tmp_path, enabled=False)
+    desk.begin(is_awaited=False)
+    desk.first()
+    assert desk.fitness is None
+    assert lines(tmp_path) == []
+    desk.close()
+
+
+def test_a_check_that_hangs_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asleep = [sys.executable, "-c", "import time; time.sleep(600)"]
+    monkeypatch.setattr("ftrun.agent.preflight_desk.python_command", lambda *_: asleep)
+    desk = desk_of(tmp_path, limit_s=0.1)
+    desk.begin(is_awaited=False)
+    desk.first()
+    assert desk.fitness is not None
+    assert desk.fitness.outcome is Outcome.WARN
+    assert str(desk.fitness) == "the check was not done within 0.1 s"
+    assert desk.fitness.figures.free_memory_bytes > 0
+    desk.close()
+
+
+def test_an_unfit_node_checks_itself_until_it_is_fit(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft - 1, hard))
+    try:
+        desk, told = desk_of(tmp_path, limit_s=60.0, min_open_files=soft, again_s=0.05), []
+        desk.begin(is_awaited=False)
+        desk.first()
+        desk.join(ME, None, told.append)
+        assert not told[0].fitness.is_fit
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    give_up_s = time.monotonic() + WAIT_S
+    while not told[-1].fitness.is_fit and time.monotonic() < give_up_s:
+        os.sched_yield()
+    assert told[-1].fitness.is_fit
+    assert told[-1].fitness.number > 1
+    desk.close()
+
+
+def test_a_check_that_is_wanted_again_has_that_number(tmp_path: Path) -> None:
+    desk, told = desk_of(tmp_path, limit_s=60.0), list[Checked]()
+    desk.begin(is_awaited=True)
+    desk.first()
+    desk.join(ME, None, told.append)
+    desk.again(5)
+    give_up_s = time.monotonic() + WAIT_S
+    while told[-1].fitness.number < 5 and time.monotonic() < give_up_s:
+        os.sched_yield()
+    assert (told[-1].fitness.number, told[-1].fitness.is_whole) == (5, True)
+    desk.close()
+
+
+def test_a_link_that_cannot_be_measured_is_told_and_no_failure(tmp_path: Path) -> None:
+    desk, told = desk_of(tmp_path, limit_s=60.0), list[Checked]()
+    desk.begin(is_awaited=False)
+    desk.first()
+    desk.join(ME, None, told.append)
+    desk.dialled("a", "127.0.0.1", 9)
+    assert told[-1].fitness.outcome is Outcome.WARN
+    assert told[-1].fitness.warnings[0].startswith("the link to a was not measured: ")
+    before = len(told)
+    desk.dialled("c", "127.0.0.1", 9)
+    assert len(told) == before
+    desk.close()

@@ -1,0 +1,117 @@
+"""Whole lines, whatever a rank writes and however its file grows."""
+
+from pathlib import Path
+
+import pytest
+
+from ftrun.cli.log_files import log_files, parse_ranks
+from ftrun.cli.log_lines import MAX_LINE_BYTES, Reader, Splitter, lines_of, shown, tail_offset
+from ftrun.cli.report_lines import Line
+from ftrun.errors import UsageError
+
+
+def test_a_line_is_shown_when_it_is_whole() -> None:
+    splitter = Splitter()
+    assert splitter.feed(b"one\ntw") == ["one"]
+    assert splitter.feed(b"o\n\nthree") == ["two", ""]
+    assert splitter.rest() == ["three"]
+    assert splitter.rest() == []
+
+
+def test_of_a_progress_bar_the_last_state_is_shown() -> None:
+    assert Splitter().feed(b" 10%\r 50%\r100%\n") == ["100%"]
+    assert Splitter().feed(b"windows\r\n") == ["windows"]
+
+
+def test_a_line_without_end_is_given_in_parts_and_not_kept_for_ever() -> None:
+    splitter = Splitter()
+    parts = splitter.feed(b"x" * (2 * MAX_LINE_BYTES + 5))
+    assert [len(part) for part in parts] == [MAX_LINE_BYTES] * 2
+    assert splitter.rest() == ["xxxxx"]
+    bar = Splitter()
+    assert bar.feed(b"".join(b"%d%% of it\r" % n for n in range(100_000)) + b"done") == []
+    assert bar.rest() == ["done"]
+
+
+def test_colour_stays_and_ends_with_its_line_and_nothing_else_gets_through() -> None:
+    assert shown(b"\x1b[31mred") == "\x1b[31mred\x1b[0m"
+    assert shown(b"a\x1b[2Jb\x1b]0;title\x07c\x08d") == "ab0;titlecd"
+    assert shown(b"\xff\xfe") == "\N{REPLACEMENT CHARACTER}" * 2
+
+
+def test_reader_follows_growth_and_begins_anew_where_the_file_was_cut(tmp_path: Path) -> None:
+    path = tmp_path / "stdout.log"
+    path.write_text("a\nb\nc\n")
+    reader = Reader(path, offset=tail_offset(path, 1))
+    assert reader.grown() == ["c"]
+    with path.open("a") as file:
+        file.write("d\nhalf")
+    assert reader.grown() == ["d"]
+    path.write_text("e\n")
+    assert reader.grown() == ["halfe"]
+    path.unlink()
+    assert reader.ended() == []
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 3, 99])
+@pytest.mark.parametrize("text", ["a\nb\nc\n", "a\nb\nc", "a\n" * 100_000, ""])
+def test_last_lines(tmp_path: Path, text: str, count: int) -> None:
+    path = tmp_path / "stdout.log"
+    path.write_text(text)
+    wanted = text.splitlines()[-count:] if count else []
+    assert [line for _, line in lines_of(path, last=count)] == wanted
+    parts = [part for part, _ in lines_of(path, last=None)]
+    assert parts == sorted(parts)
+
+
+def test_ranks_as_they_are_typed() -> None:
+    assert parse_ranks("3") == {3}
+    assert parse_ranks("0-2, 7") == {0, 1, 2, 7}
+    for wrong in ("", "a", "-1", "3-", "5-2", "0,3-1", "1-99999999", "1;2"):
+        with pytest.raises(UsageError):
+            parse_ranks(wrong)
+
+
+def line(t_s: float, kind: str, node: str = "", **fields: object) -> Line:
+    return Line(t_s=t_s, node=node, kind=kind, mono_s=t_s, fields=fields)
+
+
+def make(folder: Path, *names: str) -> None:
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("x\n")
+
+
+def test_files_of_several_nodes_have_the_ranks_of_their_generation(tmp_path: Path) -> None:
+    for node in ("n0", "n1"):
+        make(tmp_path, f"{node}/workers/r_x/attempt_0/0/stdout.log",
+             f"{node}/workers/r_x/attempt_0/1/stderr.log")  # fmt: skip
+    make(tmp_path, "n1/workers/r_x/attempt_1/0/stdout.log", "n1/workers/r_x/attempt_1/0/error.json")
+    lines = [
+        *(line(1.0, "run", node, run_id="r", logs=f"/gone/{node}") for node in ("n0", "n1")),
+        line(2.0, "StartGeneration", "n0", generation=0, ranks=[0, 1]),
+        line(2.0, "StartGeneration", "n1", generation=0, ranks=[2, 3]),
+        line(9.0, "StartGeneration", "n1", generation=1, ranks=[0, 1]),
+    ]
+    found = [(one.prefix, one.generation, one.path.name) for one in log_files(tmp_path, lines)]
+    assert found == [
+        ("n0:0", 0, "stdout.log"),
+        ("n0:1", 0, "stderr.log"),
+        ("n1:2", 0, "stdout.log"),
+        ("n1:3", 0, "stderr.log"),
+        ("n1:0", 1, "stdout.log"),
+    ]
+
+
+def test_other_runs_in_the_same_folder_are_not_ours(tmp_path: Path) -> None:
+    for launch in ("r_ab1_defg", "r_b_ab1_defg", "r_b_c_ab1_defg", "other_ab1_defg"):
+        make(tmp_path, f"logs/{launch}/attempt_0/0/stdout.log")
+    lines = [line(1.0, "run", run_id="r", logs=str(tmp_path / "logs"))]
+    (found,) = log_files(tmp_path, lines)
+    assert "r_ab1_defg" in str(found.path)
+    assert found.prefix == "0"
+    lines = [line(1.0, "run", run_id="r", rdzv_id="r_b", logs=str(tmp_path / "logs"))]
+    (found,) = log_files(tmp_path, lines)
+    assert "r_b_ab1_defg" in str(found.path)
+    lines = [line(1.0, "run", run_id="gone", logs=str(tmp_path / "logs"))]
+    assert not log_files(tmp_path, lines)

@@ -1,0 +1,79 @@
+"""Small recordings of real runs: what the ranks entered, what the kernel counted, which fault.
+
+`traces/NAME.json.gz` holds one run of a few ranks on a virtual cluster or on one machine, training
+a small model; a fault begins at second 0:
+
+- fault: `duty:RANK:PERIOD` (stopped for half of each period), `slow:NODE:RATE`, `delay:NODE:MS`;
+- groups: the ranks of each process group;
+- ranks: looks `[rank, second, step, [group, sequence number, 0.1 ms since the entry before, ...]]`;
+- links: looks of nodes `[node, second, {address: [bytes, busy s, round trip s, sent again,
+  unacknowledged bytes, stalled s]}]`.
+"""
+
+import gzip
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ftrun.monitor.delay_matrix import LinkSample, NodeLook
+from ftrun.monitor.stragglers import RankLook
+
+FOLDER = Path(__file__).with_name("traces")
+NAMES = sorted(path.name.removesuffix(".json.gz") for path in FOLDER.glob("*.json.gz"))
+
+
+@dataclass(frozen=True)
+class Recording:
+    """One of them."""
+
+    fault: str
+    groups: dict[str, tuple[int, ...]]
+    hosts: dict[str, str]
+    rank_looks: list[RankLook]
+    link_looks: list[tuple[float, NodeLook]]
+
+    def seconds_of_ranks(self, every_s: float = 0.5) -> Iterator[tuple[float, list[RankLook]]]:
+        """The looks of all ranks, in bundles of so many seconds."""
+        waiting: list[RankLook] = []
+        due_s = self.rank_looks[0].at_s + every_s
+        for look in self.rank_looks:
+            if look.at_s >= due_s:
+                yield due_s, waiting
+                waiting = []
+                due_s += every_s
+            waiting.append(look)
+        yield due_s, waiting
+
+    def seconds_of_links(self) -> Iterator[tuple[float, list[NodeLook]]]:
+        """The looks of all nodes, second by second."""
+        waiting: dict[str, NodeLook] = {}
+        for second, look in self.link_looks:
+            if look.node in waiting:
+                yield second, list(waiting.values())
+                waiting = {}
+            waiting[look.node] = look
+
+
+def recording(name: str) -> Recording:
+    told = json.loads(gzip.decompress((FOLDER / f"{name}.json.gz").read_bytes()))
+    last_s: dict[int, float] = {}
+    looks = [_rank_look(one, told["ranks_per_node"], last_s) for one in told["ranks"]]
+    links = []
+    for node, second, addresses in told["links"]:
+        samples = [LinkSample(host, *figures) for host, figures in addresses.items()]
+        links.append((second, NodeLook(f"node{node}", 1.0, samples)))
+    groups = {name: tuple(ranks) for name, ranks in told["groups"].items()}
+    hosts = {f"10.77.0.{index + 1}": f"node{index}" for index in range(8)}
+    return Recording(told["fault"], groups, hosts, looks, links)
+
+
+def _rank_look(told: list[Any], ranks_per_node: int, last_s: dict[int, float]) -> RankLook:
+    rank, second, step, entries = told
+    entered = []
+    for at in range(0, len(entries), 3):
+        group, seq, since = entries[at : at + 3]
+        last_s[rank] = last_s.get(rank, 0.0) + since / 1e4
+        entered.append((group, seq, last_s[rank]))
+    return RankLook(rank, f"node{rank // ranks_per_node}", second, step, entered)

@@ -1,0 +1,177 @@
+"""Who comes late by its own doing; what is not known makes nobody late."""
+
+from collections.abc import Mapping
+
+import pytest
+
+from ftrun.monitor import arrivals
+from ftrun.monitor.arrivals import Arrivals, Meeting, against_the_others
+
+GROUPS = {"all": (0, 1, 2, 3), "t0": (0, 1), "t1": (2, 3), "one": (0,)}
+NODES = ("a", "b", "c", "d")
+
+Entries = Mapping[int, list[tuple[str, int, float]]]
+
+
+def meetings(
+    entries: Entries, nodes: tuple[str, ...] = NODES, found: Arrivals | None = None
+) -> list[Meeting]:
+    """All that can be judged, once every rank has been seen a second later."""
+    found = found or Arrivals()
+    for rank, entered in entries.items():
+        end_s = max(at_s for told in entries.values() for _, _, at_s in told) + 1.0
+        found.add(rank, nodes[rank], entered, GROUPS, seen_s=end_s)
+    return found.take()
+
+
+def late(meeting: Meeting) -> dict[int, float]:
+    return {rank: round(value, 6) for rank, value in sorted(meeting.late_s.items())}
+
+
+def everyone(seq: int, *times: float) -> Entries:
+    return {rank: [("all", seq, at_s)] for rank, at_s in enumerate(times)}
+
+
+def joined(*parts: Entries) -> Entries:
+    ranks = sorted({rank for part in parts for rank in part})
+    return {rank: [one for part in parts for one in part.get(rank, [])] for rank in ranks}
+
+
+def test_the_late_one_is_late_against_the_median_of_the_others() -> None:
+    (meeting,) = meetings(everyone(1, 10.0, 10.1, 10.2, 13.0))
+    assert meeting.released_s == 13.0
+    assert late(meeting) == {0: -0.2, 1: -0.1, 2: 0.1, 3: 2.9}
+
+
+def test_a_collective_is_given_once_and_when_all_have_been_looked_at_after_it() -> None:
+    found = Arrivals()
+    for rank in range(4):
+        found.add(rank, NODES[rank], [("all", 1, 10.0)], GROUPS, seen_s=11.0)
+    assert [one.seq for one in found.take()] == [1]
+    found.add(3, NODES[3], [("all", 1, 10.0), ("all", 2, 15.0)], GROUPS, seen_s=16.0)
+    for rank in range(3):
+        assert found.take() == []
+        found.add(rank, NODES[rank], [("all", 2, 12.0)], GROUPS, seen_s=14.0 + rank)
+    assert found.take() == []  # ranks 0 and 1 may have been let go by something until 15.0
+    for rank in range(2):
+        found.add(rank, NODES[rank], [], GROUPS, seen_s=17.0)
+    assert [one.seq for one in found.take()] == [2]
+
+
+def test_a_victim_in_one_group_is_no_culprit_in_the_next() -> None:
+    before = everyone(1, 0.0, 0.0, 0.0, 0.0)
+    inner = {
+        0: [("t0", 1, 1.0)],
+        1: [("t0", 1, 1.0)],
+        2: [("t1", 1, 1.0)],
+        3: [("t1", 1, 5.0)],  # the culprit: rank 2 waits for it
+    }
+    after = everyone(2, 2.0, 2.0, 6.0, 6.0)
+    found = meetings(joined(before, inner, after))
+    by_key = {(one.group, one.seq): late(one) for one in found}
+    assert by_key["t1", 1] == {2: -4.0, 3: 4.0}
+    assert by_key["t0", 1] == {0: 0.0, 1: 0.0}
+    assert by_key["all", 2] == {0: 0.0, 1: 0.0, 2: 0.0, 3: 0.0}
+
+
+def test_what_two_ranks_of_a_node_have_in_common_is_the_nodes_own() -> None:
+    before = everyone(1, 0.0, 0.0, 0.0, 0.0)
+    inner = {
+        0: [("t0", 1, 1.0)],
+        1: [("t0", 1, 1.0)],
+        2: [("t1", 1, 4.0)],
+        3: [("t1", 1, 4.0)],
+    }
+    after = everyone(2, 2.0, 2.0, 5.0, 5.0)
+    found = meetings(joined(before, inner, after), nodes=("a", "a", "b", "b"))
+    last = found[-1]
+    assert (last.group, last.seq) == ("all", 2)
+    assert set(late(last).values()) == {0.0}
+    assert last.node_late_s[2] == pytest.approx(3.0)
+    assert last.node_late_s[0] == pytest.approx(-3.0)
+
+
+def test_a_slow_collective_makes_nobody_late() -> None:
+    before = {
+        0: [("t0", 1, 1.0)],
+        1: [("t0", 1, 1.0)],
+        2: [("t1", 1, 1.0)],
+        3: [("t1", 1, 1.0)],
+    }
+    # t1 took three seconds: both of it go on so much later.
+    after = everyone(2, 1.5, 1.5, 4.5, 4.5)
+    found = meetings(joined(everyone(1, 0.0, 0.0, 0.0, 0.0), before, after))
+    assert late(found[-1]) == {0: 0.0, 1: 0.0, 2: 0.0, 3: 0.0}
+
+
+def test_who_goes_on_beside_a_collective_shows_that_it_overlaps() -> None:
+    found = Arrivals()
+    entries = joined(
+        *(everyone(seq, seq + 0.0, seq + 0.0, seq + 0.0, seq + 1.5) for seq in range(1, 6))
+    )
+    assert not found.overlaps("all")
+    last = meetings(entries, found=found)[-1]
+    assert found.overlaps("all")
+    assert last.late_s[3] == pytest.approx(1.5)
+
+
+def test_a_collective_that_ends_later_is_no_excuse() -> None:
+    inner = {
+        2: [("t1", 1, 1.0)],
+        3: [("t1", 1, 9.0)],
+        0: [("t0", 1, 1.0)],
+        1: [("t0", 1, 1.0)],
+    }
+    after = everyone(2, 2.0, 2.0, 4.0, 2.0)  # 2 does not wait for t1
+    found = meetings(joined(everyone(1, 0.0, 0.0, 0.0, 0.0), inner, after))
+    whole = next(one for one in found if one.group == "all" and one.seq == 2)
+    assert whole.late_s[2] > 1.0
+
+
+def test_nobody_is_judged_after_something_unknown() -> None:
+    first = everyone(1, 0.0, 0.0, 0.0, 0.0)
+    second = everyone(2, 2.0, 2.0, 6.0, 6.0)
+    third = everyone(3, 7.0, 7.0, 7.0, 8.0)
+    for unknown in ("t1", "of nobody"):
+        # Rank 3 was never seen in it, or nobody knows who belongs to it.
+        entries = joined(first, {2: [(unknown, 1, 1.0)]}, second, third)
+        assert [one.seq for one in meetings(entries)] == [1, 3]
+
+
+def test_the_first_of_some_ranks_only_is_left_out() -> None:
+    inner = {0: [("t0", 1, 1.0)], 1: [("t0", 1, 1.0)], 2: [("t1", 1, 3.0)], 3: [("t1", 1, 3.5)]}
+    entries = joined(inner, everyone(1, 2.0, 2.0, 2.5, 2.5), everyone(2, 4.0, 4.0, 4.0, 4.0))
+    assert ("all", 1) not in {(one.group, one.seq) for one in meetings(entries)}
+
+
+def test_groups_of_others_and_of_one_are_left_out() -> None:
+    found = Arrivals()
+    found.add(2, "c", [("t0", 1, 1.0), ("one", 1, 2.0)], GROUPS, seen_s=3.0)
+    assert found.take() == []
+    assert Arrivals().take() == []
+
+
+def test_what_never_becomes_whole_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arrivals, "MAX_OPEN", 3)
+    monkeypatch.setattr(arrivals, "REMEMBERED", 4)
+    found = Arrivals()
+    found.add(0, "a", [("all", seq, float(seq)) for seq in range(1, 30)], GROUPS, seen_s=29.0)
+    assert len(found._open) == 3
+    assert len(found._ranks[0].entries) <= 8
+    for seq in range(30, 40):
+        for rank in range(4):
+            found.add(rank, NODES[rank], [("all", seq, float(seq))], GROUPS, seen_s=float(seq))
+        assert [one.seq for one in found.take()] == [seq]
+    assert len(found._done) == 3
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({0: 1.0, 1: 5.0}, {0: -4.0, 1: 4.0}),
+        ({0: 1.0, 1: 1.0, 2: 4.0}, {0: -1.5, 1: -1.5, 2: 3.0}),
+        ({0: 1.0, 1: 2.0, 2: 3.0, 3: 9.0}, {0: -2.0, 1: -1.0, 2: 1.0, 3: 7.0}),
+    ],
+)
+def test_against_the_others(values: dict[int, float], expected: dict[int, float]) -> None:
+    assert against_the_others(values) == expected

@@ -1,0 +1,144 @@
+"""Judging one node's figures, and those of all beside each other."""
+
+import msgspec
+import pytest
+
+from ftrun.monitor.fitness import (
+    Figures,
+    Fitness,
+    Floors,
+    Outcome,
+    far_below,
+    judge,
+    rate_in_words,
+    size_in_words,
+)
+
+FLOORS = Floors(
+    min_memory_gb_s=1.0,
+    min_loopback_mb_s=20.0,
+    min_link_mb_s=0.5,
+    min_free_memory_mb=128.0,
+    min_free_disk_mb=64.0,
+    min_open_files=256,
+    min_processes=64,
+)
+GOOD = Figures(
+    memory_bytes_per_s=8e9,
+    loopback_rtt_s=2e-5,
+    loopback_bytes_per_s=9e8,
+    free_memory_bytes=4 << 30,
+    free_disk_bytes=1 << 30,
+    open_files=1024,
+    processes=4000,
+    link_to="node0",
+    link_rtt_s=1e-4,
+    link_bytes_per_s=1e8,
+)
+
+
+def figures(**changes: object) -> Figures:
+    return msgspec.structs.replace(GOOD, **changes)
+
+
+def test_good_figures_pass() -> None:
+    found = judge(GOOD, FLOORS, number=3, is_whole=False)
+    assert found == Fitness(Outcome.PASS, GOOD, number=3, is_whole=False)
+    assert found.is_fit
+    assert str(found) == "fit"
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        (
+            {"memory_bytes_per_s": 4.9e8},
+            "memory is copied at 490 MB/s, and at least 1.0 GB/s are wanted",
+        ),
+        (
+            {"loopback_bytes_per_s": 5e6},
+            "the loopback carries 5.0 MB/s, and at least 20 MB/s are wanted",
+        ),
+        (
+            {"link_bytes_per_s": 1e5},
+            "the link to node0 carries 0.1 MB/s, and at least 0.5 MB/s are wanted",
+        ),
+        (
+            {"free_memory_bytes": 100_000_000},
+            "100 MB of memory are free, and at least 128 MB are wanted",
+        ),
+        (
+            {"open_files": 64},
+            "64 open files are allowed (ulimit -n), and at least 256 are wanted",
+        ),
+        (
+            {"processes": 3},
+            "3 more processes can be started (ulimit -u), and at least 64 are wanted",
+        ),
+        ({"clock": "the monotonic clock goes backwards"}, "the monotonic clock goes backwards"),
+        ({"gpu_faults": ("GPU 2 needs a reset",)}, "GPU 2 needs a reset"),
+    ],
+)
+def test_what_ranks_cannot_run_with_is_a_failure(changes: dict[str, object], problem: str) -> None:
+    found = judge(figures(**changes), FLOORS)
+    assert found.outcome is Outcome.FAIL
+    assert not found.is_fit
+    assert found.problems == (problem,)
+    assert str(found) == problem
+
+
+@pytest.mark.parametrize(
+    ("changes", "warning"),
+    [
+        (
+            {"free_disk_bytes": 1_000_000},
+            "1.0 MB of disk for the logs are free, and at least 64 MB are wanted",
+        ),
+        ({"gpu_remarks": ("GPU 0 is slowed down",)}, "GPU 0 is slowed down"),
+        ({"not_done": "the loopback was not measured"}, "the loopback was not measured"),
+    ],
+)
+def test_what_only_costs_something_is_a_warning(changes: dict[str, object], warning: str) -> None:
+    found = judge(figures(**changes), FLOORS)
+    assert found.outcome is Outcome.WARN
+    assert found.is_fit
+    assert found.warnings == (warning,)
+
+
+def test_what_was_not_measured_says_nothing() -> None:
+    assert judge(Figures(), FLOORS).outcome is Outcome.PASS
+
+
+def test_a_floor_of_nothing_is_none() -> None:
+    poor = figures(memory_bytes_per_s=1.0, open_files=0, free_memory_bytes=0)
+    assert judge(poor, Floors()).outcome is Outcome.PASS
+
+
+def test_a_node_far_below_the_others_is_told() -> None:
+    all_of_them = {
+        "a": figures(memory_bytes_per_s=8e9),
+        "b": figures(memory_bytes_per_s=3e9, link_bytes_per_s=1e7),
+        "c": figures(memory_bytes_per_s=7e9),
+        "d": figures(memory_bytes_per_s=0.0, link_bytes_per_s=0.0),
+    }
+    assert far_below(all_of_them, 0.5) == {
+        "b": "memory is copied at 3.0 GB/s, of the other nodes 7.5 GB/s; the link carries 10 MB/s, "
+        "of the other nodes 100 MB/s"
+    }
+    assert far_below(all_of_them, 0.1) == {}
+
+
+def test_of_two_nodes_none_is_the_slow_one() -> None:
+    two = {"a": figures(memory_bytes_per_s=8e9), "b": figures(memory_bytes_per_s=1e9)}
+    assert far_below(two, 0.5) == {}
+
+
+def test_sizes_are_read_easily() -> None:
+    assert rate_in_words(15_210_000_000) == "15.2 GB/s"
+    assert size_in_words(128_000_000) == "128 MB"
+    assert size_in_words(400_000) == "0.4 MB"
+
+
+def test_it_survives_the_wire() -> None:
+    found = judge(figures(clock="odd"), FLOORS)
+    assert msgspec.json.decode(msgspec.json.encode(found), type=Fitness) == found

@@ -1,0 +1,89 @@
+"""The detectors on recordings of real runs: the right name, and no other, before or after."""
+
+import pytest
+
+from ftrun.monitor.slow_links import Links
+from ftrun.monitor.stragglers import Stragglers
+from ftrun.monitor.verdicts import VerdictKind
+from tests.unit.monitor.recorded import FOLDER, NAMES, recording
+
+SLOW_RANKS = {
+    "slow_rank_of_2": 1,
+    "slow_rank_of_2_nodes": 3,
+    "slow_rank_quick_steps": 1,
+    "slow_rank_tensor_parallel": 0,
+}
+SLOW_LINKS = {
+    "slow_link_2_nodes": ("node0", "node1"),
+    "slow_link_4_nodes": ("node1",),
+    "long_link_4_nodes": ("node2",),
+}
+LOOKS_S = 4.0
+"""So long it may take where steps are short: looks come every half second."""
+
+
+def test_all_recordings_are_small_and_used() -> None:
+    used = {*SLOW_RANKS, *SLOW_LINKS, "slow_rank_seen_from_links", "noisy_slow_rank_of_4"}
+    assert {name for name in NAMES if not name.startswith("healthy")} == used
+    assert max(path.stat().st_size for path in FOLDER.iterdir()) < 20_000
+
+
+@pytest.mark.parametrize(("name", "rank"), SLOW_RANKS.items())
+def test_the_slow_rank_is_named_within_20_steps(name: str, rank: int) -> None:
+    trace, eyes = recording(name), Stragglers()
+    first = None
+    step_before = 0
+    for second, looks in trace.seconds_of_ranks():
+        verdict = eyes.look(looks, trace.groups)
+        step = max([look.step for look in looks], default=step_before)
+        if second <= 0:
+            assert verdict is None
+            step_before = step
+        elif verdict is not None:
+            assert verdict.kind is VerdictKind.SLOW_COMPUTATION
+            assert verdict.culprits == (rank,)
+            first = first or (second, step - step_before)
+    assert first is not None
+    seconds, steps = first
+    assert steps <= 20 or seconds <= LOOKS_S
+
+
+def test_on_a_machine_without_time_nobody_is_named_or_the_right_one() -> None:
+    trace, eyes = recording("noisy_slow_rank_of_4"), Stragglers()
+    for second, looks in trace.seconds_of_ranks():
+        verdict = eyes.look(looks, trace.groups)
+        assert verdict is None or (second > 0 and verdict.culprits == (2,))
+
+
+@pytest.mark.parametrize(("name", "nodes"), SLOW_LINKS.items())
+def test_the_slow_link_is_named(name: str, nodes: tuple[str, ...]) -> None:
+    trace, links = recording(name), Links()
+    first = None
+    for second, looks in trace.seconds_of_links():
+        verdict = links.look(looks, trace.hosts, now_s=second)
+        if verdict is not None:
+            assert second > 0
+            assert verdict.kind is VerdictKind.SLOW_COMMUNICATION
+            assert verdict.nodes == nodes
+            first = first or second
+    assert first is not None
+    assert first <= 8
+    hot = {(cell.sender, cell.receiver) for cell in links.table() if cell.is_hot}
+    assert hot
+    assert all(set(pair) & set(nodes) for pair in hot)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if recording(name).link_looks])
+def test_no_link_is_named_for_a_slow_rank_or_for_nothing(name: str) -> None:
+    trace, links = recording(name), Links()
+    is_link = name in SLOW_LINKS
+    for second, looks in trace.seconds_of_links():
+        verdict = links.look(looks, trace.hosts, now_s=second)
+        assert verdict is None or (is_link and second > 0)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name.startswith("healthy")])
+def test_on_healthy_recordings_nobody_is_named(name: str) -> None:
+    trace, eyes = recording(name), Stragglers()
+    for _, looks in trace.seconds_of_ranks():
+        assert eyes.look(looks, trace.groups) is None

@@ -1,0 +1,377 @@
+"""A hot cell is a link, a hot row a sender, a hot column a receiver; one odd look is nothing."""
+
+import random
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ftrun.monitor.delay_matrix import DelayMatrix, LinkSample, NodeLook, Pair
+from ftrun.monitor.slow_links import (
+    LOOKS,
+    PROBE_EVERY_S,
+    PROBE_LASTS_S,
+    Links,
+    Probe,
+    place_of,
+)
+from ftrun.monitor.verdicts import Sure, Verdict, VerdictKind
+
+LEARNING = 14
+"""Looks until each cell has a past."""
+
+
+class Network:
+    """Nodes that all send to all, or round a ring; `slow` and `far` are set by pair."""
+
+    def __init__(self, nodes: int, *, seed: int = 1, is_ring: bool = False) -> None:
+        self.nodes = [f"n{index}" for index in range(nodes)]
+        self.hosts = {f"10.0.0.{index}": node for index, node in enumerate(self.nodes)}
+        self.addresses = {node: host for host, node in self.hosts.items()}
+        self.slow: dict[Pair, float] = {}
+        self.far_s: dict[Pair, float] = {}
+        self.mb = 50.0
+        self.now_s = 0.0
+        self.links = Links()
+        self._chance = random.Random(seed)
+        self._is_ring = is_ring
+
+    @property
+    def pairs(self) -> list[Pair]:
+        count = len(self.nodes)
+        return [
+            (one, other)
+            for index, one in enumerate(self.nodes)
+            for other in self.nodes
+            if other != one and (not self._is_ring or other == self.nodes[(index + 1) % count])
+        ]
+
+    def look(self) -> Verdict | None:
+        self.now_s += 1.0
+        looks = [
+            NodeLook(
+                node,
+                1.0,
+                [self._sample(pair) for pair in self.pairs if pair[0] == node]
+                + [LinkSample("127.0.0.1", 10**9, 1.0, 0.1, 0, 0, 0.0)],
+            )
+            for node in self.nodes
+        ]
+        return self.links.look(looks, self.hosts, now_s=self.now_s)
+
+    def looks(self, count: int) -> list[Verdict | None]:
+        return [self.look() for _ in range(count)]
+
+    def _sample(self, pair: Pair) -> LinkSample:
+        slow = self.slow.get(pair, 1.0) * self._chance.uniform(0.7, 1.5)
+        sent = self.mb / max(1.0, slow / 10)
+        rtt_s = (0.0005 + self.far_s.get(pair, 0.0)) * self._chance.uniform(0.7, 1.5)
+        busy_s = sent * 0.002 * slow + rtt_s * 20
+        return LinkSample(
+            self.addresses[pair[1]], round(sent * 1e6), busy_s, rtt_s, round(slow), 0, 0.0
+        )
+
+
+def learnt(nodes: int, *, seed: int = 1, is_ring: bool = False) -> Network:
+    network = Network(nodes, seed=seed, is_ring=is_ring)
+    assert network.looks(LEARNING) == [None] * LEARNING
+    return network
+
+
+def row(network: Network, node: str) -> list[Pair]:
+    return [pair for pair in network.pairs if pair[0] == node]
+
+
+def column(network: Network, node: str) -> list[Pair]:
+    return [pair for pair in network.pairs if pair[1] == node]
+
+
+def both(network: Network, node: str) -> list[Pair]:
+    return row(network, node) + column(network, node)
+
+
+def one_way(network: Network, node: str) -> list[Pair]:
+    return [next(pair for pair in network.pairs if pair[0] == node)]
+
+
+PLACES: dict[str, tuple[Callable[[Network, str], list[Pair]], str]] = {
+    "cell": (one_way, "the link from node {} to node"),
+    "row": (row, "what node {} sends"),
+    "column": (column, "what node {} receives"),
+    "node": (both, "the link of node {}"),
+}
+
+
+@pytest.mark.parametrize("nodes", [3, 4, 6])
+@pytest.mark.parametrize("place", PLACES)
+def test_the_place_is_told_by_its_cells(place: str, nodes: int) -> None:
+    cells_of, words = PLACES[place]
+    for node in range(nodes):
+        network = learnt(nodes, seed=node)
+        name = network.nodes[node]
+        network.slow = dict.fromkeys(cells_of(network, name), 40.0)
+        found = [one for one in network.looks(10) if one is not None]
+        assert {one.kind for one in found} == {VerdictKind.SLOW_COMMUNICATION}
+        assert all(one.text.startswith(words.format(name)) for one in found), found[0].text
+        assert name in found[-1].nodes
+        assert found[-1].sure is Sure.LIKELY
+        assert len(found) >= 10 - LOOKS - 1
+        hot = {(cell.sender, cell.receiver) for cell in network.links.table() if cell.is_hot}
+        assert hot == set(network.slow)
+
+
+def test_on_a_ring_a_node_shows_in_the_two_cells_it_has() -> None:
+    network = learnt(4, is_ring=True)
+    network.slow = dict.fromkeys(both(network, "n2"), 40.0)
+    verdict = network.looks(8)[-1]
+    assert verdict is not None
+    assert verdict.nodes == ("n2",)
+
+
+def test_two_nodes_are_compared_with_their_past() -> None:
+    network = learnt(2)
+    network.slow = {("n0", "n1"): 30.0}
+    verdict = network.looks(8)[-1]
+    assert verdict is not None
+    assert verdict.nodes == ("n0", "n1")
+    assert "from node n0 to node n1" in verdict.text
+    network.slow[("n1", "n0")] = 30.0
+    verdict = network.looks(8)[-1]
+    assert verdict is not None
+    assert "between nodes n0 and n1" in verdict.text
+
+
+def test_a_long_way_is_seen_where_little_is_sent() -> None:
+    network = Network(4)
+    network.mb = 0.01
+    network.looks(LEARNING)
+    network.far_s = dict.fromkeys(both(network, "n3"), 0.05)
+    verdict = network.looks(8)[-1]
+    assert verdict is not None
+    assert verdict.nodes == ("n3",)
+    assert "megabyte" not in verdict.text
+    assert "round trip" in verdict.text
+
+
+def test_slow_from_the_beginning_is_seen_among_three() -> None:
+    network = Network(4)
+    network.slow = dict.fromkeys(both(network, "n1"), 40.0)
+    verdict = network.looks(LEARNING + 6)[-1]
+    assert verdict is not None
+    assert verdict.nodes == ("n1",)
+
+
+def test_scattered_cells_are_told_as_the_network_between_their_nodes() -> None:
+    network = learnt(6)
+    network.slow = {("n0", "n1"): 40.0, ("n2", "n3"): 40.0, ("n4", "n0"): 40.0}
+    verdict = network.looks(8)[-1]
+    assert verdict is not None
+    assert verdict.nodes == ("n0", "n1", "n2", "n3", "n4")
+
+
+def test_everything_slower_is_the_network() -> None:
+    network = learnt(3)
+    network.slow = dict.fromkeys(network.pairs, 40.0)
+    verdict = network.looks(9)[-1]
+    assert verdict is not None
+    assert verdict.sure is Sure.POSSIBLE
+    assert verdict.nodes == ("n0", "n1", "n2")
+    network.mb = 0.01
+    network.slow.clear()
+    assert network.looks(8)[-1] is None
+
+
+def test_everything_further_away_is_the_network_too() -> None:
+    network = Network(3)
+    network.mb = 0.01
+    network.looks(LEARNING)
+    network.far_s = dict.fromkeys(network.pairs, 0.1)
+    verdict = network.looks(9)[-1]
+    assert verdict is not None
+    assert "between all nodes" in verdict.text
+
+
+def test_a_short_trouble_is_none() -> None:
+    network = learnt(4)
+    network.slow = dict.fromkeys(both(network, "n1"), 40.0)
+    network.look()
+    network.slow.clear()
+    assert network.looks(5) == [None] * 5
+
+
+def test_what_costs_nothing_is_left_alone() -> None:
+    network = Network(4)
+    network.mb = 0.3
+    network.looks(LEARNING)
+    network.slow = dict.fromkeys(row(network, "n0"), 9.0)
+    assert network.looks(10) == [None] * 10
+
+
+def test_it_ends_when_the_link_is_well_again() -> None:
+    network = learnt(4)
+    network.slow = dict.fromkeys(both(network, "n1"), 40.0)
+    assert network.looks(8)[-1] is not None
+    network.slow.clear()
+    network.looks(LOOKS + 2)
+    assert network.looks(10) == [None] * 10
+
+
+def test_addresses_of_nobody_and_of_the_own_node_are_left_out() -> None:
+    matrix = DelayMatrix()
+    samples = [LinkSample(host, 10**6, 0.1, 0.001, 0, 0, 0.0) for host in ("here", "8.8.8.8")]
+    for _ in range(LOOKS):
+        matrix.look([NodeLook("n0", 1.0, samples)], {"here": "n0"})
+    assert matrix.cells() == []
+
+
+# --- probes -----------------------------------------------------------------------------------
+
+
+def probe(pair: Pair, at_s: float, *, rtt_s: float = 0.0005, mb_per_s: float = 100.0) -> Probe:
+    return Probe(*pair, at_s, rtt_s, mb_per_s * 1e6)
+
+
+def suspected() -> tuple[Network, Pair, Pair]:
+    """A link that is somewhat slower; the pairs that are to be probed."""
+    network = learnt(4)
+    network.slow = {("n1", "n2"): 5.0}
+    assert network.looks(8) == [None] * 8
+    wanted = network.links.suspect_pairs(now_s=network.now_s)
+    assert wanted[0] == ("n1", "n2")
+    assert len(wanted) == 2
+    assert not set(wanted[0]) & set(wanted[1])
+    return network, wanted[0], wanted[1]
+
+
+@pytest.mark.parametrize(
+    "found", [{"mb_per_s": 10.0}, {"rtt_s": 0.05}, {"mb_per_s": 0.0, "rtt_s": 0.001}]
+)
+def test_a_suspicion_that_a_probe_confirms_is_certain(found: dict[str, float]) -> None:
+    network, suspect, other = suspected()
+    network.links.probed(probe(suspect, network.now_s, **found))
+    assert network.looks(2) == [None, None]  # nothing to compare it with
+    network.links.probed(probe(other, network.now_s))
+    verdict = network.looks(2)[-1]
+    assert verdict is not None
+    assert verdict.sure is Sure.CERTAIN
+    assert verdict.nodes == ("n1", "n2")
+    assert any("a probe" in text for text in verdict.evidence)
+
+
+def test_a_suspicion_that_no_probe_confirms_stays_one() -> None:
+    network, suspect, other = suspected()
+    for pair in (suspect, other):
+        network.links.probed(probe(pair, network.now_s))
+    assert network.looks(8) == [None] * 8
+
+
+def test_a_probe_may_speak_against_a_verdict() -> None:
+    network = learnt(4)
+    network.slow = {("n1", "n2"): 40.0}
+    assert network.looks(8)[-1] is not None
+    for pair in network.links.suspect_pairs(now_s=network.now_s):
+        network.links.probed(probe(pair, network.now_s))
+    verdict = network.looks(2)[-1]
+    assert verdict is not None
+    assert verdict.sure is Sure.POSSIBLE
+    assert verdict.against
+
+
+def test_a_pair_is_probed_once_in_ten_seconds() -> None:
+    network, _, _ = suspected()
+    assert network.links.suspect_pairs(now_s=network.now_s + 1) == []
+    assert network.links.suspect_pairs(now_s=network.now_s + PROBE_EVERY_S) != []
+
+
+def test_probes_are_forgotten() -> None:
+    network, suspect, other = suspected()
+    network.links.probed(probe(suspect, network.now_s, mb_per_s=1.0))
+    network.links.probed(probe(other, network.now_s))
+    assert network.looks(2)[-1] is not None
+    assert network.looks(round(PROBE_LASTS_S) + 3)[-1] is None
+
+
+def test_a_probe_that_came_nowhere_tells_nothing() -> None:
+    network, suspect, other = suspected()
+    network.links.probed(probe(suspect, network.now_s, rtt_s=0.0, mb_per_s=0.0))
+    network.links.probed(probe(other, network.now_s))
+    assert network.looks(3) == [None] * 3
+
+
+def test_two_nodes_have_nobody_else_to_probe() -> None:
+    network = learnt(2)
+    network.slow = dict.fromkeys(network.pairs, 5.0)
+    network.looks(8)
+    assert len(network.links.suspect_pairs(now_s=network.now_s)) == 1
+
+
+# --- chance -----------------------------------------------------------------------------------
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 10**9), nodes=st.integers(2, 6), is_ring=st.booleans())
+def test_a_healthy_network_has_no_slow_link(seed: int, nodes: int, is_ring: bool) -> None:
+    network = Network(nodes, seed=seed, is_ring=is_ring)
+    assert network.looks(60) == [None] * 60
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 10**9),
+    nodes=st.integers(3, 6),
+    is_ring=st.booleans(),
+    slow=st.floats(20.0, 500.0),
+)
+def test_a_slow_node_is_named_whatever_it_is(
+    seed: int, nodes: int, is_ring: bool, slow: float
+) -> None:
+    network = learnt(nodes, seed=seed, is_ring=is_ring)
+    culprit = network.nodes[seed % nodes]
+    network.slow = dict.fromkeys(both(network, culprit), slow)
+    found = [one for one in network.looks(12) if one is not None]
+    assert found
+    assert all(culprit in one.nodes for one in found)
+    assert found[-1].nodes == (culprit,)
+
+
+def test_one_cell_names_both_ends() -> None:
+    pairs = {("a", "b"), ("b", "a"), ("a", "c"), ("c", "a")}
+    assert place_of({("a", "b")}, pairs) == ("the link from node a to node b", ("a", "b"))
+
+
+def test_samples_of_one_address_are_added() -> None:
+    one = LinkSample("h", 0, 0.1, 0.001, 1, 10, 0.0)
+    other = LinkSample("h", 0, 0.2, 0.003, 2, 20, 4.0)
+    both_of_them = LinkSample.together([one, other])
+    assert both_of_them == LinkSample("h", 0, pytest.approx(0.3), pytest.approx(0.002), 3, 30, 4.0)
+
+
+def test_of_two_readings_the_one_with_fewer_cells_counts() -> None:
+    hot = {("a", "b"), ("a", "c")}
+    assert place_of(hot, hot) == ("what node a sends", ("a",))
+    assert place_of(hot | {("b", "a")}, hot | {("b", "a"), ("b", "c")})[1] == ("a",)
+
+
+@pytest.mark.parametrize("nodes", [3, 4])
+def test_a_node_whose_link_was_slow_from_the_beginning_is_named_with_a_doubt(nodes: int) -> None:
+    """Of three nodes it spoils four of six cells: whoever hears it or is heard by it waits."""
+    network = Network(nodes)
+    for pair in network.pairs:
+        if "n1" in pair:
+            network.far_s[pair], network.slow[pair] = 0.1, 40.0
+    found = [one for one in network.looks(LEARNING + 10) if one is not None]
+    assert found
+    assert {one.nodes for one in found} == {("n1",)}
+    assert {one.sure for one in found} == {Sure.POSSIBLE}
+    assert "and as at first" not in found[0].text
+    assert "since the first steps" in found[0].against[0]
+
+
+def test_networks_that_are_built_unevenly_are_left_alone() -> None:
+    """Two racks: what goes from one to the other takes four times as long, from the beginning."""
+    network = Network(6)
+    for one, other in network.pairs:
+        if (int(one[1]) < 3) != (int(other[1]) < 3):
+            network.slow[one, other] = 4.0
+    assert network.looks(40) == [None] * 40

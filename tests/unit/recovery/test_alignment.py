@@ -1,0 +1,29 @@
+"""The lead names the step of the next snapshot far enough ahead, and not much further."""
+
+from ftrun.recovery.alignment import Alignment
+
+
+def test_the_next_step_is_named_first() -> None:
+    assert Alignment().after_commit(-1, step=10) == 11
+
+
+def test_a_step_that_was_named_is_never_taken_back() -> None:
+    assert Alignment().after_commit(40, step=10) == 40
+    assert Alignment().after_skip(40, skipped=40, step=10) > 40
+
+
+def test_a_step_skipped_before_the_named_one_moves_nothing() -> None:
+    """Ranks that had not heard of the named step have skipped it, and nobody has taken it."""
+    found = Alignment()
+    assert found.after_skip(40, skipped=39, step=39) == 40
+    assert found.after_commit(-1, step=10) == 11
+
+
+def test_words_that_arrive_late_put_it_further_ahead_until_they_do_not() -> None:
+    found = Alignment()
+    assert found.after_skip(11, skipped=11, step=17) == 17 + 12  # there and back
+    assert found.after_skip(29, skipped=29, step=30) == 30 + 13
+    ahead = [found.after_commit(-1, step=100) - 100 for _ in range(40)]
+    assert ahead[:3] == [13, 13, 13]
+    assert sorted(ahead, reverse=True) == ahead
+    assert ahead[-1] <= 2

@@ -1,0 +1,240 @@
+"""From the first sign of something wrong to the line that closes the incident; the life cycle."""
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
+from unit.recovery.test_hang_watch import hang
+
+from ftrun.events import Kind, Progress, WorkerExit
+from ftrun.ids import Rank, Step
+from ftrun.monitor.deadlines import HangSettings
+from ftrun.monitor.hangs import find_hang
+from ftrun.monitor.verdicts import Verdict
+from ftrun.recovery.hang_watch import Finding
+from ftrun.recovery.incidents import Incidents, verdict_of
+from ftrun.recovery.lifecycle import TABLE, Life, LifeCycle
+from ftrun.recovery.losses import Losses
+from ftrun.wire.cluster import Beat, RankReport
+from tests.unit.recovery.made import plan
+
+KILLED = WorkerExit(Rank(0), Kind.SIGNAL, -9, "rank 0 was killed", detail="a\n  b", fingerprint="k")
+
+
+def lines(made: Incidents, kind: str) -> list[dict[str, Any]]:
+    """Of this kind, since the last look; all others are dropped."""
+    return [note.fields for note in made.take_notes() if note.kind == kind]
+
+
+def progress(step: int, *, attached: bool = True) -> Progress:
+    return Progress(Step(step), step, attached)
+
+
+def beats(step: int, loss: float | None = None, age_s: float = 0.1) -> list[Beat]:
+    return [Beat(generation=1, ranks=(RankReport(0, 1, "running", step, age_s, "", loss),))]
+
+
+def running(step: int = 10) -> Incidents:
+    made = Incidents()
+    made.generation_begins(plan(0, "ab"))
+    made.progress(beats(step), progress(step), now_s=1.0)
+    assert made.life.state is Life.RUN
+    return made
+
+
+def verdict() -> Verdict:
+    found = find_hang(hang(12.0), {1: "a"}, HangSettings(), limit_s=8.0)
+    assert found is not None
+    return found
+
+
+def test_a_rank_that_is_killed() -> None:
+    made = running()
+    made.failed(KILLED, ["a"], progress(20), now_s=5.0)
+    made.acted("kill", "rank 0 was killed")
+    made.acted("respawn", "rank 0 was killed")
+    made.generation_begins(plan(1, "ab", restore=(0, 18)))
+    made.progress(beats(0, age_s=-1.0), progress(18), now_s=5.2)  # no step yet
+    made.progress(beats(19), progress(19), now_s=5.5)
+    assert made.life.state is Life.VERIFY
+    made.progress(beats(21, loss=0.5), progress(22), now_s=5.9)
+    assert made.open is None
+    notes = made.take_notes()
+    verdicts = [note for note in notes if note.kind == "Verdict"]
+    closed = next(note.fields for note in notes if note.kind == "IncidentClosed")
+    assert [note.say for note in verdicts] == [True]
+    assert closed["verdict_kind"] == "crash"
+    assert closed["culprits"] == [0]
+    assert (closed["steps_lost"], closed["restored"]) == (2, 18)
+    assert (closed["detected_s"], closed["recovered_s"]) == (0.0, 0.5)
+    assert closed["verified"] == {"progress": True, "loss": "not reported"}
+    assert closed["actions"] == ["kill", "respawn"]
+    states = [note.fields["new"] for note in notes if note.kind == "Transition"]
+    assert states == ["check", "run", "diagnose", "recover", "verify", "run"]
+    assert not [note for note in notes if note.kind == "TransitionRefused"]
+
+
+def test_a_hang_from_suspicion_to_the_end() -> None:
+    made = running()
+    for step, loss in enumerate([2.0, 1.9, 1.8, 1.7, 1.6], start=10):
+        made.progress(beats(step, loss), progress(step), now_s=step)
+    views = tuple(hang(12.0).values())
+    made.suspected(Finding(9.0, 10.0, None, views), progress(20), now_s=109.0)
+    made.named(verdict(), views, now_s=110.0)
+    made.named(verdict(), views, now_s=111.0)  # said once
+    hung = WorkerExit(Rank(1), Kind.HUNG, 75, "hang in computation: rank 1", fingerprint="x")
+    made.failed(hung, ["a"], progress(20), now_s=112.0)
+    made.acted("respawn", "x")
+    made.generation_begins(plan(1, "ab", restore=(0, 20)))
+    made.progress(beats(21, loss=1.65), progress(21), now_s=113.0)
+    notes = made.take_notes()
+    kinds = [note.kind for note in notes if note.kind != "Transition"]
+    assert kinds == ["Suspected", "Verdict", "Action", "IncidentClosed"]
+    named = next(note.fields for note in notes if note.kind == "Verdict")
+    stacks = {one["rank"]: len(one["stack"]) for one in named["ranks"]}
+    assert stacks == {0: 2, 1: 2, 2: 1, 3: 1}  # the culprit's, one victim's, of others the top
+    closed = notes[-1].fields
+    assert closed["detected_s"] == 10.0
+    assert closed["verified"] == {"progress": True, "loss": "continuous"}
+    assert closed["steps_lost"] == 0
+
+
+def test_a_verdict_that_changes_is_told_again() -> None:
+    made = running()
+    views = tuple(hang(9.0).values())
+    made.suspected(Finding(9.0, 10.0, None, views), progress(20), now_s=109.0)
+    for one in (replace(verdict(), acts_at_once=False), verdict(), replace(verdict(), text="x")):
+        made.named(one, views, now_s=110.0)
+    notes = [note for note in made.take_notes() if note.kind == "Verdict"]
+    assert [note.say for note in notes] == [True, False], "the words were said already"
+
+
+def test_what_fails_before_it_is_verified_belongs_to_it() -> None:
+    made = running()
+    made.failed(KILLED, ["a"], progress(20), now_s=5.0)
+    made.acted("respawn", "x")
+    made.generation_begins(plan(1, "ab", restore=(0, 20)))
+    lost = WorkerExit(Rank(1), Kind.NODE_LOST, 76, "node b is lost", fingerprint="node b")
+    made.failed(lost, ["b"], progress(20), now_s=6.0)
+    assert [one["incident"] for one in lines(made, "Also")] == [1]
+    assert made.count == 1
+
+
+def test_a_silence_that_ends_by_itself_is_closed_as_reported() -> None:
+    made = running()
+    views = tuple(hang(9.0).values())
+    made.suspected(Finding(9.0, 10.0, None, views), progress(20), now_s=100.0)
+    assert made.is_suspected
+    made.cleared(progress(21), now_s=101.0)
+    closed = lines(made, "IncidentClosed")[0]
+    assert (closed["verdict_kind"], closed["action"]) == ("suspicion", "report")
+    assert closed["steps_lost"] is None
+    made.cleared(progress(22), now_s=102.0)  # nothing is open
+    assert lines(made, "IncidentClosed") == []
+
+
+def test_nothing_is_named_without_an_incident() -> None:
+    made = running()
+    made.take_notes()
+    made.named(verdict(), (), now_s=1.0)
+    made.acted("kill", "stopped")
+    assert made.take_notes() == []
+
+
+@pytest.mark.parametrize(
+    ("is_done", "actions"), [(True, ["respawn"]), (False, ["respawn", "stop"])]
+)
+def test_the_end_of_the_run_closes_what_is_open(is_done: bool, actions: list[str]) -> None:
+    made = running()
+    made.failed(KILLED, ["a"], progress(20), now_s=5.0)
+    made.acted("respawn", "x")
+    made.generation_begins(plan(1, "ab"))
+    made.ended("over", progress(20), is_done=is_done, now_s=6.0)
+    assert lines(made, "IncidentClosed")[0]["actions"] == actions
+    made.acted("respawn", "late")
+    assert len(lines(made, "TransitionRefused")) == 1
+
+
+def test_without_attach_running_again_is_all_that_can_be_verified() -> None:
+    made = running()
+    made.progress(beats(3), progress(3, attached=False), now_s=1.0)
+    alone = Incidents()
+    alone.generation_begins(plan(0, "a"))
+    alone.progress(beats(30), progress(30, attached=False), now_s=1.0)
+    alone.failed(KILLED, ["a"], progress(30, attached=False), now_s=2.0)
+    alone.acted("respawn", "x")
+    alone.generation_begins(plan(1, "a"))
+    alone.progress(beats(1), progress(1, attached=False), now_s=3.0)
+    assert alone.open is None
+
+
+def test_nodes_taken_in_are_no_incident() -> None:
+    made = running()
+    made.generation_begins(plan(1, "abc"))
+    assert made.life.state is Life.CHECK
+    assert made.count == 0
+
+
+def test_a_successor_goes_on_counting() -> None:
+    made = Incidents()
+    made.succeed(4)
+    made.failed(KILLED, ["a"], progress(20), now_s=5.0)
+    assert made.open is not None
+    assert made.open.number == 5
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "culprits"),
+    [
+        (Kind.NODE_LOST, "node lost", ()),
+        (Kind.OUT_OF_MEMORY, "out of memory", (0,)),
+        (Kind.STOPPED, "frozen", (0,)),
+        (Kind.EXCEPTION, "crash", (0,)),
+    ],
+)
+def test_an_end_is_a_verdict(kind: Kind, name: str, culprits: tuple[int, ...]) -> None:
+    found = verdict_of(WorkerExit(Rank(0), kind, 1, "x"), ["a"])
+    assert (found.kind.value, found.culprits) == (name, culprits)
+
+
+@given(st.lists(st.sampled_from(Life), max_size=20))
+def test_only_what_the_table_has_is_ever_done(wishes: list[Life]) -> None:
+    made = LifeCycle()
+    seen = [made.state]
+    for wish in wishes:
+        change = made.go(wish, "x")
+        if change is not None and change.is_refused:
+            assert made.state is seen[-1]
+        elif change is not None:
+            seen.append(made.state)
+    for old, new in itertools.pairwise(seen):
+        assert new in TABLE[old]
+
+
+def test_the_end_is_reached_from_everywhere_and_left_for_nowhere() -> None:
+    assert set(TABLE) == set(Life)
+    assert all(Life.ENDED in after for life, after in TABLE.items() if life is not Life.ENDED)
+    assert not TABLE[Life.ENDED]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "says"),
+    [
+        ([2.0, 1.9, 1.8, 1.7], 1.75, "continuous"),
+        ([2.0, 2.0, 2.0, 2.0], 2.1, "continuous"),
+        ([2.0, 1.9, 1.8, 1.7], 90.0, "jumped"),
+        ([2.0, 1.9, 1.8, 1.7], math.nan, "jumped"),
+        ([2.0, 1.9, math.inf], 1.9, "not reported"),
+        ([2.0, 1.9, 1.8, 1.7], None, "not reported"),
+    ],
+)
+def test_losses(before: list[float], after: float | None, says: str) -> None:
+    made = Losses()
+    for step, loss in enumerate(before):
+        made.add(step, loss)
+        made.add(step, loss)
+    assert made.judge(after) == says

@@ -1,0 +1,196 @@
+"""Who may run ranks: unfit nodes stay out, and whoever was set aside checks itself again."""
+
+import msgspec
+
+from ftrun.monitor.fitness import Figures, Fitness, Outcome
+from ftrun.recovery.attendance import Peers
+from ftrun.recovery.commands import CheckAgain, Note
+from ftrun.recovery.happenings import Checked
+from ftrun.recovery.places import Assignment, NotEnough, Wishes
+from ftrun.recovery.screening import Screening
+from ftrun.wire.cluster import LeadBeat
+from tests.unit.recovery.agents import Agents
+from tests.unit.recovery.made import card, plan, settings
+
+SETTINGS = settings(wishes=Wishes(2, 3, 1))
+FIT = Fitness(Outcome.PASS)
+UNFIT = Fitness(Outcome.FAIL, problems=("memory is copied at 3 MB/s",))
+
+
+def fit(number: int, *, is_whole: bool = True, rate: float = 0.0) -> Fitness:
+    figures = Figures(memory_bytes_per_s=rate)
+    return Fitness(Outcome.PASS, figures, number=number, is_whole=is_whole)
+
+
+def made_of(**checks: Fitness | None) -> tuple[Screening, Peers]:
+    """A lead's screening of nodes with these results."""
+    peers = Peers(card("a"), SETTINGS)
+    for node_id, fitness in checks.items():
+        peers.put(card(node_id), now_s=0.0, linked=True, has_answered=True).fitness = fitness
+    return Screening(SETTINGS, peers), peers
+
+
+def texts(notes: list[Note]) -> list[tuple[str, str]]:
+    return [(one.kind, one.text) for one in notes]
+
+
+def test_who_has_failed_its_check_is_left_out_and_named() -> None:
+    screening, _ = made_of(a=FIT, b=UNFIT, c=None)
+    assert screening.unfit(set()) == {"b": "memory is copied at 3 MB/s"}
+    assert screening.barred({"z"}) == {"b", "z"}
+    found = screening.assign([card("a"), card("b"), card("c")], None, set())
+    assert isinstance(found, Assignment)
+    assert [one.node_id for one in found.members] == ["a", "c"]
+    assert [one.node_id for one in found.spares] == ["b"]
+
+
+def test_too_few_fit_nodes_are_told_with_the_check() -> None:
+    screening, _ = made_of(a=FIT, b=UNFIT)
+    found = screening.assign([card("a"), card("b"), card("d")], None, {"d"})
+    assert found == NotEnough(1, 2, ("d",), ("b (memory is copied at 3 MB/s)",))
+    assert str(found) == (
+        "1 of at least 2 nodes are here; set aside after too many failures: d; not fit: b (memory "
+        "is copied at 3 MB/s)"
+    )
+
+
+def test_it_is_said_once_and_so_is_that_it_is_over() -> None:
+    screening, peers = made_of(a=FIT, b=UNFIT)
+    why = "node b may not run ranks: memory is copied at 3 MB/s"
+    assert texts(screening.look(set())) == [("Unfit", why)]
+    assert screening.look(set()) == []
+    assert screening.told == {"b": "memory is copied at 3 MB/s"}
+    peers.by_id["b"].lost = "gone"
+    assert screening.look(set()) == []
+    peers.by_id["b"].lost, peers.by_id["b"].fitness = "", FIT
+    assert texts(screening.look(set())) == [("FitAgain", "node b is fit to run ranks")]
+    assert screening.look(set()) == []
+    assert screening.told == {}
+
+
+def test_a_node_that_is_forgotten_is_not_fit_again() -> None:
+    screening, peers = made_of(b=UNFIT)
+    screening.look(set())
+    peers.by_id["b"].fitness = None
+    assert screening.look(set()) == []
+    del peers.by_id["b"]
+    assert screening.look(set()) == []
+
+
+def test_whoever_was_set_aside_makes_another_check_first() -> None:
+    screening, peers = made_of(a=FIT, b=fit(1))
+    screening.look({"b"})
+    beat = LeadBeat(generation=0)
+    assert screening.ask(beat) is beat
+    notes = screening.look(set())
+    why = "node b may not run ranks: it was set aside, and checks itself again"
+    assert texts(notes) == [("Unfit", why)]
+    assert screening.ask(beat).checks == {"b": 2}
+    peers.by_id["b"].fitness = fit(2, is_whole=False)
+    screening.look(set())
+    assert screening.ask(beat).checks == {"b": 3}
+    peers.by_id["b"].fitness = fit(3)
+    assert texts(screening.look(set())) == [("FitAgain", "node b is fit to run ranks")]
+    assert screening.ask(beat) is beat
+    assert screening.unfit(set()) == {}
+
+
+def test_an_agent_that_was_started_again_has_checked_itself() -> None:
+    screening, peers = made_of(b=fit(4))
+    screening.look({"b"})
+    again = peers.put(card("b", 2), now_s=0.0, linked=True, has_answered=False)
+    assert screening.unfit(set()) == {}  # it has not said yet whether it makes checks
+    again.fitness = fit(1, is_whole=False)
+    assert screening.unfit(set()) == {"b": "it was set aside, and checks itself again"}
+    again.fitness = fit(1)
+    assert screening.unfit(set()) == {}
+
+
+def test_where_no_checks_are_made_none_is_waited_for() -> None:
+    screening, _ = made_of(b=None)
+    screening.look({"b"})
+    assert screening.look(set()) == []
+    assert screening.unfit(set()) == {}
+
+
+def test_slow_nodes_are_told_once() -> None:
+    checks = {one: fit(1, rate=8e9) for one in "acd"}
+    screening, _ = made_of(**checks, b=fit(1, rate=1e9), e=None)
+    found = screening.compare(plan(0, "abc", "d"))
+    text = "node b is slow: memory is copied at 1.0 GB/s, of the other nodes 8.0 GB/s"
+    assert texts(found) == [("SlowNode", text)]
+    assert screening.compare(plan(1, "abc", "d")) == []
+    assert screening.compare(plan(1, "ac", "d")) == []
+
+
+# --- among agents -----------------------------------------------------------------------------
+
+
+def started(node_ids: str, unfit: str, wishes: Wishes, **changes: object) -> Agents:
+    """Agents that know how they are before they meet."""
+    made = Agents(node_ids, settings(wishes=wishes, settle_s=2.0, **changes))
+    for one in node_ids:
+        made.happens(one, Checked(UNFIT if one in unfit else FIT))
+    made.passes(10.0)
+    return made
+
+
+def test_a_spare_runs_in_place_of_an_unfit_node_from_the_beginning() -> None:
+    made = started("abcd", "b", Wishes(3, 3, 1))
+    assert made.running() == {"a": 0, "c": 0, "d": 0}
+    assert [one.node_id for one in made.plan("a").spares] == ["b"]
+    notes = [one.text for one in made["a"].told(Note) if one.kind == "Unfit"]
+    assert notes == ["node b may not run ranks: memory is copied at 3 MB/s"]
+
+
+def test_an_unfit_endpoint_leads_without_ranks() -> None:
+    made = started("abc", "a", Wishes(2, 2, 1))
+    assert made.lead() == "a"
+    assert made.running() == {"b": 0, "c": 0}
+
+
+def test_too_few_fit_nodes_wait_until_one_passes() -> None:
+    made = started("abc", "c", Wishes(3, 3, 0))
+    assert made.running() == {}
+    lead = made["a"].member.lead
+    assert lead is not None
+    assert "not fit: c (memory is copied at 3 MB/s)" in lead.pause.why
+    made.happens("c", Checked(fit(2)))
+    made.passes(5.0)
+    assert made.running() == {"a": 0, "b": 0, "c": 0}
+
+
+def test_a_run_does_not_grow_by_an_unfit_node() -> None:
+    made = started("abc", "c", Wishes(2, 3, 0))
+    assert made.running() == {"a": 0, "b": 0}
+    made.passes(20.0)
+    assert made.running() == {"a": 0, "b": 0}
+    made.happens("c", Checked(fit(2)))
+    made.passes(10.0)
+    assert made.running() == {"a": 1, "b": 1, "c": 1}
+
+
+def test_a_node_that_was_set_aside_is_asked_once_and_comes_back_when_it_passes() -> None:
+    made = started("abc", "", Wishes(2, 3, 0), failures_per_hour=1)
+    made.kill("c")
+    made.passes(2.0)
+    made.start("c", 2)
+    made.happens("c", Checked(FIT))
+    made.passes(10.0)
+    assert made.running() == {"a": 1, "b": 1}
+    assert made["c"].told(CheckAgain) == []
+    made.passes(3600.0)
+    assert made["c"].told(CheckAgain) == [CheckAgain(2)]
+    assert made.running() == {"a": 1, "b": 1}
+    made.happens("c", Checked(msgspec.structs.replace(UNFIT, number=2)))
+    made.passes(10.0)
+    assert made.running() == {"a": 1, "b": 1}
+    made.happens("c", Checked(fit(3)))
+    made.passes(10.0)
+    assert set(made.running()) == {"a", "b", "c"}
+
+
+def test_who_makes_no_checks_is_asked_for_none() -> None:
+    made = started("abc", "", Wishes(2, 3, 0))
+    made["b"].member.follower.fitness = None
+    assert made["b"].member.follower.obey("a", LeadBeat(0, number=10**6, checks={"b": 2})) == []

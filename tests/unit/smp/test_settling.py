@@ -1,0 +1,214 @@
+"""Snapshots never come to a standstill, however late each node hears of commits and skips.
+
+The SMPs' commits and the ranks' settling are the real ones, on real command pages. What is made
+up is the time that words between them take, and the lead, which does here what it does there:
+commits what all nodes are ready for, and orders abandoned the newest step that one has skipped.
+"""
+
+import heapq
+import os
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ftrun.ids import Generation, Rank, Version, version
+from ftrun.recovery.alignment import Alignment
+from ftrun.smp.commits import Commits, Start
+from ftrun.smp.memory import ArenaMemory
+from ftrun.wire import messages as m
+from ftrun.wire.pages import Command, Page, create_command_page
+from ftrun.worker.settling import Settling
+
+GENERATION = 3
+NUM_STEPS = 400
+
+
+@dataclass
+class Delays:
+    """In steps: from rank to SMP, from node to lead and back, and of a rank behind the others."""
+
+    socket: float
+    network: float
+    lateness: float
+    protecting: float
+    discards: float = 0.0
+    """Of a thousand snapshots so many are found changed while they were copied."""
+
+
+class Run:
+    """Nodes with their ranks, an SMP each, and the lead; time goes on by events."""
+
+    def __init__(self, num_nodes: int, ranks_each: int, delays: Delays, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.delays = delays
+        self.now = 0.0
+        self.events: list[tuple[float, int, Callable[[], None]]] = []
+        self.lines: dict[object, float] = {}
+        self.num_events = 0
+        self.ready: dict[int, tuple[int, int] | None] = dict.fromkeys(range(num_nodes))
+        self.ordered = (-1, -1, -1)
+        self.alignment = Alignment()
+        self.step = 0
+        self.committed_at: list[tuple[float, int]] = []
+        self.num_ranks = num_nodes * ranks_each
+        self.nodes = [
+            Node(self, place, [Rank(place * ranks_each + i) for i in range(ranks_each)])
+            for place in range(num_nodes)
+        ]
+
+    def later(self, at_most: float, act: Callable[[], None], *, line: object) -> None:
+        """Do this in a while; what goes over one line keeps its order."""
+        at = max(self.now + self.random.uniform(0.2, 1.0) * at_most, self.lines.get(line, 0.0))
+        self.lines[line] = at
+        self.num_events += 1
+        heapq.heappush(self.events, (at, self.num_events, act))
+
+    def go(self) -> None:
+        for step in range(1, NUM_STEPS + 1):
+            # A collective in each step: nobody begins the next before all have begun this one.
+            self.until(float(step))
+            self.step = step
+            for node in self.nodes:
+                for rank in node.ranks:
+                    turn = partial(node.step, rank, step)
+                    self.later(self.delays.lateness, turn, line=("rank", rank))
+            self.until(step + 0.99)
+
+    def until(self, end: float) -> None:
+        while self.events and self.events[0][0] <= end:
+            self.now, _, act = heapq.heappop(self.events)
+            act()
+        self.now = end
+
+    def tell_lead(self, place: int, body: m.AnyMessage) -> None:
+        committed, abandoned, take_from = self.ordered
+        match body:
+            case m.VersionReady():
+                self.ready[place] = (body.generation, body.step)
+                found = set(self.ready.values())
+                if len(found) == 1 and body.step > committed:
+                    committed = body.step
+                    take_from = self.alignment.after_commit(take_from, self.step)
+                    self.committed_at.append((self.now, committed))
+            case m.AbandonVersion() if body.step > abandoned:
+                take_from = self.alignment.after_skip(take_from, body.step, self.step)
+                abandoned = body.step
+            case _:
+                return
+        if (committed, abandoned, take_from) != self.ordered:
+            self.ordered = committed, abandoned, take_from
+            for node in self.nodes:
+                order = partial(node.obey, *self.ordered)
+                self.later(self.delays.network, order, line=("order", node.place))
+
+
+@dataclass
+class Slots:
+    """What a rank holds in its two slots."""
+
+    steps: list[int] = field(default_factory=lambda: [-1, -1])
+
+
+class Node:
+    """A real SMP's commits, the real settling of its ranks."""
+
+    def __init__(self, run: Run, place: int, ranks: Sequence[Rank]) -> None:
+        self.run, self.place, self.ranks = run, place, ranks
+        fd = create_command_page()
+        self.page = Page(fd)
+        os.close(fd)
+        self.commits = Commits(ArenaMemory(), self.tell_agent)
+        self.commits.protect_with(self)  # type: ignore[arg-type]
+        self.ready: Version | None = None
+        group: Any = SimpleNamespace()  # there is one: that is all that commits ask of it
+        self.commits.begin(
+            self.page, Generation(GENERATION), ranks, run.num_ranks, Start(group=group)
+        )
+        self.settling = {rank: Settling(self.page, GENERATION, None) for rank in ranks}
+        self.slots = {rank: Slots() for rank in ranks}
+        self.done = (-1, -1)
+
+    def step(self, rank: Rank, step: int) -> None:
+        """What `Capture` does at a boundary, with no patience for slower ranks."""
+        if step < self.page.get(Command.TAKE_FROM):
+            return
+        settling = self.settling[rank]
+        if not settling.is_free:
+            last = settling.newest_sealed
+            if last is not None and not settling.is_under_way:
+                settling.skipped(last.step)
+                self.commits.withdraw(rank, last)
+            settling.skipped(step)
+            self.hear(rank, lambda: self.commits.skipped(version(GENERATION, step)))
+            return
+        if self.run.random.random() < self.run.delays.discards / 1000:
+            settling.skipped(step)
+            self.commits.withdraw(rank, version(GENERATION, step))
+            return
+        committed = settling.committed
+        slots = self.slots[rank].steps
+        kept = slots.index(committed.step) if committed and committed.step in slots else 1
+        assert committed is None or committed.step in slots, "it has overwritten what counts"
+        slots[1 - kept] = step
+        settling.sealed(step)
+        self.hear(rank, lambda: self.commits.sealed(rank, version(GENERATION, step)))
+
+    def hear(self, rank: Rank, act: Callable[[], None]) -> None:
+        self.run.later(self.run.delays.socket, act, line=("socket", rank))
+
+    def tell_agent(self, body: m.AnyMessage, *_: object) -> None:
+        tell = partial(self.run.tell_lead, self.place, body)
+        self.run.later(self.run.delays.network, tell, line=("report", self.place))
+
+    def obey(self, committed: int, abandoned: int, take_from: int) -> None:
+        self.page.set(Command.TAKE_FROM, max(take_from, self.page.get(Command.TAKE_FROM)))
+        done, self.done = self.done, (committed, abandoned)
+        if committed > done[0]:
+            held = [self.slots[rank].steps for rank in self.ranks]
+            assert all(committed in steps for steps in held), "a rank has no longer what counts"
+            self.commits.commit(version(GENERATION, committed))
+        if abandoned > done[1]:
+            self.commits.abandon(GENERATION, abandoned)
+
+    # --- in the place of the protector: other nodes have it after a while ----------------------
+
+    def protect(self, wanted: Version, _fds: Mapping[Rank, Sequence[int]]) -> None:
+        ready = partial(self.say_ready, wanted)
+        self.run.later(self.run.delays.protecting, ready, line=("protect", self.place))
+
+    def say_ready(self, wanted: Version) -> None:
+        if self.commits.tracker.complete == wanted:
+            self.ready = wanted
+            self.tell_agent(m.VersionReady(wanted.generation, wanted.step, survives=1))
+
+    def is_ready(self, wanted: Version) -> bool:
+        return self.ready == wanted
+
+    def abandon(self, newest: Version) -> None:
+        pass
+
+    def committed(self, newest: Version) -> None:
+        pass
+
+
+@pytest.mark.parametrize("discards", [0, 30])
+@pytest.mark.parametrize("lateness", [0.05, 0.9])
+@pytest.mark.parametrize("network", [0.02, 0.5, 1.5, 6.0])
+@pytest.mark.parametrize(("num_nodes", "ranks_each"), [(2, 1), (2, 2), (4, 1), (3, 2)])
+def test_commits_go_on_however_late_words_arrive(
+    num_nodes: int, ranks_each: int, network: float, lateness: float, discards: float
+) -> None:
+    for seed in range(6):
+        run = Run(num_nodes, ranks_each, Delays(0.1, network, lateness, 1.0, discards), seed)
+        run.go()
+        times = [0.0, *(at for at, _ in run.committed_at), float(NUM_STEPS)]
+        longest = max(later - sooner for sooner, later in pairwise(times))
+        # Out of step: found in one trip, begun again in the next; more of them to learn how far.
+        limit = (1 + 0.4 * discards) * (6 + 8 * network)
+        assert longest < limit, (seed, run.committed_at[-3:])

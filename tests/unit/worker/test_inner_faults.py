@@ -1,0 +1,194 @@
+"""A rank does to itself what is ordered, once, at the step that was named."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ftrun.ids import Generation, Incarnation, Rank, RunId
+from ftrun.wire.fault_orders import FaultOrder, FaultPage, make_order
+from ftrun.wire.pages import Beat, Page, create_command_page, create_page
+from ftrun.worker import inner_faults
+from ftrun.worker.context import SnapshotSettings, WorkerContext
+from ftrun.worker.inner_faults import FaultWatch, slow_input
+
+
+@pytest.fixture
+def page() -> Iterator[FaultPage]:
+    made = FaultPage.create(0)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def context(tmp_path: Path) -> WorkerContext:
+    return WorkerContext(
+        run_id=RunId("r"),
+        rank=Rank(0),
+        world_size=1,
+        generation=Generation(0),
+        incarnation=Incarnation(0),
+        page=Page(create_page("beats")),
+        commands=Page(create_command_page()),
+        arena_fd=None,
+        restore=None,
+        smp_socket=tmp_path / "smp.sock",
+        settings=SnapshotSettings(),
+    )
+
+
+class Job:
+    """An optimizer whose steps are told to the watch as the hook would."""
+
+    def __init__(self, context: WorkerContext, page: FaultPage) -> None:
+        self.weight = torch.nn.Parameter(torch.ones(3))
+        self.optimizer = torch.optim.SGD([self.weight], lr=0.0)
+        self._beats = context.page
+        self.watch = FaultWatch(context, page)
+
+    def step(self) -> None:
+        self._beats.add(Beat.OPTIMIZER_STEPS, 1)
+        self.watch.after_step(self.optimizer)
+
+
+def ordered(page: FaultPage, kind: str, **more: Any) -> FaultOrder:
+    order = make_order("f1", kind, rank=0, **more)
+    page.put(order)
+    return order
+
+
+def test_it_fires_once_at_its_step(context: WorkerContext, page: FaultPage) -> None:
+    job = Job(context, page)
+    ordered(page, "exception", at_step=3)
+    job.step()
+    job.step()
+    assert page.fired == 0
+    with pytest.raises(RuntimeError, match="rank 0, step 3"):
+        job.step()
+    assert (page.fired, page.fired_step, page.times) == (1, 3, 1)
+    job.step()
+    assert page.times == 1
+
+
+def test_the_next_process_of_a_rank_does_not_do_it_again(
+    context: WorkerContext, page: FaultPage
+) -> None:
+    ordered(page, "exception", at_step=1)
+    with pytest.raises(RuntimeError):
+        Job(context, page).step()
+    context.page.set(Beat.OPTIMIZER_STEPS, 0)
+    other = Job(context, FaultPage(os.dup(page.fd)))
+    other.step()
+    other.step()
+    assert page.times == 1
+
+
+@pytest.mark.parametrize("kind", ["poison-batch", "exception"])
+def test_what_is_to_be_repeated_is_repeated_at_the_same_step(
+    context: WorkerContext, page: FaultPage, kind: str
+) -> None:
+    ordered(page, kind, at_step=2, again=True)
+    for time in (1, 2):
+        context.page.set(Beat.OPTIMIZER_STEPS, 0)
+        job = Job(context, FaultPage(os.dup(page.fd)))
+        job.step()
+        with pytest.raises(RuntimeError):
+            job.step()
+        job.step()
+        assert page.times == time
+
+
+def test_a_restored_rank_counts_the_steps_of_the_run(
+    context: WorkerContext, page: FaultPage
+) -> None:
+    context.page.set(Beat.ATTACHED, 1)
+    context.page.set(Beat.RESTORED_STEP, 40)
+    ordered(page, "nan", at_step=41)
+    Job(context, page).step()
+    assert page.fired_step == 41
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+def test_one_bit_of_one_weight_flips(
+    context: WorkerContext, page: FaultPage, dtype: torch.dtype
+) -> None:
+    job = Job(context, page)
+    job.weight.data = torch.ones(2, 3, dtype=dtype)
+    ordered(page, "weight-bitflip")
+    job.step()
+    assert job.weight.flatten().tolist() == [1.5, 1, 1, 1, 1, 1]
+    assert page.fired == 1
+
+
+def test_nan_and_spike(context: WorkerContext, page: FaultPage) -> None:
+    job = Job(context, page)
+    ordered(page, "spike", amount=7.0)
+    job.step()
+    assert job.weight.tolist() == [7, 7, 7]
+    page.put(make_order("f2", "nan", rank=0))
+    job.step()
+    assert job.weight.isnan().tolist() == [True, False, False]
+
+
+@pytest.mark.parametrize("weight", [torch.empty(0), torch.ones(2).to(torch.float8_e5m2)])
+def test_what_cannot_be_made_harms_nobody_and_is_not_tried_again(
+    context: WorkerContext, page: FaultPage, weight: torch.Tensor
+) -> None:
+    ordered(page, "weight-bitflip")
+    job = Job(context, page)
+    job.weight.data = weight
+    job.step()
+    assert (page.fired, page.failed) == (0, 1)
+    assert "weight-bitflip needs a parameter" in page.why
+    context.page.set(Beat.OPTIMIZER_STEPS, 0)
+    other = Job(context, FaultPage(os.dup(page.fd)))
+    other.step()
+    assert other.weight.tolist() == [1, 1, 1]
+    page.put(make_order("f2", "nan", rank=0))
+    other.step()
+    assert (page.fired, page.failed) == (2, 1)
+
+
+def test_a_rank_moves_into_its_cgroup_at_its_step(
+    context: WorkerContext, page: FaultPage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inner_faults, "_CGROUPS", tmp_path)
+    group = tmp_path / "memory" / "ftrun-fault-f1"
+    group.mkdir(parents=True)
+    ordered(page, "oom", at_step=2)
+    job = Job(context, page)
+    job.step()
+    assert not list(group.iterdir())
+    job.step()
+    assert (group / "cgroup.procs").read_text() == str(os.getpid())
+    assert page.fired == 0, "a folder is no cgroup: nothing may be allocated"
+
+
+def test_nothing_is_allocated_outside_a_cgroup_made_for_it(
+    context: WorkerContext, page: FaultPage
+) -> None:
+    ordered(page, "oom", amount=1 << 40)
+    Job(context, page).step()
+    assert page.fired == 0
+
+
+def test_a_step_of_another_optimizer_is_not_a_step(context: WorkerContext, page: FaultPage) -> None:
+    job = Job(context, page)
+    ordered(page, "nan")
+    job.watch.after_step(job.optimizer)
+    assert page.fired == 0
+    job.step()
+    assert page.fired == 1
+
+
+def test_batches_come_late_for_a_while() -> None:
+    told: list[str] = []
+    slow_input(0.01, 0.2, lambda: told.append("fired"), lambda: told.append("ended"))
+    batches = 0
+    while "ended" not in told:
+        batches += sum(1 for _ in torch.utils.data.DataLoader(list(range(8))))
+    assert told == ["fired", "ended"]
+    assert batches % 8 == 0
