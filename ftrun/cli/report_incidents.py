@@ -152,7 +152,7 @@ def _step(case: Case) -> int | None:
             progress = line.fields.get("progress")
             if isinstance(progress, dict):
                 found.append(whole(progress.get("step")))
-            elif isinstance(progress, str) and (seen := _STEP.search(progress)):
+            elif isinstance(progress, str) and (seen := _counted_step(progress)):
                 found.append(int(seen[1].replace(",", "") or 0))
         elif line.kind == "Verdict":
             found += [whole(view.get("step")) for view in line.parts("ranks")]
@@ -163,6 +163,11 @@ def _step(case: Case) -> int | None:
         restored = closed.whole("restored")
         found.append(None if restored is None else restored + lost)
     return max((one for one in found if one is not None), default=None)
+
+
+def _counted_step(progress: str) -> re.Match[str] | None:
+    """A script that does not attach counts no steps: its 0 says nothing."""
+    return None if "attached=False" in progress else _STEP.search(progress)
 
 
 def _restored(case: Case) -> str:
@@ -188,8 +193,12 @@ def _generation(case: Case) -> int | None:
 def _outcome(case: Case, moments: Moments, kind: str) -> str:
     end = case.first("EndRun")
     if end is not None and moments.recovered is None:
-        code = f" with exit code {end.whole('exit_code')}" if failed(end) else ""
-        return f"the run ended{code}"
+        if failed(end):
+            return f"the run ended with exit code {end.whole('exit_code')}"
+        again = case.last("StartGeneration")
+        if again is None or again.t_s < moments.noticed:
+            return "the run ended"
+        return f"started again after {duration(again.t_s - moments.began)}, and then all ended well"
     closed = case.last("IncidentClosed")
     if moments.recovered is not None:
         return f"training again after {duration(moments.recovered - moments.began)}"

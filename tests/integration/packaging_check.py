@@ -7,6 +7,7 @@ Usage: python packaging_check.py   (with the python of the environment to check)
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -87,7 +88,9 @@ def use(folder: Path, ftrun: Path) -> None:
         check=True,
         timeout=DEADLINE_S,
     )
-    assert "rank 1 was killed by SIGKILL" in told.stdout, told.stdout
+    assert re.search(r"rank 1 on \S+ was killed by SIGKILL; started again after", told.stdout), (
+        told.stdout
+    )
     page = folder / "ftrun-logs" / "packaged" / "incident-0001.html"
     assert page.read_text().startswith("<!doctype html>")
     assert sorted(output.splitlines()) == [

@@ -3,6 +3,7 @@
 import itertools
 import json
 import random
+import re
 from pathlib import Path
 
 import pytest
@@ -347,3 +348,18 @@ def test_a_drill_is_one_that_there_is(kind: str) -> None:
 def test_every_kind_of_verdict_but_a_few_has_a_drill() -> None:
     without = {kind.value for kind in VerdictKind} - set(report_sentence.DRILLS)
     assert without == {"crash", "deadlock", "memory creeping", "failing node"}
+
+
+def test_a_script_that_does_not_attach_has_no_step_and_its_restart_is_told() -> None:
+    made = MadeJournal()
+    made.begin()
+    made.crash(60.0, 150, 1)
+    made.entries = [one for one in made.entries if one["kind"] != "Recovered"]
+    for one in made.entries:
+        if one["kind"] == "WorkersExited":
+            one["progress"] = "Progress(step=0, steps_here=0, attached=False)"
+    made.end(90.0)
+    (it,) = run_facts(made.raw()).incidents
+    assert it.step is None
+    assert re.match(r"started again after .* m?s, and then all ended well", it.outcome), it.outcome
+    assert "at step 0" not in it.sentence
