@@ -43,6 +43,9 @@ class Row:
     in_effect: bool = False
     detected_s: float | None = None
     """From the fault to the verdict; where none is to be given, to the line that proves it."""
+    detected_steps: int | None = None
+    """Steps that were made between the two, as the lead knew of them; None where no step is known,
+    and where the run was set back in between."""
     recovered_s: float | None = None
     """From the fault to the end of the incident: every rank is further than before."""
     culprits: list[int] = field(default_factory=list)
@@ -203,6 +206,9 @@ def _verdicts(
         problems.append(f"expected {row.expected}, found {row.found}")
     else:
         row.detected_s = round(right[0]["mono_s"] - since_s, 3)
+        told_step = right[0].get("step")
+        if row.fired_step is not None and told_step is not None and told_step >= row.fired_step:
+            row.detected_steps = told_step - row.fired_step
         if expected.within_s and row.detected_s > expected.within_s:
             problems.append(f"named after {row.detected_s:.1f} s, {expected.within_s:g} s allowed")
         firm = said[said.index(right[0]) :]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ftrun.cli.drill_judge import Row
-from ftrun.cli.drill_table import grouped, seconds, summary, yes_or_no
+from ftrun.cli.drill_table import detected, grouped, seconds, summary, yes_or_no
 from ftrun.cli.report_page import fitted_page
 
 _MOST_ROWS = 500
@@ -47,6 +47,7 @@ def drill_page(
             "conditions": conditions,
             "took_s": took_s,
             "most": max(int(_MOST_ROWS * share), 20),
+            "detected": detected,
             "seconds": seconds,
             "yes_or_no": yes_or_no,
         }

@@ -15,7 +15,7 @@ HEAD = ("fault", "on", "nodes", "detected", "culprit", "action", "steps lost", "
 def cells(row: Row) -> tuple[str, ...]:
     """One row in words, as wide as `HEAD`."""
     return (
-        row.fault, row.target, row.nodes, seconds(row.detected_s), yes_or_no(row.culprit_right),
+        row.fault, row.target, row.nodes, detected(row), yes_or_no(row.culprit_right),
         row.action or "-", "-" if row.steps_lost is None else str(row.steps_lost),
         yes_or_no(row.equal), "yes" if row.passed else "NO",
     )  # fmt: skip
@@ -23,7 +23,7 @@ def cells(row: Row) -> tuple[str, ...]:
 
 def line(row: Row) -> str:
     """One row as it is told while the drill goes on."""
-    said = f"{row.fault:16} {row.target:8} {row.nodes:9} {seconds(row.detected_s):>8}  "
+    said = f"{row.fault:16} {row.target:8} {row.nodes:9} {detected(row):>8}  "
     lost = "-" if row.steps_lost is None else row.steps_lost
     told = f"{row.found}; {row.action or 'no action'}; {lost} steps lost; equal: " + yes_or_no(
         row.equal
@@ -54,7 +54,7 @@ def markdown(rows: Sequence[Row]) -> str:
         passed = f"{group.passed} of {group.count}"
         lines.append(
             f"| `{group.fault}` | {group.count} | {_escaped(group.found)} | "
-            f"{seconds(group.detected_s)} | {group.culprit} | {group.action} | {group.lost} | "
+            f"{detected(group)} | {group.culprit} | {group.action} | {group.lost} | "
             f"{group.equal} | {passed if group.passed < group.count else 'yes'} |"
         )
     return "\n".join(lines)
@@ -68,6 +68,7 @@ class Group:
     count: int
     found: str
     detected_s: float | None
+    detected_steps: float | None
     culprit: str
     action: str
     lost: str
@@ -81,6 +82,7 @@ def grouped(rows: Sequence[Row]) -> list[Group]:
     for kind in dict.fromkeys(row.kind for row in rows):
         own = [row for row in rows if row.kind == kind]
         times_s = [row.detected_s for row in own if row.detected_s is not None]
+        steps = [row.detected_steps for row in own if row.detected_steps is not None]
         lost = [row.steps_lost for row in own if row.steps_lost is not None]
         found.append(
             Group(
@@ -88,6 +90,7 @@ def grouped(rows: Sequence[Row]) -> list[Group]:
                 count=len(own),
                 found=", ".join(dict.fromkeys(row.found for row in own if row.found)),
                 detected_s=statistics.median(times_s) if times_s else None,
+                detected_steps=statistics.median(steps) if steps else None,
                 culprit=_share([row.culprit_right for row in own]),
                 action=", ".join(dict.fromkeys(row.action or "none" for row in own)),
                 lost=str(max(lost)) if lost else "-",
@@ -113,6 +116,12 @@ def seconds(value: float | None) -> str:
     if value is None:
         return "-"
     return f"{value:.2f} s" if value < 9.95 else f"{value:.1f} s"
+
+
+def detected(it: "Row | Group") -> str:
+    """Steps are told where some were made: a hang makes none."""
+    steps = it.detected_steps
+    return seconds(it.detected_s) + (f", {steps:.0f} steps" if steps and steps >= 1 else "")
 
 
 def _escaped(text: str) -> str:

@@ -132,6 +132,7 @@ class Incidents:
             verdict.text,
             say=not is_known,
             incident=incident.number,
+            step=max(incident.best_step, 0),
             verdict=verdict.as_json(),
             matrix=matrix,
             ranks=[_view_as_json(view, verdict) for view in views],

@@ -56,6 +56,16 @@ def test_rank_that_died_and_was_named() -> None:
     assert row.recovered_s == pytest.approx(1.294, abs=0.001)
 
 
+def test_steps_that_were_made_until_the_verdict_are_counted() -> None:
+    order_id, lines = lines_of("segv")
+    told = [{**line, "step": 80} if line["kind"] == "Verdict" else line for line in lines]
+    assert judged(trial("segv", 0), told, order_id).detected_steps == 12
+    set_back = [{**line, "step": 60} if line["kind"] == "Verdict" else line for line in lines]
+    assert judged(trial("segv", 0), set_back, order_id).detected_steps is None
+    unknown = [line for line in lines if "step" not in line or line["kind"] != "Verdict"]
+    assert judged(trial("segv", 0), unknown, order_id).detected_steps is None
+
+
 def test_hang_is_over_when_its_incident_is_closed_and_steps_are_made() -> None:
     order_id, lines = lines_of("hang")
     it = trial("hang", 0)

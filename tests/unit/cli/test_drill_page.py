@@ -53,6 +53,9 @@ def test_markdown_has_a_line_for_each_kind_with_the_median_and_the_worst() -> No
     )
     assert quiet == "| `smp-kill` | 1 | no incident | - | - | none | 0 | - | yes |"
     assert [group.count for group in grouped([GOOD, BAD, QUIET])] == [2, 1]
+    slow = [replace(GOOD, detected_s=3.0, detected_steps=steps) for steps in (9, 11, 14)]
+    assert "| 3.00 s, 11 steps |" in markdown(slow)
+    assert "3.00 s, 14 steps" in page_of(slow)
 
 
 def test_page_says_what_failed_and_needs_nothing_else() -> None:
