@@ -17,6 +17,8 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
 
+from ftrun.agent import nvidia
+
 EVERY_S = 5.0
 _RECENT_S = 120.0
 _KEPT = 8
@@ -105,15 +107,10 @@ class _Gpus:
     """NVML, if there is one."""
 
     def __init__(self) -> None:
-        self._nvml: Any = None
         self._events: Any = None
         self._news: list[str] = []
         self._throttled: dict[int, bool] = {}
-        with suppress(Exception):  # no package, no driver, no device: nothing to say
-            import pynvml  # type: ignore[import-not-found, unused-ignore]
-
-            pynvml.nvmlInit()
-            self._nvml = pynvml
+        self._nvml = nvidia.driver()
         if self._nvml is not None:
             self._listen()
 
@@ -127,10 +124,8 @@ class _Gpus:
         nvml, found = self._nvml, dict[str, int]()
         for index, device in self._devices():
             with suppress(Exception):  # unknown to some devices
-                found[f"GPU {index} uncorrectable_memory_errors"] = (
-                    nvml.nvmlDeviceGetTotalEccErrors(
-                        device, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
-                    )
+                found[f"GPU {index} uncorrectable_memory_errors"] = nvidia.uncorrectable_errors(
+                    nvml, device
                 )
             self._look_at_clocks(index, device)
         self._hear()
@@ -144,19 +139,11 @@ class _Gpus:
         return found
 
     def _look_at_clocks(self, index: int, device: Any) -> None:
-        nvml = self._nvml
         with suppress(Exception):
-            reasons = nvml.nvmlDeviceGetCurrentClocksThrottleReasons(device)
-            slowed = bool(
-                reasons
-                & (
-                    nvml.nvmlClocksThrottleReasonHwSlowdown
-                    | nvml.nvmlClocksThrottleReasonSwThermalSlowdown
-                )
-            )
-            if slowed and not self._throttled.get(index, False):
-                self._news.append(f"GPU {index} is slowed down (reasons {reasons:#x})")
-            self._throttled[index] = slowed
+            said = nvidia.slowdown(self._nvml, device)
+            if said and not self._throttled.get(index, False):
+                self._news.append(f"GPU {index} {said}")
+            self._throttled[index] = bool(said)
 
     def _listen(self) -> None:
         nvml = self._nvml

@@ -20,11 +20,11 @@ import sys
 import threading
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from ftrun import clock
+from ftrun.agent import nvidia
 from ftrun.agent.cgroup_room import cgroup_room
 from ftrun.monitor.fitness import Figures
 
@@ -65,7 +65,7 @@ def measure(folder: Path) -> Figures:
         rtt_s, rate = loopback()
     except OSError as error:
         not_done = f"the loopback was not measured: {error}"
-    gpus, faults, remarks = gpu_state()
+    gpus, faults, remarks = nvidia.soundness()
     return msgspec.structs.replace(
         found,
         processes=free_processes(),
@@ -213,56 +213,6 @@ def clock_fault() -> str:
     if passed_s < NAP_S / 2:
         return f"the monotonic clock has moved by {passed_s:.4f} s in a sleep of {NAP_S} s"
     return ""
-
-
-# --- GPUs -------------------------------------------------------------------------------------
-
-
-def gpu_state() -> tuple[int, tuple[str, ...], tuple[str, ...]]:
-    """How many GPUs there are, what is broken, what only slows; nothing without a driver."""
-    try:
-        import pynvml  # type: ignore[import-not-found, unused-ignore]
-
-        pynvml.nvmlInit()
-    except Exception:  # noqa: BLE001 - no package, no driver, no device: nothing to say
-        return 0, (), ()
-    faults: list[str] = []
-    remarks: list[str] = []
-    count = 0
-    with suppress(pynvml.NVMLError):
-        count = pynvml.nvmlDeviceGetCount()
-    for index in range(count):
-        _look_at_gpu(pynvml, index, faults, remarks)
-    with suppress(pynvml.NVMLError):
-        pynvml.nvmlShutdown()
-    return count, tuple(faults), tuple(remarks)
-
-
-def _look_at_gpu(nvml: Any, index: int, faults: list[str], remarks: list[str]) -> None:
-    try:
-        device = nvml.nvmlDeviceGetHandleByIndex(index)
-    except nvml.NVMLError as error:
-        faults.append(f"GPU {index} does not answer: {error}")
-        return
-    with suppress(nvml.NVMLError):  # each is unknown to some devices
-        count = nvml.nvmlDeviceGetTotalEccErrors(
-            device, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
-        )
-        if count:
-            faults.append(f"GPU {index} has {count:,} uncorrectable memory errors since its reset")
-    with suppress(nvml.NVMLError):
-        _, _, is_pending, has_failed = nvml.nvmlDeviceGetRemappedRows(device)
-        if has_failed:
-            faults.append(f"GPU {index} could not replace a broken row of its memory")
-        elif is_pending:
-            faults.append(f"GPU {index} needs a reset: rows of its memory are to be replaced")
-    with suppress(nvml.NVMLError):
-        reasons = nvml.nvmlDeviceGetCurrentClocksThrottleReasons(device)
-        slowed = (
-            nvml.nvmlClocksThrottleReasonHwSlowdown | nvml.nvmlClocksThrottleReasonSwThermalSlowdown
-        )
-        if reasons & slowed:
-            remarks.append(f"GPU {index} is slowed down (reasons {reasons:#x})")
 
 
 if __name__ == "__main__":

@@ -13,7 +13,8 @@ import msgspec
 import pytest
 
 from ftrun.agent.cgroup_room import cgroup_room
-from ftrun.agent.preflight import clock_fault, copy_rate, gpu_state, loopback, measure, room
+from ftrun.agent.nvidia import soundness
+from ftrun.agent.preflight import clock_fault, copy_rate, loopback, measure, room
 from ftrun.agent.preflight_desk import PreflightDesk
 from ftrun.config import NodesSpec, Profile, RunSpec
 from ftrun.journal import Journal, read_journal
@@ -135,12 +136,12 @@ def test_gpus_are_looked_at(
     remarks: tuple[str, ...],
 ) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", FakeDriver(**about))
-    assert gpu_state() == (1, faults, remarks)
+    assert soundness() == (1, faults, remarks)
 
 
 def test_without_gpus_nothing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert gpu_state() == (0, (), ())
+    assert soundness() == (0, (), ())
 
 
 # --- the desk ---------------------------------------------------------------------------------
