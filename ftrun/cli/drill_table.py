@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ftrun.cli.drill_judge import Row
+from ftrun.cli.report_words import count
 
 HEAD = ("fault", "on", "nodes", "detected", "culprit", "action", "steps lost", "equal", "passed")
 
@@ -23,7 +24,7 @@ def cells(row: Row) -> tuple[str, ...]:
 
 def line(row: Row) -> str:
     """One row as it is told while the drill goes on."""
-    said = f"{row.fault:16} {row.target:8} {row.nodes:9} {detected(row):>8}  "
+    said = f"{row.fault:16} {row.target:8} {row.nodes:9} {detected(row):>17}  "
     lost = "-" if row.steps_lost is None else row.steps_lost
     told = f"{row.found}; {row.action or 'no action'}; {lost} steps lost; equal: " + yes_or_no(
         row.equal
@@ -121,7 +122,7 @@ def seconds(value: float | None) -> str:
 def detected(it: "Row | Group") -> str:
     """Steps are told where some were made: a hang makes none."""
     steps = it.detected_steps
-    return seconds(it.detected_s) + (f", {steps:.0f} steps" if steps and steps >= 1 else "")
+    return seconds(it.detected_s) + (f", {count(round(steps), 'step')}" if steps else "")
 
 
 def _escaped(text: str) -> str:
