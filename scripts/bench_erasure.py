@@ -46,7 +46,7 @@ from virtual_cluster import VirtualCluster, available
 from ftrun.erasure.stripes import BLOCK_BYTES
 from ftrun.ids import Version, version
 from ftrun.snapshot.layout import Entry, Layout, When, make_layout
-from ftrun.wire import messages as msg
+from ftrun.wire import messages, protected, smp_messages, worker_messages
 from ftrun.wire.arena import Arena, SlotHeader, SlotState, table_digest
 from ftrun.wire.channel import Channel, Received, connect
 from ftrun.wire.pages import create_command_page
@@ -94,12 +94,12 @@ class SmpNode:
     page_fd: int = -1
     arena_fd: int = -1
     vaults: dict[int, int] = field(default_factory=dict)
-    told: list[msg.AnyMessage] = field(default_factory=list)
+    told: list[messages.AnyMessage] = field(default_factory=list)
 
     @property
-    def place(self) -> msg.NodePlace:
+    def place(self) -> protected.NodePlace:
         host = self.cluster.address(self.rank)
-        return msg.NodePlace(f"node{self.rank}", 1, host, self.port, [self.rank])
+        return protected.NodePlace(f"node{self.rank}", 1, host, self.port, [self.rank])
 
     def start(self) -> None:
         self.starts += 1
@@ -115,8 +115,8 @@ class SmpNode:
         self.wait_for("its socket", path.exists)
         self.agent = self.connect("agent")
         host = self.cluster.address(self.rank)
-        answer = self.ask(msg.ListenForPeers(host))
-        if not isinstance(answer, msg.ListeningForPeers):
+        answer = self.ask(smp_messages.ListenForPeers(host))
+        if not isinstance(answer, smp_messages.ListeningForPeers):
             raise BenchError(f"the SMP of node{self.rank} does not listen: {answer}")
         self.port = answer.port
 
@@ -125,18 +125,20 @@ class SmpNode:
             self.folder / f"{self.rank}-{self.starts}.sock",
             run_id=RUN_ID,
             peer=f"the SMP of node{self.rank}",
-            hello=msg.Hello(role=role, pid=os.getpid(), rank=self.rank if role == "worker" else -1),
+            hello=messages.Hello(
+                role=role, pid=os.getpid(), rank=self.rank if role == "worker" else -1
+            ),
             deadline_s=WAIT_S,
         )
 
-    def ask(self, body: msg.AnyMessage, *fds: int) -> msg.AnyMessage:
+    def ask(self, body: messages.AnyMessage, *fds: int) -> messages.AnyMessage:
         """The answer; what is said unasked is kept."""
         self.agent.send(body, fds=fds, deadline_s=WAIT_S)
         while self._keep(received := self.agent.receive(deadline_s=WAIT_S)):
             pass
         return received.body
 
-    def has_told(self, kind: type[msg.AnyMessage], at: Version) -> bool:
+    def has_told(self, kind: type[messages.AnyMessage], at: Version) -> bool:
         for received in self.agent.receive_ready():
             self._keep(received)
         wanted = (at.generation, at.step)
@@ -144,13 +146,13 @@ class SmpNode:
             isinstance(one, kind) and (one.generation, one.step) == wanted for one in self.told
         )
 
-    def begin(self, generation: int, body: msg.BeginGeneration) -> None:
+    def begin(self, generation: int, body: smp_messages.BeginGeneration) -> None:
         if self.page_fd >= 0:
             os.close(self.page_fd)
         self.page_fd = create_command_page()
         self.agent.generation = generation
         answer = self.ask(body, self.page_fd)
-        if not isinstance(answer, msg.Done):
+        if not isinstance(answer, messages.Done):
             raise BenchError(f"node{self.rank} does not begin generation {generation}: {answer}")
 
     def employ(self, generation: int, world_size: int) -> None:
@@ -158,11 +160,11 @@ class SmpNode:
         self.worker = self.connect("worker")
         self.worker.generation = generation
         layout = self.layout
-        body = msg.RequestArena(
+        body = worker_messages.RequestArena(
             self.rank, world_size, layout.image_bytes, len(layout.pieces), self.layout_id
         )
         answer = self.worker.ask(body, deadline_s=WAIT_S)
-        if not isinstance(answer.body, msg.ArenaGranted):
+        if not isinstance(answer.body, worker_messages.ArenaGranted):
             raise BenchError(f"no arena for rank {self.rank}: {answer.body}")
         (self.arena_fd,) = answer.fds
 
@@ -195,7 +197,9 @@ class SmpNode:
             arena.close()
 
     def tell_sealed(self, at: Version) -> None:
-        self.worker.send(msg.ShardSealed(self.rank, at.generation, at.step, self.layout_id))
+        self.worker.send(
+            worker_messages.ShardSealed(self.rank, at.generation, at.step, self.layout_id)
+        )
 
     def lose(self) -> None:
         """Its SMP is killed, and nobody keeps its memory."""
@@ -219,20 +223,20 @@ class SmpNode:
     def _keep(self, received: Received) -> bool:
         body = received.body
         match body:
-            case msg.ArenaGranted():
+            case worker_messages.ArenaGranted():
                 for fd in received.fds:
                     os.close(fd)
-            case msg.VaultMade():
+            case smp_messages.VaultMade():
                 if body.slot in self.vaults:
                     os.close(self.vaults[body.slot])
                 (self.vaults[body.slot],) = received.fds
             case (
-                msg.VersionReady()
-                | msg.VersionCommitted()
-                | msg.AbandonVersion()
-                | msg.RestoreReady()
-                | msg.RestoreFailed()
-                | msg.SmpNotice()
+                smp_messages.VersionReady()
+                | smp_messages.VersionCommitted()
+                | smp_messages.AbandonVersion()
+                | smp_messages.RestoreReady()
+                | smp_messages.RestoreFailed()
+                | smp_messages.SmpNotice()
             ):
                 self.told.append(body)
             case _:
@@ -254,7 +258,7 @@ class Group:
             place if lost is None or place.ranks != [lost.rank] else gone(place) for place in places
         ]
         for node in self.nodes:
-            body = msg.BeginGeneration(
+            body = smp_messages.BeginGeneration(
                 generation=self.generation,
                 world_size=len(self.nodes),
                 local_ranks=[node.rank],
@@ -263,7 +267,7 @@ class Group:
                 parity=self.parity,
                 restored=(restored.generation, restored.step) if restored else None,
                 protected_in=self.generation - 1 if restored else -1,
-                restore_from=[msg.OldGroup(old, self.parity, self.generation - 1)]
+                restore_from=[protected.OldGroup(old, self.parity, self.generation - 1)]
                 if node is lost
                 else [],
             )
@@ -278,13 +282,14 @@ class Group:
         for node in self.nodes:
             node.tell_sealed(at)
         for node in self.nodes:
-            node.wait_for(f"{at}", lambda node=node: node.has_told(msg.VersionReady, at))
+            node.wait_for(f"{at}", lambda node=node: node.has_told(smp_messages.VersionReady, at))
         took_s = time.monotonic() - began_s
         for node in self.nodes:
-            node.agent.send(msg.CommitVersion(at.generation, at.step))
+            node.agent.send(smp_messages.CommitVersion(at.generation, at.step))
         for node in self.nodes:
             node.wait_for(
-                f"commit of {at}", lambda node=node: node.has_told(msg.VersionCommitted, at)
+                f"commit of {at}",
+                lambda node=node: node.has_told(smp_messages.VersionCommitted, at),
             )
         return took_s
 
@@ -293,15 +298,15 @@ class Group:
         lost.lose()
         lost.start()
         for node in self.nodes:
-            node.ask(msg.VoidAfter(at.generation, at.step))
+            node.ask(smp_messages.VoidAfter(at.generation, at.step))
         began_s = time.monotonic()
         self.begin(at, lost)
-        lost.wait_for("the restored state", lambda: lost.has_told(msg.RestoreReady, at))
+        lost.wait_for("the restored state", lambda: lost.has_told(smp_messages.RestoreReady, at))
         return time.monotonic() - began_s
 
 
-def gone(place: msg.NodePlace) -> msg.NodePlace:
-    return msg.NodePlace(place.node_id, place.incarnation, place.host, 0, place.ranks)
+def gone(place: protected.NodePlace) -> protected.NodePlace:
+    return protected.NodePlace(place.node_id, place.incarnation, place.host, 0, place.ranks)
 
 
 def main() -> int:

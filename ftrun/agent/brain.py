@@ -18,7 +18,7 @@ from ftrun.recovery.member import Member
 from ftrun.recovery.oversight import Oversight
 from ftrun.recovery.settings import ClusterSettings
 from ftrun.recovery.supervisor import Policy, State
-from ftrun.wire.cluster import NodeCard, Plan
+from ftrun.wire.plan import NodeCard, Plan
 
 NetworkCommand = Dial | Send | HangUp
 

@@ -14,7 +14,8 @@ from ftrun.agent.incident_status import incidents_of, last_collectives, lateness
 from ftrun.monitor.numbers import finite
 from ftrun.recovery.attendance import Peer
 from ftrun.recovery.lead import Lead
-from ftrun.wire.cluster import Beat, Plan
+from ftrun.wire.heartbeats import Beat
+from ftrun.wire.plan import Plan
 
 
 def cluster_status(brain: Brain) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from ftrun.agent.link_probe import serve_probe
 from ftrun.errors import FtrunError, HandshakeRefused, PeerError, PeerLost
 from ftrun.recovery.commands import Command, Dial, HoldRanks, ReleaseRanks, Send
 from ftrun.recovery.happenings import Closed, DialFailed, Happening, Heard, Opened, Passing
+from ftrun.wire.ballot_messages import TurnedAway
 from ftrun.wire.cluster import (
     AnyClusterMessage,
     AskClusterStatus,
@@ -33,7 +34,6 @@ from ftrun.wire.cluster import (
     ClusterEnvelope,
     ClusterStatus,
     JournalLines,
-    TurnedAway,
 )
 from ftrun.wire.fault_messages import FaultAnswer, FaultOrdered
 from ftrun.wire.handshake import Session, accept_handshake, dial_handshake

@@ -17,7 +17,7 @@ from ftrun.agent.fault_desk import NOT_ALLOWED
 from ftrun.agent.run_loop import RunLoop
 from ftrun.agent.status_document import status_document
 from ftrun.errors import FtrunError
-from ftrun.wire import messages as msg
+from ftrun.wire import fault_messages, messages
 from ftrun.wire.channel import Channel, accept, listen
 from ftrun.wire.fault_messages import FaultOrder
 
@@ -69,23 +69,23 @@ class ControlServer:
         if channel is not None:
             self._selector.register(channel, selectors.EVENT_READ)
 
-    def _stop(self) -> msg.AnyMessage:
+    def _stop(self) -> messages.AnyMessage:
         """Whoever reached the port of a run without a secret could ask through any node."""
         run = self._run
         nodes, lead = run.spec.nodes, run.brain.member.lead_card
         if nodes is not None and nodes.secret_file is None and lead and not run.brain.leads:
-            return msg.Refused(
+            return messages.Refused(
                 f"this run is UNAUTHENTICATED, so it is stopped where it is led: on node "
                 f"{lead.node_id} ({lead.host}). Or send SIGTERM to ftrun on any node"
             )
         run.stops_asked.put("ftrun stop")
         run.wake()
-        return msg.Done()
+        return messages.Done()
 
     def _inject(self, channel: Channel, order: FaultOrder) -> None:
         faults = self._run.faults
         if faults is None:
-            channel.send(msg.Refused(NOT_ALLOWED))
+            channel.send(messages.Refused(NOT_ALLOWED))
             return
 
         def ask() -> None:
@@ -103,16 +103,16 @@ class ControlServer:
         try:
             for received in channel.receive_ready():
                 match received.body:
-                    case msg.AskStatus():
-                        channel.send(msg.Status(status_document(self._run)))
-                    case msg.StopRun():
+                    case messages.AskStatus():
+                        channel.send(messages.Status(status_document(self._run)))
+                    case messages.StopRun():
                         channel.send(self._stop())
-                    case msg.InjectFault(order=order):
+                    case fault_messages.InjectFault(order=order):
                         self._inject(channel, order)
-                    case msg.Hello():
+                    case messages.Hello():
                         pass
                     case other:
-                        channel.send(msg.Refused(f"the agent has no answer to {other!r}"))
+                        channel.send(messages.Refused(f"the agent has no answer to {other!r}"))
         except (FtrunError, OSError) as error:
             _log.debug("a client is gone: %s", error)
             self._selector.unregister(channel)

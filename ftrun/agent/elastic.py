@@ -33,7 +33,7 @@ from ftrun.agent.rendezvous import BACKEND, Placement, PlanHandler
 from ftrun.agent.worker_starter import WorkerStarter
 from ftrun.config import RunSpec
 from ftrun.errors import UsageError
-from ftrun.wire.cluster import Plan
+from ftrun.wire.plan import Plan
 
 # Torch registers handlers that raise in the middle of anything. We queue signals instead, so
 # torch gets one to handle that is never sent to a process without a terminal.

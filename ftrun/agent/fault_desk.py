@@ -24,12 +24,12 @@ from ftrun.agent.fault_acts import FaultActs, continue_later
 from ftrun.agent.healer import named
 from ftrun.agent.healing import Deed, Healing
 from ftrun.errors import FaultRefused, FtrunError
-from ftrun.wire import messages as msg
-from ftrun.wire.cluster import Plan
+from ftrun.wire import fault_messages, messages
 from ftrun.wire.fault_kinds import fault_kind
 from ftrun.wire.fault_messages import FaultAnswer, FaultOrder, FaultOrdered
 from ftrun.wire.fault_orders import FaultPage
 from ftrun.wire.pages import Beat, Page
+from ftrun.wire.plan import Plan
 
 if TYPE_CHECKING:
     from ftrun.agent.run_loop import RunLoop
@@ -93,12 +93,12 @@ class FaultDesk:
 
     # --- a thread for each order --------------------------------------------------------------
 
-    def ask(self, order: FaultOrder) -> msg.AnyMessage:
+    def ask(self, order: FaultOrder) -> messages.AnyMessage:
         """An operator on this machine wants it; the answer for them."""
         try:
             node_id, order = self._resolve(order)
         except FaultRefused as error:
-            return msg.Refused(str(error))
+            return messages.Refused(str(error))
         ticket = _Ticket(order)
         is_here = node_id in ("", self._own_id)
         if is_here:
@@ -111,11 +111,13 @@ class FaultDesk:
             ticket.is_given_up = True
             who = "this node's agent" if is_here else f"node {node_id}"
             self._sent.pop(order.id, None)
-            return msg.Refused(f"{who} has not answered within {ANSWER_S:.0f} s; see the journal")
+            return messages.Refused(
+                f"{who} has not answered within {ANSWER_S:.0f} s; see the journal"
+            )
         self._sent.pop(order.id, None)
         if ticket.refused:
-            return msg.Refused(ticket.refused)
-        return msg.FaultTaken(order.id, node_id or self._own_id, ticket.how)
+            return messages.Refused(ticket.refused)
+        return fault_messages.FaultTaken(order.id, node_id or self._own_id, ticket.how)
 
     def _resolve(self, order: FaultOrder) -> tuple[str, FaultOrder]:
         """The node where it is to be done.

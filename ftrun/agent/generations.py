@@ -25,10 +25,10 @@ from ftrun.config import RunSpec
 from ftrun.errors import PeerError, SnapshotError
 from ftrun.ids import Version, version
 from ftrun.journal import Journal
-from ftrun.wire import messages as msg
-from ftrun.wire.cluster import Plan
+from ftrun.wire import checkpoint_messages
 from ftrun.wire.crash_points import crash_point
 from ftrun.wire.pages import Beat
+from ftrun.wire.plan import Plan
 
 _log = logging.getLogger(__name__)
 
@@ -233,7 +233,7 @@ class Generations:
         if node is None:
             return None, "a spare loads none"
         answer = self._smp.load_checkpoint(directory, plan.world_size, list(node.ranks))
-        if isinstance(answer, msg.CheckpointLoaded):
+        if isinstance(answer, checkpoint_messages.CheckpointLoaded):
             why = "; ".join([f"checkpoint {answer.path}", *answer.notes])
             return version(answer.generation, answer.step), why
         if answer is None:

@@ -7,7 +7,7 @@ Gives:    bytes for the SMP and for the stub, which keep them and do not look in
 
 import msgspec
 
-from ftrun.wire.cluster import Plan
+from ftrun.wire.plan import Plan
 
 
 class KeptState(msgspec.Struct, frozen=True):

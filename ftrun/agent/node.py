@@ -29,8 +29,8 @@ from ftrun.monitor.deadlines import HangSettings
 from ftrun.recovery.places import Wishes
 from ftrun.recovery.settings import ClusterSettings, SlowSettings
 from ftrun.recovery.supervisor import Policy
-from ftrun.wire.cluster import NodeCard
 from ftrun.wire.identity import PeerIdentity
+from ftrun.wire.plan import NodeCard
 from ftrun.wire.secret import HOW_TO_MAKE, Secret, load_secret
 from ftrun.wire.tcp import bind_address, is_local_address, listen_tcp
 

@@ -38,7 +38,8 @@ from ftrun.monitor.exits import end_in_words, signal_name
 from ftrun.recovery import commands
 from ftrun.recovery.happenings import Adopted, HereIs, PlanKept, Quiesced
 from ftrun.recovery.own_parts import Parts
-from ftrun.wire.cluster import Beat, Plan, VersionPair
+from ftrun.wire.heartbeats import Beat
+from ftrun.wire.plan import Plan, VersionPair
 
 if TYPE_CHECKING:
     from ftrun.agent.onlookers import Onlookers

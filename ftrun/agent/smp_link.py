@@ -16,7 +16,7 @@ from ftrun import clock
 from ftrun.agent.processes import Child, python_command, spawn
 from ftrun.errors import FtrunError, LayoutUnknown, PeerError, PeerLost, PeerTimeout
 from ftrun.ids import Rank, Version, version
-from ftrun.wire import messages as msg
+from ftrun.wire import checkpoint_messages, messages, protected, smp_messages, worker_messages
 from ftrun.wire.arena import SlotState, read_shape, read_slot_headers, void_slots
 from ftrun.wire.channel import Channel, Received, connect
 from ftrun.wire.run_folder import RunFolder
@@ -37,7 +37,7 @@ class SmpLink:
     """None also where the SMP was found alive: then it is the stub's child, not ours."""
     channel: Channel | None = None
     committed: Version | None = None
-    last_checkpoint: msg.CheckpointWritten | None = None
+    last_checkpoint: checkpoint_messages.CheckpointWritten | None = None
     last_checkpoint_s: float = 0.0
     num_checkpoints: int = 0
     num_commits: int = 0
@@ -56,7 +56,7 @@ class SmpLink:
     survives_why: str = ""
     abandoned_step: int = -1
     restore_failed: str = ""
-    notices: deque[msg.SmpNotice] = field(default_factory=lambda: deque(maxlen=100))
+    notices: deque[smp_messages.SmpNotice] = field(default_factory=lambda: deque(maxlen=100))
     port: int = 0
     """Where the SMPs of other nodes reach this one; 0: nowhere."""
     _generation: int = -1
@@ -75,10 +75,10 @@ class SmpLink:
         """
         try:
             self.channel = self._connect(1.0)
-            handed = self.channel.ask(msg.HandOver(), deadline_s=ANSWER_WAIT_S)
+            handed = self.channel.ask(smp_messages.HandOver(), deadline_s=ANSWER_WAIT_S)
         except PeerError:
             return None
-        if not isinstance(handed.body, msg.HandedOver):
+        if not isinstance(handed.body, smp_messages.HandedOver):
             return None
         arenas = handed.fds[: len(handed.body.ranks)]
         for rank, fd in zip(handed.body.ranks, arenas, strict=True):
@@ -135,24 +135,24 @@ class SmpLink:
                     raise
                 clock.sleep(0.005)
         if self.held or self.vaults:
-            body = msg.Adopt([rank for rank, _ in self.held], len(self.vaults))
+            body = smp_messages.Adopt([rank for rank, _ in self.held], len(self.vaults))
             vaults = [fd for _, fd in sorted(self.vaults.items())]
             self._ask(body, fds=(*(fd for _, fd in self.held), *vaults))
         if self._run_state:
-            self._ask(msg.KeepRunState(self._run_state))
+            self._ask(smp_messages.KeepRunState(self._run_state))
 
     def listen_for_peers(self, host: str, secret: Secret | None) -> int:
         """Have it open a port for the SMPs of other nodes; which one."""
         fds = () if secret is None else (secret.as_memfd(),)
         try:
-            answer = self._ask(msg.ListenForPeers(host), fds=fds).body
+            answer = self._ask(smp_messages.ListenForPeers(host), fds=fds).body
         finally:
             for fd in fds:
                 os.close(fd)
-        self.port = answer.port if isinstance(answer, msg.ListeningForPeers) else 0
+        self.port = answer.port if isinstance(answer, smp_messages.ListeningForPeers) else 0
         return self.port
 
-    def begin_generation(self, body: msg.BeginGeneration, command_page: int) -> None:
+    def begin_generation(self, body: smp_messages.BeginGeneration, command_page: int) -> None:
         """Say who takes part from now on, and what is to be restored."""
         self.ready_version, self.abandoned_step, self.restore_failed = None, -1, ""
         self._generation, self._local_ranks = body.generation, frozenset(body.local_ranks)
@@ -163,33 +163,33 @@ class SmpLink:
     def commit(self, committed: Version) -> None:
         """Every node of the run is ready with this version."""
         if self.channel is not None:
-            self.channel.send(msg.CommitVersion(committed.generation, committed.step))
+            self.channel.send(smp_messages.CommitVersion(committed.generation, committed.step))
 
     def abandon(self, generation: int, step: int) -> None:
         """No uncommitted version up to this step will ever be committed."""
         if self.channel is not None:
-            self.channel.send(msg.AbandonVersion(generation, step))
+            self.channel.send(smp_messages.AbandonVersion(generation, step))
 
-    def inventory(self) -> msg.Inventory:
+    def inventory(self) -> smp_messages.Inventory:
         """What this node holds: its own slots, and its parts in protections.
 
         It stays as it is told until the next generation begins.
         """
         if self.channel is not None:
             with suppress(PeerError):
-                answer = self._ask(msg.TakeInventory(stand_still=True)).body
-                if isinstance(answer, msg.Inventory):
+                answer = self._ask(smp_messages.TakeInventory(stand_still=True)).body
+                if isinstance(answer, smp_messages.Inventory):
                     return answer
-        return msg.Inventory(self.offers())
+        return smp_messages.Inventory(self.offers())
 
     def keep_run_state(self, state: bytes) -> None:
         self._run_state = state
         if self.channel is not None:
-            self._ask(msg.KeepRunState(state))
+            self._ask(smp_messages.KeepRunState(state))
 
-    def offers(self) -> list[msg.ShardOffer]:
+    def offers(self) -> list[protected.ShardOffer]:
         """Every sealed slot on this node, read from the memory itself, SMP or no SMP."""
-        found: list[msg.ShardOffer] = []
+        found: list[protected.ShardOffer] = []
         for rank, fds in sorted(self.arenas.items()):
             for fd in fds:
                 try:
@@ -198,7 +198,7 @@ class SmpLink:
                 except LayoutUnknown:
                     continue
                 found.extend(
-                    msg.ShardOffer(
+                    protected.ShardOffer(
                         rank, header.generation, header.step, shape.world_size, shape.image_bytes
                     )
                     for header in headers
@@ -228,7 +228,7 @@ class SmpLink:
         """Make sure that no later version ever comes back; the workers must be dead."""
         if self.channel is not None:
             with suppress(PeerError):
-                self._ask(msg.VoidAfter(newest.generation, newest.step))
+                self._ask(smp_messages.VoidAfter(newest.generation, newest.step))
         return sum(
             void_slots(fd, lambda found: found > newest)
             for fds in self.arenas.values()
@@ -248,7 +248,7 @@ class SmpLink:
         """
         if self.channel is not None and not self.writing:
             pair = (part_of.generation, part_of.step) if part_of is not None else None
-            self.channel.send(msg.WriteCheckpoint(directory, keep, pair, token))
+            self.channel.send(checkpoint_messages.WriteCheckpoint(directory, keep, pair, token))
             self.writing = True
 
     def finish_checkpoint(self, limit_s: float, is_cancelled: Callable[[], bool]) -> None:
@@ -269,14 +269,15 @@ class SmpLink:
 
     def load_checkpoint(
         self, directory: str, world_size: int, ranks: list[int]
-    ) -> msg.CheckpointLoaded | str | None:
+    ) -> checkpoint_messages.CheckpointLoaded | str | None:
         """Fill the arenas from a checkpoint; or why that is not possible; None: there is none."""
         answer = self._ask(
-            msg.LoadCheckpoint(directory, world_size, ranks), deadline_s=CHECKPOINT_WAIT_S
+            checkpoint_messages.LoadCheckpoint(directory, world_size, ranks),
+            deadline_s=CHECKPOINT_WAIT_S,
         ).body
-        if isinstance(answer, msg.CheckpointLoaded):
+        if isinstance(answer, checkpoint_messages.CheckpointLoaded):
             return answer if answer.path else None
-        return answer.why if isinstance(answer, msg.Refused) else repr(answer)
+        return answer.why if isinstance(answer, messages.Refused) else repr(answer)
 
     def collect(self) -> None:
         """Take in what the SMP has said unasked.
@@ -288,7 +289,7 @@ class SmpLink:
             for received in self.channel.receive_ready():
                 self._take(received)
 
-    def take_notices(self) -> list[msg.SmpNotice]:
+    def take_notices(self) -> list[smp_messages.SmpNotice]:
         """What the SMP had to tell the journal since the last call."""
         found = list(self.notices)
         self.notices.clear()
@@ -305,7 +306,7 @@ class SmpLink:
         """End the SMP and free its memory, whether it answers or not."""
         if self.channel is not None:
             with suppress(FtrunError):
-                self._ask(msg.Shutdown(), deadline_s=10.0)
+                self._ask(smp_messages.Shutdown(), deadline_s=10.0)
             self.lost()
         if self.child is not None and not self.child.wait(5.0):
             self.child.signal(9)
@@ -316,7 +317,11 @@ class SmpLink:
         self.vaults.clear()
 
     def _ask(
-        self, body: msg.AnyMessage, *, fds: tuple[int, ...] = (), deadline_s: float = ANSWER_WAIT_S
+        self,
+        body: messages.AnyMessage,
+        *,
+        fds: tuple[int, ...] = (),
+        deadline_s: float = ANSWER_WAIT_S,
     ) -> Received:
         """Ask, and take in whatever the SMP says unasked before its answer."""
         if self.channel is None:
@@ -331,19 +336,19 @@ class SmpLink:
         """Whether this was something unasked, and is dealt with."""
         body = received.body
         match body:
-            case msg.ArenaGranted():
+            case worker_messages.ArenaGranted():
                 self._keep(Rank(body.rank), *received.fds)
-            case msg.VersionCommitted():
+            case smp_messages.VersionCommitted():
                 self.committed = version(body.generation, body.step)
                 self.num_commits += 1
                 self._drop_old_layouts()
-            case msg.CheckpointWritten(is_part=True):
+            case checkpoint_messages.CheckpointWritten(is_part=True):
                 self.writing, self.refused = False, body.note
-            case msg.CheckpointWritten():
+            case checkpoint_messages.CheckpointWritten():
                 self.last_checkpoint, self.refused, self.writing = body, "", False
                 self.num_checkpoints += 1
                 self.last_checkpoint_s = clock.now_s()
-            case msg.CheckpointRefused():
+            case checkpoint_messages.CheckpointRefused():
                 self.refused, self.writing = body.why, False
             case _:
                 return self._take_of_protection(received)
@@ -353,18 +358,18 @@ class SmpLink:
         """The same for what the SMP says of other nodes."""
         body = received.body
         match body:
-            case msg.VaultMade():
+            case smp_messages.VaultMade():
                 self._keep_vault(body.slot, *received.fds)
-            case msg.VersionReady():
+            case smp_messages.VersionReady():
                 self.ready_version = version(body.generation, body.step)
                 self.survives, self.survives_why = body.survives, body.why
-            case msg.AbandonVersion():
+            case smp_messages.AbandonVersion():
                 self.abandoned_step = max(self.abandoned_step, body.step)
-            case msg.RestoreReady():
+            case smp_messages.RestoreReady():
                 pass
-            case msg.RestoreFailed():
+            case smp_messages.RestoreFailed():
                 self.restore_failed = body.why
-            case msg.SmpNotice():
+            case smp_messages.SmpNotice():
                 self.notices.append(body)
             case _:
                 return False
@@ -398,6 +403,6 @@ class SmpLink:
             self.folder.smp_socket,
             run_id=self.folder.run_id,
             peer="the SMP",
-            hello=msg.Hello("agent", os.getpid()),
+            hello=messages.Hello("agent", os.getpid()),
             deadline_s=deadline_s,
         )

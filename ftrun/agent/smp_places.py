@@ -9,8 +9,9 @@ Gives:    a `BeginGeneration`: the protection group with the places of its SMPs,
 from ftrun.agent.smp_link import SmpLink
 from ftrun.config import RunSpec
 from ftrun.ids import Rank, Version
-from ftrun.wire.cluster import NodeCard, Plan
-from ftrun.wire.messages import BeginGeneration, NodePlace, OldGroup
+from ftrun.wire.plan import NodeCard, Plan
+from ftrun.wire.protected import NodePlace, OldGroup
+from ftrun.wire.smp_messages import BeginGeneration
 
 
 def begin_generation(

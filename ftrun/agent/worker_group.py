@@ -25,9 +25,10 @@ from ftrun.ids import Rank, Step, Version
 from ftrun.monitor.exits import ExitFacts, explain
 from ftrun.monitor.step_times import quantile_s
 from ftrun.wire import environment as env
-from ftrun.wire.cluster import Plan, RankReport
 from ftrun.wire.fault_orders import FaultPages
+from ftrun.wire.heartbeats import RankReport
 from ftrun.wire.pages import Beat, Command, Page, create_command_page, create_page
+from ftrun.wire.plan import Plan
 from ftrun.wire.stack_file import create_stack_file, stacks
 
 KILL_WAIT_S = 60.0

@@ -74,6 +74,15 @@ def _unharmed(proof: str = "", proof_text: str = "", *, alone: bool = False) -> 
     return Expected(steps_lost=0, proof=proof, proof_text=proof_text, alone=alone)
 
 
+_BAD_NUMBERS = Expected(  # of one rank: until they have spread, its replicas differ from it
+    verdicts=("bad numbers", "replicas differ"),
+    incidents=2,
+    steps_lost=None,
+    equal=False,
+    alone=True,
+    proof="Verdict",
+    proof_text="bad numbers",
+)
 _LOST_NODE = Expected(verdicts=("node lost",), action=_LOST, alone=True, proof="NodeLost|LeadLost")
 
 _TABLE: dict[str, Expected] = {
@@ -94,8 +103,8 @@ _TABLE: dict[str, Expected] = {
     ),
     "slow": Expected(verdicts=("slow computation",), action=("report",), steps_lost=0),
     "slow-input": Expected(verdicts=("input-bound",), steps_lost=None),
-    "nan": Expected(verdicts=("bad numbers",), steps_lost=None, equal=False, alone=True),
-    "spike": Expected(verdicts=("bad numbers",), steps_lost=None, equal=False, alone=True),
+    "nan": _BAD_NUMBERS,
+    "spike": _BAD_NUMBERS,
     "poison-batch": Expected(
         verdicts=("crash",), action=("stop",), steps_lost=None, equal=False, exit_code=93,
         ends=True, alone=True, proof=_EXITED, proof_text="RuntimeError",

@@ -105,7 +105,7 @@ def is_settled(
     closed = {line["incident"] for line in later if line["kind"] == "IncidentClosed"}
     if trial.expected.verdicts and not opened:
         return False
-    if not trial.expected.verdicts and trial.expected.proof and not _proof(trial.expected, later):
+    if trial.expected.proof and not _proof(trial.expected, later):
         return False
     return opened <= closed and more_steps
 

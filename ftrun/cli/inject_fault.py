@@ -10,9 +10,9 @@ from ftrun.cli import render
 from ftrun.cli.found_runs import Life, choose
 from ftrun.errors import ExitCode, FaultRefused, FtrunError, ProtocolError, UsageError
 from ftrun.wire.fault_kinds import FAULTS, TARGETS, FaultKind
-from ftrun.wire.fault_messages import FaultOrder
+from ftrun.wire.fault_messages import FaultOrder, FaultTaken, InjectFault
 from ftrun.wire.fault_orders import duration_s, make_order
-from ftrun.wire.messages import FaultTaken, InjectFault, Refused
+from ftrun.wire.messages import Refused
 
 _ANSWER_S = 40.0
 """The agent itself waits for another node, and for what brings the fault about."""

@@ -260,7 +260,8 @@ def end_children(*, term_first: bool, spare: str = "") -> None:
 def shut_down_smp(folder: RunFolder) -> bool:
     """Ask the SMP to free everything and end; says whether it answered."""
     from ftrun.wire.channel import connect
-    from ftrun.wire.messages import Done, Hello, Shutdown
+    from ftrun.wire.messages import Done, Hello
+    from ftrun.wire.smp_messages import Shutdown
 
     try:
         channel = connect(

@@ -27,7 +27,8 @@ from ftrun.recovery.patience import Patience
 from ftrun.recovery.settings import ClusterSettings
 from ftrun.recovery.succession import Succession
 from ftrun.recovery.waiting import Waiting
-from ftrun.wire.cluster import Gathering, Join, NodeCard
+from ftrun.wire.ballot_messages import Gathering, Join
+from ftrun.wire.plan import NodeCard
 
 
 class Role(Enum):

@@ -22,7 +22,8 @@ from ftrun.monitor.clock_offsets import ClockOffset
 from ftrun.monitor.fitness import Fitness
 from ftrun.recovery.ballots import identity
 from ftrun.recovery.settings import ClusterSettings
-from ftrun.wire.cluster import Beat, Identity, NodeCard, Plan
+from ftrun.wire.heartbeats import Beat
+from ftrun.wire.plan import Identity, NodeCard, Plan
 
 _LONG_AGO_S = -1e9
 

@@ -29,7 +29,8 @@ Rule 5: where no voter is left that could be part of another majority, none is n
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
-from ftrun.wire.cluster import Accepted, Edition, Identity, NodeCard, Plan, Promise, Voters
+from ftrun.wire.ballot_messages import Accepted, Promise
+from ftrun.wire.plan import Edition, Identity, NodeCard, Plan, Voters
 
 Electorate = frozenset[Identity]
 

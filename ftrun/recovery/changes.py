@@ -20,7 +20,7 @@ from ftrun.recovery.attendance import Peer, Peers
 from ftrun.recovery.ballots import identity
 from ftrun.recovery.oversight import Oversight
 from ftrun.recovery.settings import ClusterSettings
-from ftrun.wire.cluster import Plan
+from ftrun.wire.plan import Plan
 
 
 class Changes:

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 
 from ftrun.events import WorkerExit
 from ftrun.ids import Version
-from ftrun.wire.cluster import AnyClusterMessage, Plan
+from ftrun.wire.cluster import AnyClusterMessage
+from ftrun.wire.plan import Plan
 
 # --- a whole run: the supervisor's ------------------------------------------------------------
 

@@ -11,7 +11,7 @@ Rule 2: where the doubt stays, only a ballot ends it: nodes do not come back, or
 
 from ftrun.recovery.attendance import Peers
 from ftrun.recovery.settings import ClusterSettings
-from ftrun.wire.cluster import Plan
+from ftrun.wire.plan import Plan
 
 
 class Doubt:

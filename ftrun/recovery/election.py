@@ -19,16 +19,8 @@ from ftrun.recovery.attendance import Peer, Peers
 from ftrun.recovery.ballots import Ballot, electorate
 from ftrun.recovery.commands import Command, Dial, Note, Send
 from ftrun.recovery.settings import ClusterSettings
-from ftrun.wire.cluster import (
-    Accepted,
-    Announce,
-    Edition,
-    NodeCard,
-    NotPromised,
-    Plan,
-    Prepare,
-    Promise,
-)
+from ftrun.wire.ballot_messages import Accepted, Announce, NotPromised, Prepare, Promise
+from ftrun.wire.plan import Edition, NodeCard, Plan
 
 _PATIENCE_S, _PATIENCE_BY_PLACE_S, _MAX_DOUBLINGS = 0.2, 0.5, 4
 

@@ -25,16 +25,8 @@ from ftrun.recovery.attendance import Peer, Peers
 from ftrun.recovery.ballots import carries, electorate, identity
 from ftrun.recovery.commands import Command, Note, Send
 from ftrun.recovery.settings import ClusterSettings
-from ftrun.wire.cluster import (
-    Accepted,
-    Announce,
-    Edition,
-    History,
-    Identity,
-    NodeCard,
-    Plan,
-    Voters,
-)
+from ftrun.wire.ballot_messages import Accepted, Announce
+from ftrun.wire.plan import Edition, History, Identity, NodeCard, Plan, Voters
 
 
 class Enrolment:

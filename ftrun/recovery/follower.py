@@ -40,21 +40,9 @@ from ftrun.recovery.commands import (
     TakeFrom,
 )
 from ftrun.recovery.happenings import Adopted, Checked, PlanKept, Quiesced
-from ftrun.wire.cluster import (
-    Accepted,
-    Announce,
-    Beat,
-    Edition,
-    Identity,
-    LeadBeat,
-    NodeCard,
-    NotPromised,
-    Plan,
-    Prepare,
-    Promise,
-    VersionPair,
-    beat,
-)
+from ftrun.wire.ballot_messages import Accepted, Announce, NotPromised, Prepare, Promise
+from ftrun.wire.heartbeats import Beat, LeadBeat, beat
+from ftrun.wire.plan import Edition, Identity, NodeCard, Plan, VersionPair
 
 
 class Follower:

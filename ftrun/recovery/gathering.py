@@ -11,7 +11,8 @@ Rule 2: where one of those who join knows of a run, none is begun here: that one
 
 from ftrun.recovery.commands import Command, Send
 from ftrun.recovery.settings import ClusterSettings
-from ftrun.wire.cluster import Gathering, Join, NodeCard, TurnedAway
+from ftrun.wire.ballot_messages import Gathering, Join, TurnedAway
+from ftrun.wire.plan import NodeCard
 
 
 class Gatherer:

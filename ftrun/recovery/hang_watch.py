@@ -17,7 +17,8 @@ from ftrun.monitor.deadlines import Deadlines, HangSettings
 from ftrun.monitor.evidence import RankView
 from ftrun.monitor.hangs import find_hang
 from ftrun.monitor.verdicts import Sure, Verdict, VerdictKind, ranks_in_words
-from ftrun.wire.cluster import Beat, Plan
+from ftrun.wire.heartbeats import Beat
+from ftrun.wire.plan import Plan
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,10 @@ Runs in:  every agent. Pure.
 from dataclasses import dataclass
 
 from ftrun.monitor.fitness import Fitness
-from ftrun.wire.cluster import AnyClusterMessage, Beat, Edition, VersionPair
-from ftrun.wire.messages import Inventory
+from ftrun.wire.cluster import AnyClusterMessage
+from ftrun.wire.heartbeats import Beat
+from ftrun.wire.plan import Edition, VersionPair
+from ftrun.wire.smp_messages import Inventory
 
 
 @dataclass(frozen=True, slots=True)

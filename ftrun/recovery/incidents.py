@@ -23,7 +23,8 @@ from ftrun.recovery.commands import Note
 from ftrun.recovery.hang_watch import Finding
 from ftrun.recovery.lifecycle import Life, LifeCycle
 from ftrun.recovery.losses import Losses
-from ftrun.wire.cluster import Beat, Plan
+from ftrun.wire.heartbeats import Beat
+from ftrun.wire.plan import Plan
 
 KEPT = 20
 """Closed incidents that status still shows."""

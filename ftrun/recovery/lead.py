@@ -39,16 +39,9 @@ from ftrun.recovery.places import NotEnough
 from ftrun.recovery.planning import StateMissing, make_plan, notes_of, refusal
 from ftrun.recovery.screening import Screening
 from ftrun.recovery.settings import ClusterSettings
-from ftrun.wire.cluster import (
-    Accepted,
-    Beat,
-    LeadBeat,
-    LeadIs,
-    NodeCard,
-    NotPromised,
-    Plan,
-    Promise,
-)
+from ftrun.wire.ballot_messages import Accepted, LeadIs, NotPromised, Promise
+from ftrun.wire.heartbeats import Beat, LeadBeat
+from ftrun.wire.plan import NodeCard, Plan
 
 _RESTARTED = "its agent was started again"
 _ASK_AGAIN_PLACE = 4

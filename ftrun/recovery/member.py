@@ -46,7 +46,10 @@ from ftrun.recovery.happenings import (
 from ftrun.recovery.lead import Lead
 from ftrun.recovery.oversight import Oversight
 from ftrun.recovery.settings import ClusterSettings
-from ftrun.wire import cluster as say
+from ftrun.wire import ballot_messages as say
+from ftrun.wire.cluster import AnyClusterMessage, ProbeFound
+from ftrun.wire.heartbeats import Beat, LeadBeat, with_state
+from ftrun.wire.plan import NodeCard, Plan
 
 
 class Member:
@@ -54,12 +57,12 @@ class Member:
 
     def __init__(
         self,
-        me: say.NodeCard,
+        me: NodeCard,
         settings: ClusterSettings,
         oversight: Callable[[], Oversight],
         *,
         now_s: float,
-        kept: say.Plan | None = None,
+        kept: Plan | None = None,
         took_effect: bool = False,
     ) -> None:
         self.me = me
@@ -69,8 +72,8 @@ class Member:
         self._settings = settings
         self._oversight = oversight
         self._links: dict[str, int] = {me.node_id: me.incarnation}
-        self._to_self: deque[say.AnyClusterMessage] = deque()
-        self._here = say.Beat(generation=-1)
+        self._to_self: deque[AnyClusterMessage] = deque()
+        self._here = Beat(generation=-1)
         self._beat_number = 0
         self._now_s = now_s
         self._beat_due_s = self._dial_due_s = now_s
@@ -89,7 +92,7 @@ class Member:
         return self._allegiance.role
 
     @property
-    def lead_card(self) -> say.NodeCard | None:
+    def lead_card(self) -> NodeCard | None:
         """Whom it follows, or tries to reach."""
         return self._allegiance.lead_card
 
@@ -196,13 +199,13 @@ class Member:
 
     # --- messages -----------------------------------------------------------------------------
 
-    def _hear(self, sender: str, body: say.AnyClusterMessage, now_s: float) -> list[Command]:
+    def _hear(self, sender: str, body: AnyClusterMessage, now_s: float) -> list[Command]:
         found: list[Command] = []
         if self.lead is not None:
             found = self._lead_hears(sender, now_s)
         return found + self._take(sender, body, now_s)
 
-    def _take(self, sender: str, body: say.AnyClusterMessage, now_s: float) -> list[Command]:
+    def _take(self, sender: str, body: AnyClusterMessage, now_s: float) -> list[Command]:
         match body:
             case say.Join():
                 return self._asked_to_join(sender, body, now_s)
@@ -218,7 +221,7 @@ class Member:
                 return self._prepare(sender, body, now_s)
             case say.Announce():
                 return self._announced(sender, body, now_s)
-            case say.LeadBeat():
+            case LeadBeat():
                 return self._lead_beat(sender, body, now_s)
             case _:
                 return self._as_lead(sender, body, now_s)
@@ -232,7 +235,7 @@ class Member:
             return []
         return self.lead.back_again(peer, now_s=now_s)
 
-    def _as_lead(self, sender: str, body: say.AnyClusterMessage, now_s: float) -> list[Command]:
+    def _as_lead(self, sender: str, body: AnyClusterMessage, now_s: float) -> list[Command]:
         """What only a lead is told; what is late, for one that is none any more, is dropped."""
         lead = self.lead
         peer = lead.peers.get(sender) if lead is not None else None
@@ -247,15 +250,15 @@ class Member:
                 return lead.not_promised(body, now_s=now_s)
             case say.Accepted():
                 return lead.accepted(sender, body, now_s=now_s)
-            case say.Beat():
+            case Beat():
                 return lead.beat(sender, body, now_s=now_s)
-            case say.ProbeFound():
+            case ProbeFound():
                 lead.oversight.watching.slow.probed(body, now_s=now_s)
                 return []
             case _:
                 return []
 
-    def _gives_way_to(self, lead: Lead, body: say.NotPromised) -> say.NodeCard | None:
+    def _gives_way_to(self, lead: Lead, body: say.NotPromised) -> NodeCard | None:
         """The lead that somebody hears, if it is one to go to; not where it refuses us."""
         if body.lead is None or lead.is_settled or body.lead.node_id in lead.known.refused:
             return None
@@ -281,7 +284,7 @@ class Member:
             return []
         return self.follower.announce(sender, body, proposer)
 
-    def _lead_beat(self, sender: str, body: say.LeadBeat, now_s: float) -> list[Command]:
+    def _lead_beat(self, sender: str, body: LeadBeat, now_s: float) -> list[Command]:
         if not self._follows(sender):
             return []
         if body.ended and self.lead is not None:
@@ -294,7 +297,7 @@ class Member:
         orders = self.follower.obey(sender, body, now_s=now_s)
         if self.follower.is_ended:
             # The lead waits for this word before it ends itself.
-            found.append(Send(sender, say.with_state(self._beat(), "ended")))
+            found.append(Send(sender, with_state(self._beat(), "ended")))
         return found + orders
 
     def _asked_to_join(self, sender: str, body: say.Join, now_s: float) -> list[Command]:
@@ -351,11 +354,11 @@ class Member:
 
     # --- whom to follow -----------------------------------------------------------------------
 
-    def _follow(self, card: say.NodeCard, now_s: float) -> None:
+    def _follow(self, card: NodeCard, now_s: float) -> None:
         self.lead = None
         self._allegiance.follow(card, now_s=now_s)
 
-    def _step_down(self, card: say.NodeCard, now_s: float) -> list[Command]:
+    def _step_down(self, card: NodeCard, now_s: float) -> list[Command]:
         """Another one leads a generation as new as ours: go there."""
         self.lead = None
         note = Note("SteppedDown", f"node {card.node_id} leads")
@@ -366,7 +369,7 @@ class Member:
         cards = plan.voters if plan is not None else []
         return self._lead_from(cards, now_s, why="the lead is lost")
 
-    def _lead_from(self, cards: list[say.NodeCard], now_s: float, *, why: str) -> list[Command]:
+    def _lead_from(self, cards: list[NodeCard], now_s: float, *, why: str) -> list[Command]:
         """Propose ourselves to these."""
         follower, succession = self.follower, self._allegiance.succession
         lead = Lead(
@@ -422,8 +425,7 @@ class Member:
         return []
 
     def _here_is(self, event: HereIs, now_s: float) -> list[Command]:
-        self._here = event.beat
-        beat = event.beat
+        beat = self._here = event.beat
         if not event.is_urgent:
             return []
         if beat.stops and self.role in (Role.JOINING, Role.GATHERING, Role.SEEKING):
@@ -493,6 +495,6 @@ class Member:
             return [Send(node_id, self._allegiance.join(self._allegiance.waiting.question))]
         return [] if is_known else [Send(node_id, self._allegiance.join())]
 
-    def _beat(self) -> say.Beat:
+    def _beat(self) -> Beat:
         self._beat_number += 1
         return self.follower.beat(self._here, self._beat_number, now_s=self._now_s)

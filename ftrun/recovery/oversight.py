@@ -48,7 +48,8 @@ from ftrun.recovery.reports import Reports
 from ftrun.recovery.settings import ClusterSettings
 from ftrun.recovery.supervisor import Policy, State, Supervisor
 from ftrun.recovery.watching import Watching
-from ftrun.wire.cluster import Beat, Edition, History, LeadBeat, Plan
+from ftrun.wire.heartbeats import Beat, LeadBeat
+from ftrun.wire.plan import Edition, History, Plan
 
 CAUSE_WAIT_S = 0.15
 """A peer's death and the exceptions it leads to are reported within this of each other."""

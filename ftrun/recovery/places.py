@@ -16,7 +16,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from ftrun.wire.cluster import NodeCard, Plan
+from ftrun.wire.plan import NodeCard, Plan
 
 
 @dataclass(frozen=True, slots=True)

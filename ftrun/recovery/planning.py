@@ -17,7 +17,8 @@ from ftrun.recovery.commands import EndRun, Note
 from ftrun.recovery.places import Assignment
 from ftrun.recovery.restore_choice import Choice, ancestry, choose
 from ftrun.recovery.settings import ClusterSettings
-from ftrun.wire.cluster import Accepted, History, Plan, PlanNode
+from ftrun.wire.ballot_messages import Accepted
+from ftrun.wire.plan import History, Plan, PlanNode
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,8 @@ from collections import Counter
 
 from ftrun.events import Progress
 from ftrun.ids import Step
-from ftrun.wire.cluster import Beat, Plan, PlanNode, VersionPair
+from ftrun.wire.heartbeats import Beat
+from ftrun.wire.plan import Plan, PlanNode, VersionPair
 
 
 class Reports:

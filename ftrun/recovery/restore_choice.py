@@ -21,9 +21,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ftrun.ids import Version, version
-from ftrun.wire.cluster import Plan, Source, VersionPair
-from ftrun.wire.messages import Inventory
+from ftrun.wire.plan import Plan, Source, VersionPair
 from ftrun.wire.protected import Protected
+from ftrun.wire.smp_messages import Inventory
 
 
 @dataclass(frozen=True, slots=True)

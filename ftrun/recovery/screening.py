@@ -22,7 +22,8 @@ from ftrun.recovery.attendance import Peer, Peers
 from ftrun.recovery.commands import Note
 from ftrun.recovery.places import Assignment, NotEnough, assign
 from ftrun.recovery.settings import ClusterSettings
-from ftrun.wire.cluster import LeadBeat, NodeCard, Plan
+from ftrun.wire.heartbeats import LeadBeat
+from ftrun.wire.plan import NodeCard, Plan
 
 _Check = tuple[int, int]
 """Incarnation of an agent, and the number of a check among its own."""

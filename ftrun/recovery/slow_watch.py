@@ -23,7 +23,9 @@ from ftrun.monitor.slow_links import Links, Probe
 from ftrun.monitor.stragglers import RankLook, Stragglers
 from ftrun.monitor.verdicts import Verdict
 from ftrun.recovery.commands import Send
-from ftrun.wire.cluster import AskProbe, Beat, Plan, ProbeFound
+from ftrun.wire.cluster import AskProbe, ProbeFound
+from ftrun.wire.heartbeats import Beat
+from ftrun.wire.plan import Plan
 
 LOOK_EVERY_S = 0.5
 

@@ -5,7 +5,7 @@ Takes in: the newest plan that it knows, who does not answer.
 Gives:    the next agent in order; every agent knows the same order.
 """
 
-from ftrun.wire.cluster import NodeCard, Plan
+from ftrun.wire.plan import NodeCard, Plan
 
 ASKED_AT_ONCE = 8
 """An agent that was started again asks so many others who leads."""

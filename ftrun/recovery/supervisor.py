@@ -40,7 +40,7 @@ from ftrun.recovery.commands import (
     SupervisorCommand,
 )
 from ftrun.recovery.first_cause import first_cause
-from ftrun.wire.cluster import History
+from ftrun.wire.plan import History
 
 _ENDS_ITSELF = (Kind.EXCEPTION, Kind.EXIT_CODE)
 

@@ -24,7 +24,7 @@ from ftrun.recovery.incidents import Incidents
 from ftrun.recovery.reports import Reports
 from ftrun.recovery.settings import ClusterSettings
 from ftrun.recovery.slow_watch import SlowWatch
-from ftrun.wire.cluster import Plan, VersionPair
+from ftrun.wire.plan import Plan, VersionPair
 
 
 class Watching:

@@ -23,7 +23,7 @@ from ftrun.smp.client import Client
 from ftrun.smp.jobs import Finish, Jobs
 from ftrun.smp.limits import available_memory
 from ftrun.smp.memory import ArenaMemory
-from ftrun.wire import messages as m
+from ftrun.wire import checkpoint_messages, messages
 
 _BUG = "a bug in ftrun; the SMP's log has it"
 
@@ -50,7 +50,11 @@ class Checkpoints:
         self._parts = PartWriter(run_id, free_bytes=_free_bytes, stop=self._stop)
 
     def write(
-        self, client: Client, body: m.WriteCheckpoint, world_size: int, ranks: Sequence[Rank]
+        self,
+        client: Client,
+        body: checkpoint_messages.WriteCheckpoint,
+        world_size: int,
+        ranks: Sequence[Rank],
     ) -> None:
         """Write the version that is named, as far as it is here.
 
@@ -63,12 +67,14 @@ class Checkpoints:
         self._jobs.submit(
             "disk",
             partial(self._write, client, body, fds, world_size, tuple(sorted(ranks))),
-            failed=partial(client.tell, m.CheckpointRefused(_BUG)),
+            failed=partial(client.tell, checkpoint_messages.CheckpointRefused(_BUG)),
         )
 
-    def load(self, client: Client, body: m.LoadCheckpoint) -> None:
+    def load(self, client: Client, body: checkpoint_messages.LoadCheckpoint) -> None:
         self._jobs.submit(
-            "disk", partial(self._load, client, body), failed=partial(client.tell, m.Refused(_BUG))
+            "disk",
+            partial(self._load, client, body),
+            failed=partial(client.tell, messages.Refused(_BUG)),
         )
 
     def stop(self) -> None:
@@ -78,7 +84,7 @@ class Checkpoints:
     def _write(
         self,
         client: Client,
-        body: m.WriteCheckpoint,
+        body: checkpoint_messages.WriteCheckpoint,
         fds: ArenaFds,
         world_size: int,
         ranks: tuple[Rank, ...],
@@ -95,12 +101,12 @@ class Checkpoints:
                 )
                 done = self._parts.write(fds, order)
         except CheckpointError as error:
-            return partial(client.tell, m.CheckpointRefused(str(error)))
+            return partial(client.tell, checkpoint_messages.CheckpointRefused(str(error)))
         finally:
             _close(fds.values())
         return partial(client.tell, _answer(done))
 
-    def _load(self, client: Client, body: m.LoadCheckpoint) -> Finish:
+    def _load(self, client: Client, body: checkpoint_messages.LoadCheckpoint) -> Finish:
         directory = Path(body.directory)
         try:
             loaded = load_checkpoint(
@@ -112,18 +118,22 @@ class Checkpoints:
                 only=body.only,
             )
         except (CheckpointError, MemoryTooSmall) as error:
-            return partial(client.tell, m.Refused(str(error)))
+            return partial(client.tell, messages.Refused(str(error)))
         with suppress(OSError):
             sweep_run(directory, self._run_id)
         if loaded is None:
-            return partial(client.tell, m.CheckpointLoaded(generation=-1, step=-1, path=""))
+            return partial(
+                client.tell, checkpoint_messages.CheckpointLoaded(generation=-1, step=-1, path="")
+            )
         return partial(self._put, client, body, loaded)
 
-    def _put(self, client: Client, body: m.LoadCheckpoint, loaded: Loaded) -> None:
+    def _put(
+        self, client: Client, body: checkpoint_messages.LoadCheckpoint, loaded: Loaded
+    ) -> None:
         self._writer.remember(Path(body.directory), loaded.version, loaded.path)
         self._loaded(loaded)
         client.tell(
-            m.CheckpointLoaded(
+            checkpoint_messages.CheckpointLoaded(
                 generation=loaded.version.generation,
                 step=loaded.version.step,
                 path=str(loaded.path),
@@ -133,9 +143,9 @@ class Checkpoints:
         )
 
 
-def _answer(done: Written) -> m.CheckpointWritten:
+def _answer(done: Written) -> checkpoint_messages.CheckpointWritten:
     is_part = bool(done.missing_ranks)
-    return m.CheckpointWritten(
+    return checkpoint_messages.CheckpointWritten(
         generation=done.version.generation,
         step=done.version.step,
         path="" if is_part else str(done.path),

@@ -30,7 +30,7 @@ from ftrun.smp.memory import ArenaMemory
 from ftrun.smp.protecting import Protecting
 from ftrun.smp.protector import Protector
 from ftrun.snapshot.versions import CommitTracker
-from ftrun.wire import messages as m
+from ftrun.wire import messages, smp_messages
 from ftrun.wire.crash_points import crash_point
 from ftrun.wire.pages import Command, Page
 
@@ -177,20 +177,20 @@ class Commits:
         for sealed in sorted(held):
             self.sealed(rank, sealed)
 
-    def withdraw(self, rank: Rank, sealed: Version) -> m.AnyMessage:
+    def withdraw(self, rank: Rank, sealed: Version) -> messages.AnyMessage:
         """Void a seal while its worker waits, so that no later SMP finds and commits it.
 
         The others are told: whoever waits for this version to be committed need not any more.
         """
         if self._protector is not None and self._protector.is_ready(sealed):
-            return m.Refused(f"{sealed} is protected, and about to be committed")
+            return messages.Refused(f"{sealed} is protected, and about to be committed")
         if not self.tracker.withdraw(rank, sealed):
-            return m.Refused(f"{sealed} is committed already")
+            return messages.Refused(f"{sealed} is committed already")
         self._memory.void(rank, sealed)
         if sealed.generation == self.tracker.generation:
             self._abandon_here(sealed.step)
         crash_point("smp.commit.withdrawn")
-        return m.Done()
+        return messages.Done()
 
     def skipped(self, sealed: Version) -> None:
         """A rank has none of this step, and the others may be waiting for it."""
@@ -201,7 +201,7 @@ class Commits:
     def corrupt(self, found: Version, why: str) -> bool:
         """A slot of this version is not what was sealed; whether the version is abandoned."""
         _log.warning("%s", why)
-        self._tell_agent(m.SmpNotice("source_set_aside", why))
+        self._tell_agent(smp_messages.SmpNotice("source_set_aside", why))
         if found.generation != self.tracker.generation:
             return False
         for rank in self.tracker.ranks:
@@ -249,7 +249,7 @@ class Commits:
         )
         self._after_commit()
         crash_point("smp.commit.replaced_freed")
-        self._tell_agent(m.VersionCommitted(committed.generation, committed.step))
+        self._tell_agent(smp_messages.VersionCommitted(committed.generation, committed.step))
         self._tell_skipped()
 
     def _show(self, committed: Version | None) -> None:
@@ -276,7 +276,7 @@ class Commits:
         """A rank of this node has none of it: nobody can commit it."""
         self._abandon(step)
         if self._group is not None:
-            self._tell_agent(m.AbandonVersion(self.tracker.generation, step))
+            self._tell_agent(smp_messages.AbandonVersion(self.tracker.generation, step))
 
     def _abandon(self, step: int) -> None:
         self._abandoned = max(self._abandoned, step)
@@ -308,4 +308,4 @@ class Commits:
             self._abandon_here(newest)
         elif newest > self._told_skipped:
             self._told_skipped = newest
-            self._tell_agent(m.AbandonVersion(tracker.generation, newest))
+            self._tell_agent(smp_messages.AbandonVersion(tracker.generation, newest))

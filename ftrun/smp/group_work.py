@@ -37,7 +37,7 @@ from ftrun.smp.restores import Restores
 from ftrun.smp.served import Served
 from ftrun.smp.shards import ArenaMaps
 from ftrun.smp.vaults import Vaults
-from ftrun.wire import messages as m
+from ftrun.wire import messages, protected, smp_messages
 from ftrun.wire.identity import PeerIdentity
 from ftrun.wire.pages import Command, Page
 from ftrun.wire.secret import SECRET_BYTES, Secret
@@ -88,7 +88,7 @@ class GroupWork:
         commits.after_commit(self._committed)
         self._peers.tell(Receiving(self._protector, self._desk, jobs))
 
-    def listen(self, host: str, fds: tuple[int, ...]) -> m.AnyMessage:
+    def listen(self, host: str, fds: tuple[int, ...]) -> messages.AnyMessage:
         """Open a port for other SMPs."""
         if len(fds) > 1:
             raise ProtocolError("ListenForPeers comes with one descriptor at most, the secret")
@@ -99,13 +99,13 @@ class GroupWork:
             except (OSError, ValueError) as error:
                 raise ProtocolError(f"the secret cannot be read: {error}") from error
         try:
-            return m.ListeningForPeers(self._peers.listen(host, secret))
+            return smp_messages.ListeningForPeers(self._peers.listen(host, secret))
         except UsageError as error:
-            return m.Refused(str(error))
+            return messages.Refused(str(error))
 
     def begin(
         self,
-        body: m.BeginGeneration,
+        body: smp_messages.BeginGeneration,
         group: Protecting | None,
         page: Page,
         restored: Version | None,
@@ -147,7 +147,10 @@ class GroupWork:
         return True
 
     def _read_old(
-        self, body: m.BeginGeneration, served: Served | None, own: m.NodePlace | None
+        self,
+        body: smp_messages.BeginGeneration,
+        served: Served | None,
+        own: protected.NodePlace | None,
     ) -> None:
         """Let workers read the shards of another number of ranks, wherever they are."""
         is_resized = body.restored_world_size not in (0, body.world_size)
@@ -223,4 +226,4 @@ class GroupWork:
     def _note(self, why: str) -> None:
         """Something of this node was found damaged, and is set aside."""
         self.set_aside.append(why)
-        self._tell_agent(m.SmpNotice("source_set_aside", why))
+        self._tell_agent(smp_messages.SmpNotice("source_set_aside", why))

@@ -13,14 +13,14 @@ import os
 from ftrun.ids import Rank, version
 from ftrun.smp.client import Client
 from ftrun.smp.memory import ArenaMemory
-from ftrun.wire import messages as m
+from ftrun.wire import messages, worker_messages
 
 _READ_ONLY = os.O_RDONLY | os.O_CLOEXEC
 MOST_IMAGES = 250
 """As many descriptors as one message carries, nearly."""
 
 
-def open_images(memory: ArenaMemory, client: Client, body: m.OpenImages) -> None:
+def open_images(memory: ArenaMemory, client: Client, body: worker_messages.OpenImages) -> None:
     """Answer with what there is of the version; what is elsewhere is not in it."""
     wanted = version(body.generation, body.step)
     found: dict[Rank, int] = {}
@@ -28,13 +28,15 @@ def open_images(memory: ArenaMemory, client: Client, body: m.OpenImages) -> None
         if arena.shape.world_size == body.world_size and arena.holds(wanted):
             found[Rank(arena.shape.rank)] = arena.fd
     if len(found) > MOST_IMAGES:
-        client.tell(m.Refused(f"{len(found)} shards on one node; {MOST_IMAGES} can be opened"))
+        client.tell(
+            messages.Refused(f"{len(found)} shards on one node; {MOST_IMAGES} can be opened")
+        )
         return
     fds: list[int] = []
     try:
         # Descriptions of the files of their own, so that they can be read-only.
         fds.extend(os.open(f"/proc/self/fd/{fd}", _READ_ONLY) for fd in found.values())
-        client.tell(m.ImagesOpened(list(found)), fds=tuple(fds))
+        client.tell(worker_messages.ImagesOpened(list(found)), fds=tuple(fds))
     finally:
         for fd in fds:
             os.close(fd)

@@ -25,7 +25,7 @@ from ftrun.smp.images import open_images
 from ftrun.smp.jobs import Finish, Jobs
 from ftrun.smp.memory import ArenaMemory, create
 from ftrun.smp.protecting import protecting_of
-from ftrun.wire import messages as m
+from ftrun.wire import checkpoint_messages, messages, smp_messages, worker_messages
 from ftrun.wire.arena import ArenaShape
 from ftrun.wire.channel import Received
 from ftrun.wire.crash_points import crash_point
@@ -34,7 +34,7 @@ from ftrun.wire.pages import Page
 MAX_RUN_STATE_BYTES = (1 << 20) - (1 << 14)
 """What fits a HandedOver beside the ranks."""
 
-_BUG = m.Refused("a bug in ftrun; the SMP's log has it")
+_BUG = messages.Refused("a bug in ftrun; the SMP's log has it")
 _log = logging.getLogger(__name__)
 
 
@@ -61,13 +61,13 @@ class Keeper:
     def has_begun(self) -> bool:
         return self.commits.has_begun
 
-    def is_over(self, envelope: m.Envelope) -> bool:
+    def is_over(self, envelope: messages.Envelope) -> bool:
         """It comes from a generation that has ended: its sender is being killed."""
         return envelope.generation < self.commits.tracker.generation
 
     # --- worker ----------------------------------------------------------------------------
 
-    def reserve(self, client: Client, body: m.ReserveMemory) -> None:
+    def reserve(self, client: Client, body: worker_messages.ReserveMemory) -> None:
         try:
             self.memory.reserve(
                 Rank(body.rank), body.image_bytes, world_size=self.commits.tracker.world_size
@@ -75,9 +75,9 @@ class Keeper:
         except MemoryTooSmall as error:
             client.tell(_refusal(error))
         else:
-            client.tell(m.Done())
+            client.tell(messages.Done())
 
-    def request_arena(self, client: Client, body: m.RequestArena) -> None:
+    def request_arena(self, client: Client, body: worker_messages.RequestArena) -> None:
         shape = ArenaShape(
             body.rank, body.world_size, body.image_bytes, body.num_pieces, body.layout_id
         )
@@ -109,7 +109,7 @@ class Keeper:
         self.memory.add(fd, self.commits.tracker.generation)
         self._grant(client, fd, shape)
 
-    def _not_made(self, client: Client, rank: Rank, answer: m.AnyMessage) -> None:
+    def _not_made(self, client: Client, rank: Rank, answer: messages.AnyMessage) -> None:
         self.memory.forget_promise(rank)
         client.tell(answer)
 
@@ -120,22 +120,26 @@ class Keeper:
         crash_point("smp.arena.granted")
 
     def read_shards(
-        self, client: Client, body: m.OpenImages | m.FetchHeads | m.FetchPieces
+        self,
+        client: Client,
+        body: worker_messages.OpenImages | worker_messages.FetchHeads | worker_messages.FetchPieces,
     ) -> None:
         """Give a worker what another number of ranks has left: from here, or from elsewhere."""
-        if isinstance(body, m.OpenImages):
+        if isinstance(body, worker_messages.OpenImages):
             open_images(self.memory, client, body)
         else:
             self.group_work.range_fetches.ask(client, body)
 
     # --- agent -----------------------------------------------------------------------------
 
-    def begin_generation(self, body: m.BeginGeneration, received: Received) -> m.AnyMessage:
+    def begin_generation(
+        self, body: smp_messages.BeginGeneration, received: Received
+    ) -> messages.AnyMessage:
         if len(received.fds) != 1:
             raise ProtocolError("BeginGeneration comes with one descriptor, the command page")
         before = self.commits.tracker.generation
         if body.generation < before:
-            return m.Refused(f"generation {body.generation} is over, this is {before}")
+            return messages.Refused(f"generation {body.generation} is over, this is {before}")
         try:
             page = Page(received.fds[0])
         except (OSError, ValueError) as error:
@@ -159,21 +163,23 @@ class Keeper:
         )
         own = group.nodes[group.place] if group is not None else None
         self.group_work.restores.begin(body, restored, own)
-        return m.Done()
+        return messages.Done()
 
-    def inventory(self, body: m.TakeInventory) -> m.AnyMessage:
+    def inventory(self, body: smp_messages.TakeInventory) -> messages.AnyMessage:
         work = self.group_work
         if body.stand_still:
             work.stand_still()
-        return m.Inventory(self.memory.offers(), work.vaults.parts(), list(work.set_aside))
+        return smp_messages.Inventory(
+            self.memory.offers(), work.vaults.parts(), list(work.set_aside)
+        )
 
-    def void_after(self, body: m.VoidAfter) -> m.AnyMessage:
+    def void_after(self, body: smp_messages.VoidAfter) -> messages.AnyMessage:
         newest = version(body.generation, body.step)
         count = self.group_work.void_after(newest) + self.memory.void_after(newest)
         if count:
             _log.info("%d slots and vaults later than %s are void", count, newest)
         self._count_again()
-        return m.Done()
+        return messages.Done()
 
     def _count_again(self) -> None:
         if self.has_begun:
@@ -185,11 +191,13 @@ class Keeper:
         arenas = self.memory.all()
         vaults = self.group_work.vaults.fds
         client.tell(
-            m.HandedOver([one.shape.rank for one in arenas], self._run_state, len(vaults)),
+            smp_messages.HandedOver(
+                [one.shape.rank for one in arenas], self._run_state, len(vaults)
+            ),
             fds=(*(one.fd for one in arenas), *vaults),
         )
 
-    def adopt(self, body: m.Adopt, received: Received) -> m.AnyMessage:
+    def adopt(self, body: smp_messages.Adopt, received: Received) -> messages.AnyMessage:
         if len(received.fds) != len(body.ranks) + body.num_vaults:
             raise ProtocolError(
                 f"Adopt names {len(body.ranks)} ranks and {body.num_vaults} vaults and brings "
@@ -210,21 +218,21 @@ class Keeper:
                 problems.append(f"{rank}: {error}")
         self._count_again()
         crash_point("smp.adopted")
-        return m.Refused("; ".join(problems)) if problems else m.Done()
+        return messages.Refused("; ".join(problems)) if problems else messages.Done()
 
-    def keep_run_state(self, body: m.KeepRunState) -> m.AnyMessage:
+    def keep_run_state(self, body: smp_messages.KeepRunState) -> messages.AnyMessage:
         if len(body.run_state) > MAX_RUN_STATE_BYTES:
-            return m.Refused(
+            return messages.Refused(
                 f"{len(body.run_state)} bytes of run state, at most {MAX_RUN_STATE_BYTES} are kept"
             )
         self._run_state = body.run_state
-        return m.Done()
+        return messages.Done()
 
-    def write_checkpoint(self, client: Client, body: m.WriteCheckpoint) -> None:
+    def write_checkpoint(self, client: Client, body: checkpoint_messages.WriteCheckpoint) -> None:
         tracker = self.commits.tracker
         if body.version is None and not tracker.sees_all:
             why = "not all ranks of the run are on this node, and no version is named"
-            client.tell(m.CheckpointRefused(why))
+            client.tell(checkpoint_messages.CheckpointRefused(why))
         else:
             self.checkpoints.write(client, body, tracker.world_size, tracker.ranks)
 
@@ -237,7 +245,7 @@ class Keeper:
 
     # --- anyone ----------------------------------------------------------------------------
 
-    def status(self, extra: dict[str, object]) -> m.AnyMessage:
+    def status(self, extra: dict[str, object]) -> messages.AnyMessage:
         committed = self.commits.tracker.committed
         document = {
             "role": "smp",
@@ -266,7 +274,7 @@ class Keeper:
                 for arena in self.memory.all()
             ],
         }
-        return m.Status(json.dumps(document).encode())
+        return messages.Status(json.dumps(document).encode())
 
     def free(self) -> None:
         """Give up what is under way, and all memory."""
@@ -275,16 +283,16 @@ class Keeper:
         self.memory.free()
         self.commits.forget_page()
 
-    def _tell_agent(self, body: m.AnyMessage, *, fds: tuple[int, ...] = ()) -> None:
+    def _tell_agent(self, body: messages.AnyMessage, *, fds: tuple[int, ...] = ()) -> None:
         if self.agent is not None:
             self.agent.tell(body, fds=fds)
 
 
-def _granted(shape: ArenaShape) -> m.ArenaGranted:
-    return m.ArenaGranted(rank=shape.rank, layout_id=shape.layout_id)
+def _granted(shape: ArenaShape) -> worker_messages.ArenaGranted:
+    return worker_messages.ArenaGranted(rank=shape.rank, layout_id=shape.layout_id)
 
 
-def _refusal(error: MemoryTooSmall) -> m.MemoryRefused:
-    return m.MemoryRefused(
+def _refusal(error: MemoryTooSmall) -> worker_messages.MemoryRefused:
+    return worker_messages.MemoryRefused(
         needed_bytes=error.needed_bytes, available_bytes=error.available_bytes, limit=error.limit
     )

@@ -32,7 +32,7 @@ from ftrun.wire.arena import (
     void_slots_after,
 )
 from ftrun.wire.crash_points import crash_point
-from ftrun.wire.messages import ShardOffer
+from ftrun.wire.protected import ShardOffer
 
 _SPARE_PIECES = 64
 _log = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ from ftrun.ids import Generation, Version
 from ftrun.smp.mirror import mirror_room
 from ftrun.snapshot.manifest import NodeManifest
 from ftrun.snapshot.redundancy import Plan
-from ftrun.wire import messages as m
+from ftrun.wire import smp_messages
 from ftrun.wire.protected import GroupMember, NodePlace
 from ftrun.wire.vault import VaultRecord
 
@@ -79,7 +79,7 @@ class Protecting:
         return [(self.place + ahead) % count for ahead in range(1, self.parity + 1)]
 
 
-def protecting_of(body: m.BeginGeneration) -> Protecting | None:
+def protecting_of(body: smp_messages.BeginGeneration) -> Protecting | None:
     """The group that a generation begins with; None where this node is alone.
 
     Raises:

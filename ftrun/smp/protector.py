@@ -42,7 +42,7 @@ from ftrun.smp.watch import Watch
 from ftrun.snapshot.group_plan import GroupPlan
 from ftrun.snapshot.manifest import NodeManifest
 from ftrun.snapshot.redundancy import Plan
-from ftrun.wire import messages as m
+from ftrun.wire import smp_messages
 from ftrun.wire import transfer as t
 from ftrun.wire.crash_points import crash_point
 from ftrun.wire.transfer_socket import digest_of
@@ -316,7 +316,7 @@ class Protector:
             exchange.let(place, *window)
 
     def _vault_made(self, slot: int, fd: int) -> None:
-        self._tell_agent(m.VaultMade(slot), fds=(fd,))
+        self._tell_agent(smp_messages.VaultMade(slot), fds=(fd,))
 
     # --- how it ends -------------------------------------------------------------------------
 
@@ -346,7 +346,7 @@ class Protector:
         if at == self._committed:
             self.committed(at)
             return
-        self._tell_agent(m.VersionReady(at.generation, at.step, survives, problem))
+        self._tell_agent(smp_messages.VersionReady(at.generation, at.step, survives, problem))
 
     def _unable(self, round_: Round, why: str) -> None:
         """This node cannot keep its part, and says so."""

@@ -15,7 +15,7 @@ from ftrun.ids import Rank, version
 from ftrun.smp.client import Client
 from ftrun.smp.jobs import Finish, Jobs
 from ftrun.smp.old_shards import OldShards
-from ftrun.wire import messages as m
+from ftrun.wire import messages, worker_messages
 from ftrun.wire.crash_points import crash_point
 from ftrun.wire.shard_heads import pack_head
 
@@ -25,9 +25,9 @@ MAX_HEADS = 200
 MAX_BYTES = 64 << 20
 """Of one answer, where it is more than one piece."""
 
-_BUG = m.Refused("a bug in ftrun; the SMP's log has it")
-Body = m.FetchHeads | m.FetchPieces
-Work = Callable[[], tuple[m.AnyMessage, list[int]]]
+_BUG = messages.Refused("a bug in ftrun; the SMP's log has it")
+Body = worker_messages.FetchHeads | worker_messages.FetchPieces
+Work = Callable[[], tuple[messages.AnyMessage, list[int]]]
 
 
 class RangeFetches:
@@ -48,10 +48,12 @@ class RangeFetches:
         shards = self._shards
         wanted = version(body.generation, body.step)
         if shards is None or shards.world.wanted != wanted:
-            client.tell(m.Refused(f"{wanted} is not on this node, and it is read from no other"))
+            client.tell(
+                messages.Refused(f"{wanted} is not on this node, and it is read from no other")
+            )
             return
         work: Work
-        if isinstance(body, m.FetchHeads):
+        if isinstance(body, worker_messages.FetchHeads):
             work = partial(_heads, shards, body)
         else:
             work = partial(_pieces, shards, body)
@@ -66,11 +68,11 @@ def _answered(work: Work, client: Client) -> Finish:
     try:
         answer, fds = work()
     except (FtrunError, OSError) as error:
-        return partial(client.tell, m.Refused(str(error)))
+        return partial(client.tell, messages.Refused(str(error)))
     return partial(_tell, client, answer, fds)
 
 
-def _tell(client: Client, answer: m.AnyMessage, fds: list[int]) -> None:
+def _tell(client: Client, answer: messages.AnyMessage, fds: list[int]) -> None:
     try:
         client.tell(answer, fds=tuple(fds))
     finally:
@@ -78,7 +80,9 @@ def _tell(client: Client, answer: m.AnyMessage, fds: list[int]) -> None:
             os.close(fd)
 
 
-def _heads(shards: OldShards, body: m.FetchHeads) -> tuple[m.AnyMessage, list[int]]:
+def _heads(
+    shards: OldShards, body: worker_messages.FetchHeads
+) -> tuple[messages.AnyMessage, list[int]]:
     if not 0 < len(body.ranks) <= MAX_HEADS:
         raise LayoutUnknown(f"{len(body.ranks)} heads at a time; {MAX_HEADS} are given")
     fds: list[int] = []
@@ -91,10 +95,12 @@ def _heads(shards: OldShards, body: m.FetchHeads) -> tuple[m.AnyMessage, list[in
         for fd in fds:
             os.close(fd)
         raise
-    return m.HeadsFetched(list(body.ranks)), fds
+    return worker_messages.HeadsFetched(list(body.ranks)), fds
 
 
-def _pieces(shards: OldShards, body: m.FetchPieces) -> tuple[m.AnyMessage, list[int]]:
+def _pieces(
+    shards: OldShards, body: worker_messages.FetchPieces
+) -> tuple[messages.AnyMessage, list[int]]:
     wanted = [
         (Rank(rank), index)
         for rank, first, count in body.wanted
@@ -111,7 +117,7 @@ def _pieces(shards: OldShards, body: m.FetchPieces) -> tuple[m.AnyMessage, list[
     except BaseException:
         os.close(fd)
         raise
-    return m.PiecesFetched(size), [fd]
+    return worker_messages.PiecesFetched(size), [fd]
 
 
 def _size_of(shards: OldShards, rank: Rank, index: int) -> int:

@@ -19,7 +19,7 @@ from ftrun.smp.jobs import Finish, Jobs
 from ftrun.smp.shards import ArenaMaps, HeldShards, hold
 from ftrun.snapshot.manifest import NodeManifest
 from ftrun.snapshot.node_replicas import NodeReplicas
-from ftrun.wire import messages as m
+from ftrun.wire import smp_messages
 
 _EVERY_S = 2.0
 
@@ -73,7 +73,7 @@ class ReplicaWatch:
         if ranks:
             words = ", ".join(map(str, ranks))
             why = f"{wanted}: what was equal on several ranks is not any more; different on {words}"
-            self._tell_agent(m.SmpNotice("replicas_differ", why, [], ranks))
+            self._tell_agent(smp_messages.SmpNotice("replicas_differ", why, [], ranks))
 
     def _found_nothing(self) -> None:
         self._is_busy = False

@@ -19,7 +19,7 @@ from ftrun.smp.fetch_desk import FetchDesk
 from ftrun.smp.fetcher import Fetcher, FetchEvents, FetchOrder
 from ftrun.smp.jobs import Jobs
 from ftrun.smp.memory import ArenaMemory, HeldArena
-from ftrun.wire import messages as m
+from ftrun.wire import messages, protected, smp_messages, worker_messages
 from ftrun.wire.crash_points import crash_point
 
 TellAgent = Callable[..., None]
@@ -34,7 +34,7 @@ class _Restore:
     generation: Generation
     ranks: Sequence[Rank]
     world_size: int
-    groups: Sequence[m.OldGroup]
+    groups: Sequence[protected.OldGroup]
     missing: set[Rank] = field(default_factory=set)
     fetcher: Fetcher | None = None
     failed: str = ""
@@ -69,9 +69,9 @@ class Restores:
 
     def begin(
         self,
-        body: m.BeginGeneration,
+        body: smp_messages.BeginGeneration,
         wanted: Version | None,
-        own: m.NodePlace | None,
+        own: protected.NodePlace | None,
     ) -> None:
         """Fetch what the local ranks do not have of this version.
 
@@ -116,13 +116,13 @@ class Restores:
             ),
             failed=lambda why: self._jobs.post(partial(self._fail, restore, why)),
             notice=lambda why: self._jobs.post(
-                partial(self._tell_agent, m.SmpNotice("source_set_aside", why))
+                partial(self._tell_agent, smp_messages.SmpNotice("source_set_aside", why))
             ),
         )
         restore.fetcher = Fetcher(order, self._desk, events)
         restore.fetcher.start()
 
-    def _is_under_way(self, body: m.BeginGeneration, wanted: Version | None) -> bool:
+    def _is_under_way(self, body: smp_messages.BeginGeneration, wanted: Version | None) -> bool:
         restore = self._restore
         return (
             restore is not None
@@ -149,11 +149,13 @@ class Restores:
         arena = self._holder(rank, wanted)
         restore = self._restore
         if arena is not None:
-            client.tell(m.ArenaGranted(rank, arena.shape.layout_id), fds=(arena.fd,))
+            client.tell(worker_messages.ArenaGranted(rank, arena.shape.layout_id), fds=(arena.fd,))
         elif restore is None or restore.wanted != wanted or rank not in restore.missing:
-            client.tell(m.Refused(f"{wanted} of rank {rank} is not here, and nobody fetches it"))
+            client.tell(
+                messages.Refused(f"{wanted} of rank {rank} is not here, and nobody fetches it")
+            )
         elif restore.failed:
-            client.tell(m.Refused(restore.failed))
+            client.tell(messages.Refused(restore.failed))
         else:
             self._waiting.append((client, rank, wanted))
 
@@ -172,15 +174,15 @@ class Restores:
             return
         for rank, fd in sorted(fds.items()):
             arena = self._memory.add(fd, restore.generation)
-            self._tell_agent(m.ArenaGranted(rank, arena.shape.layout_id), fds=(fd,))
+            self._tell_agent(worker_messages.ArenaGranted(rank, arena.shape.layout_id), fds=(fd,))
             crash_point("smp.fetch.agent_told")
         text = f"fetched {num_bytes} bytes in {clock.now_s() - restore.began_s:.3f} s"
-        self._tell_agent(m.SmpNotice("restore", f"{restore.wanted}: {text}"))
+        self._tell_agent(smp_messages.SmpNotice("restore", f"{restore.wanted}: {text}"))
         restore.missing.clear()
         self._ready(restore)
 
     def _ready(self, restore: _Restore) -> None:
-        self._tell_agent(m.RestoreReady(restore.wanted.generation, restore.wanted.step))
+        self._tell_agent(smp_messages.RestoreReady(restore.wanted.generation, restore.wanted.step))
         waiting, self._waiting = self._waiting, []
         for client, rank, wanted in waiting:
             self.grant(client, rank, wanted)
@@ -191,7 +193,7 @@ class Restores:
             return
         restore.failed = why
         _log.warning("%s", why)
-        self._tell_agent(m.RestoreFailed(restore.generation, why))
+        self._tell_agent(smp_messages.RestoreFailed(restore.generation, why))
         self._refuse(lambda _: True, why)
 
     def _refuse(self, chosen: Callable[[Version], bool], why: str) -> None:
@@ -199,7 +201,7 @@ class Restores:
         waiting, self._waiting = self._waiting, []
         for client, rank, wanted in waiting:
             if chosen(wanted):
-                client.tell(m.Refused(f"{wanted} of rank {rank} does not come: {why}"))
+                client.tell(messages.Refused(f"{wanted} of rank {rank} does not come: {why}"))
             else:
                 self._waiting.append((client, rank, wanted))
 
@@ -211,7 +213,7 @@ class Restores:
         return next((one for one in self._memory.of(rank) if one.holds(wanted)), None)
 
 
-def _ranks_of(body: m.BeginGeneration) -> list[Rank]:
+def _ranks_of(body: smp_messages.BeginGeneration) -> list[Rank]:
     """Whose shards have to be here. Those of another number of ranks are read where they lie."""
     if body.restored_world_size not in (0, body.world_size):
         return []

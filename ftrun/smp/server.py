@@ -24,49 +24,49 @@ from ftrun.ids import Rank, RunId, version
 from ftrun.smp.client import Client, Role, close_fds
 from ftrun.smp.jobs import Jobs
 from ftrun.smp.keeper import Keeper
-from ftrun.wire import messages as m
+from ftrun.wire import checkpoint_messages, message, messages, smp_messages, worker_messages
 from ftrun.wire.channel import Channel, Received, accept, listen
 
-_ALLOWED: dict[Role, tuple[type[m.Message], ...]] = {
-    Role.UNKNOWN: (m.Hello,),
+_ALLOWED: dict[Role, tuple[type[message.Message], ...]] = {
+    Role.UNKNOWN: (messages.Hello,),
     Role.WORKER: (
-        m.ReserveMemory,
-        m.RequestArena,
-        m.ShardSealed,
-        m.WithdrawShard,
-        m.ShardSkipped,
-        m.AwaitRestored,
-        m.OpenImages,
-        m.FetchHeads,
-        m.FetchPieces,
+        worker_messages.ReserveMemory,
+        worker_messages.RequestArena,
+        worker_messages.ShardSealed,
+        worker_messages.WithdrawShard,
+        worker_messages.ShardSkipped,
+        worker_messages.AwaitRestored,
+        worker_messages.OpenImages,
+        worker_messages.FetchHeads,
+        worker_messages.FetchPieces,
     ),
     Role.AGENT: (
-        m.ListenForPeers,
-        m.BeginGeneration,
-        m.CommitVersion,
-        m.AbandonVersion,
-        m.TakeInventory,
-        m.VoidAfter,
-        m.HandOver,
-        m.Adopt,
-        m.KeepRunState,
-        m.WriteCheckpoint,
-        m.LoadCheckpoint,
-        m.AskStatus,
-        m.Shutdown,
+        smp_messages.ListenForPeers,
+        smp_messages.BeginGeneration,
+        smp_messages.CommitVersion,
+        smp_messages.AbandonVersion,
+        smp_messages.TakeInventory,
+        smp_messages.VoidAfter,
+        smp_messages.HandOver,
+        smp_messages.Adopt,
+        smp_messages.KeepRunState,
+        checkpoint_messages.WriteCheckpoint,
+        checkpoint_messages.LoadCheckpoint,
+        messages.AskStatus,
+        smp_messages.Shutdown,
     ),
-    Role.CLI: (m.AskStatus, m.Shutdown),
+    Role.CLI: (messages.AskStatus, smp_messages.Shutdown),
 }
 _OfWorker = (
-    m.ReserveMemory
-    | m.RequestArena
-    | m.ShardSealed
-    | m.WithdrawShard
-    | m.ShardSkipped
-    | m.AwaitRestored
-    | m.OpenImages
-    | m.FetchHeads
-    | m.FetchPieces
+    worker_messages.ReserveMemory
+    | worker_messages.RequestArena
+    | worker_messages.ShardSealed
+    | worker_messages.WithdrawShard
+    | worker_messages.ShardSkipped
+    | worker_messages.AwaitRestored
+    | worker_messages.OpenImages
+    | worker_messages.FetchHeads
+    | worker_messages.FetchPieces
 )
 _log = logging.getLogger(__name__)
 
@@ -231,10 +231,12 @@ class Server:
             if answer is not None:
                 client.tell(answer)
 
-    def _meet(self, client: Client, body: m.AnyMessage) -> None:
-        assert isinstance(body, m.Hello)
-        if body.protocol != m.PROTOCOL_VERSION:
-            client.tell(m.Refused(f"protocol {body.protocol}, this is {m.PROTOCOL_VERSION}"))
+    def _meet(self, client: Client, body: messages.AnyMessage) -> None:
+        assert isinstance(body, messages.Hello)
+        if body.protocol != messages.PROTOCOL_VERSION:
+            client.tell(
+                messages.Refused(f"protocol {body.protocol}, this is {messages.PROTOCOL_VERSION}")
+            )
             raise ProtocolError(f"it speaks protocol {body.protocol}")
         client.introduce(role=body.role, rank=body.rank)
         if client.role is Role.AGENT:
@@ -252,71 +254,77 @@ class Server:
         if body.rank != client.rank:
             raise ProtocolError(f"it speaks for rank {body.rank}")
         is_over = keeper.is_over(received.envelope)
-        if is_over and not isinstance(body, m.ShardSealed | m.ShardSkipped):
-            client.tell(m.Refused(f"generation {received.envelope.generation} is over"))
+        if is_over and not isinstance(
+            body, worker_messages.ShardSealed | worker_messages.ShardSkipped
+        ):
+            client.tell(messages.Refused(f"generation {received.envelope.generation} is over"))
             return
         rank = Rank(body.rank)
         match body:
-            case m.ReserveMemory():
+            case worker_messages.ReserveMemory():
                 keeper.reserve(client, body)
-            case m.RequestArena():
+            case worker_messages.RequestArena():
                 keeper.request_arena(client, body)
-            case m.ShardSealed():
+            case worker_messages.ShardSealed():
                 keeper.commits.sealed(rank, version(body.generation, body.step))
-            case m.ShardSkipped():
+            case worker_messages.ShardSkipped():
                 keeper.commits.skipped(version(body.generation, body.step))
-            case m.WithdrawShard():
+            case worker_messages.WithdrawShard():
                 client.tell(keeper.commits.withdraw(rank, version(body.generation, body.step)))
-            case m.AwaitRestored():
+            case worker_messages.AwaitRestored():
                 wanted = version(body.generation, body.step)
                 keeper.group_work.restores.grant(client, rank, wanted)
-            case m.OpenImages() | m.FetchHeads() | m.FetchPieces():
+            case (
+                worker_messages.OpenImages()
+                | worker_messages.FetchHeads()
+                | worker_messages.FetchPieces()
+            ):
                 keeper.read_shards(client, body)
 
-    def _serve_agent(self, client: Client, received: Received) -> m.AnyMessage | None:  # noqa: C901, PLR0912
+    def _serve_agent(self, client: Client, received: Received) -> messages.AnyMessage | None:  # noqa: C901, PLR0912
         keeper = self._keeper
         match received.body:
-            case m.ListenForPeers() as body:
+            case smp_messages.ListenForPeers() as body:
                 return keeper.group_work.listen(body.host, received.fds)
-            case m.CommitVersion() as body:
+            case smp_messages.CommitVersion() as body:
                 if not keeper.is_over(received.envelope):
                     keeper.commits.commit(version(body.generation, body.step))
                 return None
-            case m.AbandonVersion() as body:
+            case smp_messages.AbandonVersion() as body:
                 keeper.commits.abandon(body.generation, body.step)
                 return None
-            case m.BeginGeneration() as body:
+            case smp_messages.BeginGeneration() as body:
                 answer = keeper.begin_generation(body, received)
                 client.tell(answer)
                 self._let_workers_in()
                 return None
-            case m.TakeInventory() as body:
+            case smp_messages.TakeInventory() as body:
                 return keeper.inventory(body)
-            case m.VoidAfter() as body:
+            case smp_messages.VoidAfter() as body:
                 return keeper.void_after(body)
-            case m.HandOver():
+            case smp_messages.HandOver():
                 keeper.hand_over(client)
                 return None
-            case m.Adopt() as body:
+            case smp_messages.Adopt() as body:
                 self._awaits_adoption = False
                 client.tell(keeper.adopt(body, received))
                 self._let_workers_in()
                 return None
-            case m.KeepRunState() as body:
+            case smp_messages.KeepRunState() as body:
                 return keeper.keep_run_state(body)
-            case m.WriteCheckpoint() as body:
+            case checkpoint_messages.WriteCheckpoint() as body:
                 keeper.write_checkpoint(client, body)
                 return None
-            case m.LoadCheckpoint() as body:
+            case checkpoint_messages.LoadCheckpoint() as body:
                 keeper.checkpoints.load(client, body)
                 return None
-            case m.AskStatus():
+            case messages.AskStatus():
                 return keeper.status(self._orphanhood())
-            case m.Shutdown():
+            case smp_messages.Shutdown():
                 keeper.free()
                 self._unlink()
                 self._is_ending = True
-                return m.Done()
+                return messages.Done()
             case other:
                 raise ProtocolError(f"{type(other).__name__} is no request")
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Sequence
 
 from ftrun.ids import Version
 from ftrun.smp.protecting import Protecting
-from ftrun.wire import messages as m
+from ftrun.wire import smp_messages
 
 MAX_REASONS = 3
 """Why a node's link is lost; more of them are not told in one generation."""
@@ -79,4 +79,4 @@ class Troubles:
         self._unprotected = ""
 
     def _tell(self, kind: str, why: str, nodes: list[str], ranks: Sequence[int] = ()) -> None:
-        self._tell_agent(m.SmpNotice(kind, why, nodes, list(ranks)))
+        self._tell_agent(smp_messages.SmpNotice(kind, why, nodes, list(ranks)))

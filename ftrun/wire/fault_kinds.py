@@ -131,7 +131,7 @@ _OF_RANKS = (
         "spike",
         "rank",
         "parameters are multiplied after the step, so that the loss jumps",
-        "bad numbers (a spike), where the script reports its loss",
+        "bad numbers (a spike), where the script reports its loss; before it, that replicas differ",
         10.0,
         _REDONE,
         by_rank=True,

@@ -15,20 +15,17 @@ from collections.abc import Sequence
 from ftrun.errors import LayoutUnknown, MemoryTooSmall, PeerError, ProtocolError
 from ftrun.ids import Rank, Version
 from ftrun.wire.channel import Channel, Received, connect
-from ftrun.wire.messages import (
-    AnyMessage,
+from ftrun.wire.messages import AnyMessage, Done, Hello, Refused
+from ftrun.wire.worker_messages import (
     ArenaGranted,
     AwaitRestored,
-    Done,
     FetchHeads,
     FetchPieces,
     HeadsFetched,
-    Hello,
     ImagesOpened,
     MemoryRefused,
     OpenImages,
     PiecesFetched,
-    Refused,
     RequestArena,
     ReserveMemory,
     ShardSealed,

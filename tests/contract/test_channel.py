@@ -13,16 +13,9 @@ from ftrun import clock
 from ftrun.errors import PeerLost, PeerTimeout, ProtocolError
 from ftrun.wire.channel import Channel, accept, connect, listen, peer_uid
 from ftrun.wire.framing import encode
-from ftrun.wire.messages import (
-    Done,
-    Envelope,
-    HandedOver,
-    HandOver,
-    Hello,
-    KeepRunState,
-    Refused,
-)
+from ftrun.wire.messages import Done, Envelope, Hello, Refused
 from ftrun.wire.pages import Beat, Page, create_page
+from ftrun.wire.smp_messages import HandedOver, HandOver, KeepRunState
 
 PATIENCE_S = 10.0
 

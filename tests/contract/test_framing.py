@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 
 from ftrun.errors import ProtocolError
 from ftrun.wire.framing import MAX_FRAME_BYTES, FrameReader, encode
-from ftrun.wire.messages import Done, Envelope, Inventory, KeepRunState, Refused, ShardOffer
+from ftrun.wire.messages import Done, Envelope, Refused
+from ftrun.wire.protected import ShardOffer
+from ftrun.wire.smp_messages import Inventory, KeepRunState
 
 MESSAGES = [
     Envelope("run", 1, 2, Done()),

@@ -18,10 +18,11 @@ from ftrun.errors import PeerLost, ProtocolError
 from ftrun.wire.framing import MAX_FRAME_BYTES, encode_body
 from ftrun.wire.handshake import Session, accept_handshake, dial_handshake
 from ftrun.wire.identity import PeerIdentity
-from ftrun.wire.messages import Done, Envelope, KeepRunState, Refused
+from ftrun.wire.messages import Done, Envelope, Refused
 from ftrun.wire.peer import PeerConnection
 from ftrun.wire.sealing import PREFIX_BYTES, seal_header
 from ftrun.wire.secret import Secret, make_secret
+from ftrun.wire.smp_messages import KeepRunState
 from ftrun.wire.tcp import listen_tcp
 
 PATIENCE_S = 10.0

@@ -20,7 +20,7 @@ from torch import nn
 from ftrun import clock
 from ftrun.errors import ShapeChanged, SnapshotCorrupt, ValueNotStorable
 from ftrun.ids import Generation, Incarnation, Rank, RunId, Version, version
-from ftrun.wire import messages as m
+from ftrun.wire import messages, protected, smp_messages, worker_messages
 from ftrun.wire.arena import Arena, verify
 from ftrun.wire.channel import Received, connect
 from ftrun.wire.pages import Beat, Command, Page, create_command_page, create_page
@@ -34,12 +34,12 @@ WIDTH = 600  # 600 x 600 floats are large enough to be copied in pieces
 
 
 _UNASKED = (
-    m.ArenaGranted
-    | m.VersionCommitted
-    | m.VersionReady
-    | m.AbandonVersion
-    | m.RestoreReady
-    | m.SmpNotice
+    worker_messages.ArenaGranted
+    | smp_messages.VersionCommitted
+    | smp_messages.VersionReady
+    | smp_messages.AbandonVersion
+    | smp_messages.RestoreReady
+    | smp_messages.SmpNotice
 )
 
 
@@ -57,13 +57,13 @@ class Run:
         give_up_s = clock.now_s() + 30
         while not self.socket.exists() and clock.now_s() < give_up_s:
             os.sched_yield()
-        hello = m.Hello(role="agent", pid=os.getpid())
+        hello = messages.Hello(role="agent", pid=os.getpid())
         self.agent = connect(self.socket, run_id=RUN, peer="the SMP", hello=hello, deadline_s=10)
         self.command_fd = create_command_page()
         self.commands, self.page = Page(self.command_fd), Page(create_page("beat"))
-        self.ask(m.BeginGeneration(0, 1, [0]), self.command_fd)
+        self.ask(smp_messages.BeginGeneration(0, 1, [0]), self.command_fd)
         self.settings = SnapshotSettings(every=1, commit_wait_s=5)
-        self.group: list[m.NodePlace] = []
+        self.group: list[protected.NodePlace] = []
         self.sessions: list[Session] = []
 
     def attach(self, **given: object) -> Session:
@@ -74,7 +74,7 @@ class Run:
         if generation:
             done = self.committed_version()
             self.page = Page(create_page("beat"))
-            self.ask(m.VoidAfter(done.generation, done.step))
+            self.ask(smp_messages.VoidAfter(done.generation, done.step))
             self.begin(generation, done)
         context = WorkerContext(
             run_id=RUN,
@@ -103,7 +103,7 @@ class Run:
         if self.group:
             self.command_fd = create_command_page()
             self.commands = Page(self.command_fd)
-        body = m.BeginGeneration(
+        body = smp_messages.BeginGeneration(
             generation,
             1,
             [0],
@@ -117,19 +117,19 @@ class Run:
 
     def be_led(self) -> None:
         """From now on the SMP waits for a lead's word, as on several nodes."""
-        self.group = [m.NodePlace("n0", 1, "127.0.0.1", 0, [0])]
+        self.group = [protected.NodePlace("n0", 1, "127.0.0.1", 0, [0])]
         self.begin(0)
 
     def commit(self, step: int, *, take_from: int, generation: int = 0) -> None:
         """The lead's word, once this node is ready, and at which step to go on."""
         self.commands.set(Command.TAKE_FROM, take_from)
-        self.agent.send(m.CommitVersion(generation, step))
+        self.agent.send(smp_messages.CommitVersion(generation, step))
         give_up_s = clock.now_s() + 10
         while self.commands.get(Command.COMMITTED_STEP) != step:
             assert clock.now_s() < give_up_s
             os.sched_yield()
 
-    def ask(self, body: m.AnyMessage, *fds: int) -> Received:
+    def ask(self, body: messages.AnyMessage, *fds: int) -> Received:
         """Ask the SMP; what it tells unasked is passed over."""
         self.agent.send(body, fds=fds)
         while True:
@@ -147,7 +147,7 @@ class Run:
         return newest
 
     def arena_fd(self) -> int:
-        return self.ask(m.HandOver()).fds[-1]
+        return self.ask(smp_messages.HandOver()).fds[-1]
 
     def saved(self) -> tuple[int, dict[str, torch.Tensor]]:
         """The newest committed step and its tensors, out of the SMP's memory."""
@@ -455,7 +455,7 @@ def test_a_restored_run_goes_on_in_the_same_memory_and_ends_the_same(run: Run) -
     size = os.fstat(expected).st_size
     loop(session, model, optimizer, 6)
     assert os.fstat(run.arena_fd()).st_size == size
-    assert len(run.ask(m.HandOver()).fds) == 1
+    assert len(run.ask(smp_messages.HandOver()).fds) == 1
     assert run.saved()[0] == 6
 
 
@@ -561,7 +561,7 @@ def test_a_stop_takes_a_last_snapshot_and_waits_at_the_boundary(run: Run) -> Non
 
 
 def test_a_seal_that_no_other_rank_follows_is_withdrawn_and_not_waited_for(run: Run) -> None:
-    run.ask(m.BeginGeneration(0, 2, [0, 1]), run.command_fd)  # rank 1 never seals
+    run.ask(smp_messages.BeginGeneration(0, 2, [0, 1]), run.command_fd)  # rank 1 never seals
     run.settings = SnapshotSettings(every=1, commit_wait_s=0.01)
     model, optimizer = made()
     loop(run.attach(model=model, optimizer=optimizer), model, optimizer, 4)
@@ -614,7 +614,7 @@ def test_a_rank_that_has_skipped_what_others_may_have_taken_waits_for_a_later_st
     loop(session, model, optimizer, 5)
     assert run.page.get(Beat.SEALED_STEP) == 1
     told = run.agent.receive(deadline_s=10).body
-    while not isinstance(told, m.AbandonVersion) or told.step < 5:
+    while not isinstance(told, smp_messages.AbandonVersion) or told.step < 5:
         told = run.agent.receive(deadline_s=10).body
     run.commands.set(Command.TAKE_FROM, 7)
     loop(session, model, optimizer, 7)

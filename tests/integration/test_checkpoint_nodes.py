@@ -25,7 +25,7 @@ from ftrun.ids import Version, version
 from ftrun.smp.checkpoint_files import LOCK_NAME
 from ftrun.smp.checkpoint_index import read_index
 from ftrun.snapshot.layout import Entry, Layout, When, make_layout
-from ftrun.wire import messages as m
+from ftrun.wire import checkpoint_messages, messages, smp_messages, worker_messages
 from ftrun.wire.arena import Arena, SlotHeader, SlotState, table_digest, verify
 from ftrun.wire.channel import Channel, connect
 from ftrun.wire.pages import create_command_page
@@ -86,14 +86,14 @@ class Node:
         self.agent = self.connect("agent")
         if self.arenas:
             fds = [self.arenas[rank] for rank in sorted(self.arenas)]
-            assert self.ask(m.Adopt(sorted(self.arenas)), *fds) == m.Done()
+            assert self.ask(smp_messages.Adopt(sorted(self.arenas)), *fds) == messages.Done()
 
     def connect(self, role: str, rank: int = -1) -> Channel:
         channel = connect(
             self.folder / f"{self.name}-{self.starts}.sock",
             run_id=self.run_id,
             peer=f"the SMP of {self.name}",
-            hello=m.Hello(role=role, pid=os.getpid(), rank=rank),
+            hello=messages.Hello(role=role, pid=os.getpid(), rank=rank),
             deadline_s=PATIENCE_S,
         )
         self.channels.append(channel)
@@ -102,26 +102,28 @@ class Node:
     def begin(self, generation: int = 0, world_size: int = WORLD) -> None:
         if self.page_fd < 0:
             self.page_fd = create_command_page()
-        body = m.BeginGeneration(generation, world_size, self.ranks)
-        assert self.ask(body, self.page_fd) == m.Done()
+        body = smp_messages.BeginGeneration(generation, world_size, self.ranks)
+        assert self.ask(body, self.page_fd) == messages.Done()
 
-    def ask(self, body: m.AnyMessage, *fds: int) -> m.AnyMessage:
+    def ask(self, body: messages.AnyMessage, *fds: int) -> messages.AnyMessage:
         self.send(body, *fds)
         return self.answer()
 
-    def send(self, body: m.AnyMessage, *fds: int) -> None:
+    def send(self, body: messages.AnyMessage, *fds: int) -> None:
         assert self.agent is not None
         self.agent.send(body, fds=fds, deadline_s=PATIENCE_S)
 
-    def answer(self) -> m.AnyMessage:
+    def answer(self) -> messages.AnyMessage:
         assert self.agent is not None
         while True:
             received = self.agent.receive(deadline_s=PATIENCE_S)
-            if not isinstance(received.body, m.ArenaGranted | m.VersionCommitted):
+            if not isinstance(
+                received.body, worker_messages.ArenaGranted | smp_messages.VersionCommitted
+            ):
                 assert not received.fds
                 return received.body
             for fd in received.fds:
-                assert isinstance(received.body, m.ArenaGranted)
+                assert isinstance(received.body, worker_messages.ArenaGranted)
                 if received.body.rank in self.granted:
                     os.close(self.granted[received.body.rank])
                 self.granted[received.body.rank] = fd
@@ -129,9 +131,11 @@ class Node:
     def make_arenas(self) -> None:
         for rank in self.ranks:
             layout = layout_of(rank)
-            body = m.RequestArena(rank, WORLD, layout.image_bytes, len(layout.pieces), 9 + rank)
+            body = worker_messages.RequestArena(
+                rank, WORLD, layout.image_bytes, len(layout.pieces), 9 + rank
+            )
             got = self.connect("worker", rank).ask(body, deadline_s=PATIENCE_S)
-            assert isinstance(got.body, m.ArenaGranted)
+            assert isinstance(got.body, worker_messages.ArenaGranted)
             (self.arenas[rank],) = got.fds
 
     def seal(self, at: Version, *, slot: int = 0, salt: str = "") -> None:
@@ -160,11 +164,11 @@ class Node:
             self.make_arenas()
         self.seal(at)
 
-    def write(self, directory: Path, at: Version = FIRST, *, keep: int = 2) -> m.AnyMessage:
+    def write(self, directory: Path, at: Version = FIRST, *, keep: int = 2) -> messages.AnyMessage:
         return self.ask(order(directory, at, keep=keep))
 
-    def load(self, directory: Path) -> m.AnyMessage:
-        return self.ask(m.LoadCheckpoint(str(directory), WORLD, self.ranks))
+    def load(self, directory: Path) -> messages.AnyMessage:
+        return self.ask(checkpoint_messages.LoadCheckpoint(str(directory), WORLD, self.ranks))
 
     def kill(self) -> None:
         """The SMP alone; its arenas stay with its agent, which is us."""
@@ -209,26 +213,30 @@ def directory(tmp_path: Path) -> Path:
     return tmp_path / "checkpoints"
 
 
-def order(directory: Path, at: Version, *, keep: int = 2, token: str = "") -> m.WriteCheckpoint:
-    return m.WriteCheckpoint(str(directory), keep, (at.generation, at.step), token)
+def order(
+    directory: Path, at: Version, *, keep: int = 2, token: str = ""
+) -> checkpoint_messages.WriteCheckpoint:
+    return checkpoint_messages.WriteCheckpoint(
+        str(directory), keep, (at.generation, at.step), token
+    )
 
 
-def finished(answer: m.AnyMessage) -> Path:
-    assert isinstance(answer, m.CheckpointWritten), answer
+def finished(answer: messages.AnyMessage) -> Path:
+    assert isinstance(answer, checkpoint_messages.CheckpointWritten), answer
     assert not answer.is_part, answer
     assert answer.missing_ranks == []
     return Path(answer.path)
 
 
-def part(answer: m.AnyMessage) -> m.CheckpointWritten:
-    assert isinstance(answer, m.CheckpointWritten), answer
+def part(answer: messages.AnyMessage) -> checkpoint_messages.CheckpointWritten:
+    assert isinstance(answer, checkpoint_messages.CheckpointWritten), answer
     assert answer.is_part
     assert answer.path == ""
     return answer
 
 
-def refused(answer: m.AnyMessage) -> str:
-    assert isinstance(answer, m.CheckpointRefused), answer
+def refused(answer: messages.AnyMessage) -> str:
+    assert isinstance(answer, checkpoint_messages.CheckpointRefused), answer
     return answer.why
 
 
@@ -248,9 +256,9 @@ def check_files(path: Path, at: Version = FIRST, salt: str = "") -> None:
     assert (path.parent / "latest").resolve() == path
 
 
-def check_loaded(node: Node, answer: m.AnyMessage, at: Version = FIRST) -> None:
+def check_loaded(node: Node, answer: messages.AnyMessage, at: Version = FIRST) -> None:
     """The node has its own ranks in memory, byte for byte."""
-    assert isinstance(answer, m.CheckpointLoaded), answer
+    assert isinstance(answer, checkpoint_messages.CheckpointLoaded), answer
     assert (answer.generation, answer.step) == (-1, at.step)
     for rank in node.ranks:
         check_arena(node.granted[rank], rank, at)
@@ -335,7 +343,9 @@ def test_an_overwritten_version_is_refused_but_a_part_that_is_there_counts(
 def test_without_a_version_all_ranks_must_be_here(make: Make, directory: Path) -> None:
     node = make(0, 1)
     node.ready()
-    assert "not all ranks" in refused(node.ask(m.WriteCheckpoint(str(directory), 1)))
+    assert "not all ranks" in refused(
+        node.ask(checkpoint_messages.WriteCheckpoint(str(directory), 1))
+    )
     assert not directory.exists()
     spare = make()
     spare.start()
@@ -428,7 +438,7 @@ def test_parts_of_an_earlier_life_are_swept_when_a_new_one_begins(
     first.lose()
     for node in (first, second):
         node.start()
-        assert node.load(directory) == m.CheckpointLoaded(-1, -1, "")
+        assert node.load(directory) == checkpoint_messages.CheckpointLoaded(-1, -1, "")
         node.begin()
         node.make_arenas()
         node.seal(FIRST, salt="second life")
@@ -465,16 +475,18 @@ def test_a_checkpoint_of_several_nodes_is_loaded_by_others(make: Make, directory
 
     node = make(0, 1)
     node.start()
-    body = m.LoadCheckpoint(str(directory), 2, node.ranks)
+    body = checkpoint_messages.LoadCheckpoint(str(directory), 2, node.ranks)
     answer = node.ask(body)
-    assert isinstance(answer, m.Refused)
+    assert isinstance(answer, messages.Refused)
     assert "4 ranks" in answer.why
-    body = m.LoadCheckpoint(str(directory), 2, node.ranks, any_world_size=True)
-    assert node.ask(body) == m.CheckpointLoaded(-1, 1, str(path), world_size=WORLD)
+    body = checkpoint_messages.LoadCheckpoint(str(directory), 2, node.ranks, any_world_size=True)
+    assert node.ask(body) == checkpoint_messages.CheckpointLoaded(
+        -1, 1, str(path), world_size=WORLD
+    )
     node.begin(world_size=2)
     worker = node.connect("worker", 0)
-    got = worker.ask(m.OpenImages(0, -1, 1, WORLD), deadline_s=PATIENCE_S)
-    assert got.body == m.ImagesOpened([0, 1, 2, 3])
+    got = worker.ask(worker_messages.OpenImages(0, -1, 1, WORLD), deadline_s=PATIENCE_S)
+    assert got.body == worker_messages.ImagesOpened([0, 1, 2, 3])
     for rank, fd in enumerate(got.fds):
         check_arena(fd, rank, FIRST)
         os.close(fd)
@@ -488,9 +500,14 @@ def test_the_one_checkpoint_that_is_named_is_loaded(make: Make, directory: Path)
         for node in (first, second):
             node.seal(version(0, step), slot=step % 2)
             node.write(directory, version(0, step))
-    body = m.LoadCheckpoint(str(directory), WORLD, first.ranks, only="step-00000001-g0")
+    body = checkpoint_messages.LoadCheckpoint(
+        str(directory), WORLD, first.ranks, only="step-00000001-g0"
+    )
     check_loaded(first, first.ask(body))
-    assert isinstance(first.ask(m.LoadCheckpoint(str(directory), WORLD, [0], only="x")), m.Refused)
+    assert isinstance(
+        first.ask(checkpoint_messages.LoadCheckpoint(str(directory), WORLD, [0], only="x")),
+        messages.Refused,
+    )
 
 
 def passed(count: Path) -> list[str]:

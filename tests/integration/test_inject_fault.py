@@ -21,8 +21,9 @@ import pytest
 
 from ftrun.cli.found_runs import look_at
 from ftrun.errors import PeerError
+from ftrun.wire.fault_messages import FaultTaken, InjectFault
 from ftrun.wire.fault_orders import make_order
-from ftrun.wire.messages import AnyMessage, AskStatus, FaultTaken, InjectFault, Status
+from ftrun.wire.messages import AnyMessage, AskStatus, Status
 from ftrun.wire.run_folder import RunId, run_folder
 from tests.integration.conftest import WAIT_S, Run, Start, is_gone
 

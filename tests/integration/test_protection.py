@@ -26,7 +26,7 @@ import xxhash
 from ftrun.errors import PeerError
 from ftrun.ids import Version, version
 from ftrun.snapshot.layout import Entry, Layout, When, make_layout
-from ftrun.wire import messages as m
+from ftrun.wire import messages, protected, smp_messages, worker_messages
 from ftrun.wire.arena import Arena, SlotHeader, SlotState, read_slot_headers, table_digest, verify
 from ftrun.wire.channel import Channel, Received, connect
 from ftrun.wire.pages import Command, Page, create_command_page
@@ -95,7 +95,7 @@ class Worker:
     def request(self) -> None:
         layout = self.model.layout(self.rank)
         answer = self.channel.ask(
-            m.RequestArena(
+            worker_messages.RequestArena(
                 rank=self.rank,
                 world_size=self.world_size,
                 image_bytes=layout.image_bytes,
@@ -104,7 +104,7 @@ class Worker:
             ),
             deadline_s=PATIENCE_S,
         )
-        assert isinstance(answer.body, m.ArenaGranted), answer.body
+        assert isinstance(answer.body, worker_messages.ArenaGranted), answer.body
         (self.fd,) = answer.fds
 
     def capture(self, at: Version, *, kept: Version | None) -> None:
@@ -133,7 +133,7 @@ class Worker:
 
     def tell_sealed(self, at: Version) -> None:
         layout_id = xxhash.xxh3_64_intdigest(self.model.layout(self.rank).header)
-        self.channel.send(m.ShardSealed(self.rank, at.generation, at.step, layout_id))
+        self.channel.send(worker_messages.ShardSealed(self.rank, at.generation, at.step, layout_id))
 
 
 @dataclass
@@ -151,7 +151,7 @@ class Node:
     arenas: dict[int, int] = field(default_factory=dict)
     vaults: dict[int, int] = field(default_factory=dict)
     workers: list[Worker] = field(default_factory=list)
-    told: list[m.AnyMessage] = field(default_factory=list)
+    told: list[messages.AnyMessage] = field(default_factory=list)
     starts: int = 0
     generation: int = -1
 
@@ -160,8 +160,10 @@ class Node:
         return self.process is not None and self.process.poll() is None
 
     @property
-    def place(self) -> m.NodePlace:
-        return m.NodePlace(self.node_id, 1, self.host, self.port if self.is_up else 0, self.ranks)
+    def place(self) -> protected.NodePlace:
+        return protected.NodePlace(
+            self.node_id, 1, self.host, self.port if self.is_up else 0, self.ranks
+        )
 
     def start(self, *, secret: bytes | None, adopt: bool = False, crash_at: str = "") -> None:
         self.starts += 1
@@ -184,8 +186,8 @@ class Node:
         if adopt:
             fds = [self.arenas[rank] for rank in sorted(self.arenas)]
             fds += [self.vaults[slot] for slot in sorted(self.vaults)]
-            body = m.Adopt(sorted(self.arenas), len(self.vaults))
-            assert self.ask(body, m.Done, *fds) == m.Done()
+            body = smp_messages.Adopt(sorted(self.arenas), len(self.vaults))
+            assert self.ask(body, messages.Done, *fds) == messages.Done()
         self.listen(secret)
 
     def connect(self, role: str, rank: int = -1) -> Channel:
@@ -193,22 +195,26 @@ class Node:
             self.folder / f"{self.node_id}-{self.starts}.sock",
             run_id=RUN_ID,
             peer=f"the SMP of {self.node_id}",
-            hello=m.Hello(role=role, pid=os.getpid(), rank=rank),
+            hello=messages.Hello(role=role, pid=os.getpid(), rank=rank),
             deadline_s=PATIENCE_S,
         )
 
     def listen(self, secret: bytes | None) -> None:
         if secret is None:
-            self.port = self.ask(m.ListenForPeers(self.host), m.ListeningForPeers).port
+            self.port = self.ask(
+                smp_messages.ListenForPeers(self.host), smp_messages.ListeningForPeers
+            ).port
             return
         fd = os.memfd_create("secret")
         os.write(fd, secret)
         try:
-            self.port = self.ask(m.ListenForPeers(self.host), m.ListeningForPeers, fd).port
+            self.port = self.ask(
+                smp_messages.ListenForPeers(self.host), smp_messages.ListeningForPeers, fd
+            ).port
         finally:
             os.close(fd)
 
-    def ask(self, body: m.AnyMessage, kind: type[M], *fds: int) -> M:
+    def ask(self, body: messages.AnyMessage, kind: type[M], *fds: int) -> M:
         assert self.agent is not None
         self.agent.send(body, fds=fds, deadline_s=PATIENCE_S)
         while True:
@@ -221,17 +227,17 @@ class Node:
         """Keep what the SMP says unasked, as an agent does."""
         body = received.body
         match body:
-            case m.ArenaGranted():
+            case worker_messages.ArenaGranted():
                 self._keep(self.arenas, body.rank, *received.fds)
-            case m.VaultMade():
+            case smp_messages.VaultMade():
                 self._keep(self.vaults, body.slot, *received.fds)
             case (
-                m.VersionReady()
-                | m.VersionCommitted()
-                | m.AbandonVersion()
-                | m.RestoreReady()
-                | m.RestoreFailed()
-                | m.SmpNotice()
+                smp_messages.VersionReady()
+                | smp_messages.VersionCommitted()
+                | smp_messages.AbandonVersion()
+                | smp_messages.RestoreReady()
+                | smp_messages.RestoreFailed()
+                | smp_messages.SmpNotice()
             ):
                 self.told.append(body)
             case _:
@@ -251,12 +257,12 @@ class Node:
                 for received in self.agent.receive_ready():
                     assert self._take(received), received.body
 
-    def has_told(self, kind: type[m.AnyMessage]) -> list[m.AnyMessage]:
+    def has_told(self, kind: type[messages.AnyMessage]) -> list[messages.AnyMessage]:
         self.hear()
         return [body for body in self.told if isinstance(body, kind)]
 
     def status(self) -> dict[str, object]:
-        answer = self.ask(m.AskStatus(), m.Status)
+        answer = self.ask(messages.AskStatus(), messages.Status)
         found = json.loads(answer.document)
         assert isinstance(found, dict)
         return found
@@ -308,7 +314,7 @@ class Cluster:
     nodes: list[Node] = field(default_factory=list)
     generation: int = -1
     committed: Version | None = None
-    old_group: m.OldGroup | None = None
+    old_group: protected.OldGroup | None = None
 
     def start(self, count: int, *, ranks_per_node: int = 1, crash_at: str = "") -> None:
         for at in range(count):
@@ -321,7 +327,7 @@ class Cluster:
         return sum(len(node.ranks) for node in self.nodes)
 
     @property
-    def places(self) -> list[m.NodePlace]:
+    def places(self) -> list[protected.NodePlace]:
         return [node.place for node in self.nodes]
 
     def begin(self, *, restored: Version | None = None, protected_in: int = -1) -> None:
@@ -350,7 +356,7 @@ class Cluster:
                     page.set(Command.COMMITTED_GENERATION, restored.generation)
                     page.set(Command.COMMITTED_STEP, restored.step)
                 node.generation = self.generation
-            body = m.BeginGeneration(
+            body = smp_messages.BeginGeneration(
                 generation=self.generation,
                 world_size=self.world_size,
                 local_ranks=node.ranks,
@@ -366,7 +372,7 @@ class Cluster:
             )
             assert node.agent is not None
             node.agent.generation = self.generation
-            node.ask(body, m.Done, node.page_fd)
+            node.ask(body, messages.Done, node.page_fd)
 
     @staticmethod
     def held(node: Node, wanted: Version | None) -> set[int]:
@@ -416,18 +422,18 @@ class Cluster:
         return {node.node_id: node.work()["under_way"] for node in self.nodes if node.is_up}
 
     @staticmethod
-    def readiness(node: Node, at: Version) -> list[m.VersionReady]:
+    def readiness(node: Node, at: Version) -> list[smp_messages.VersionReady]:
         return [
             body
-            for body in node.has_told(m.VersionReady)
-            if isinstance(body, m.VersionReady)
+            for body in node.has_told(smp_messages.VersionReady)
+            if isinstance(body, smp_messages.VersionReady)
             and (body.generation, body.step) == (at.generation, at.step)
         ]
 
     def commit(self, at: Version) -> None:
         for node in self.nodes:
             assert node.agent is not None
-            node.agent.send(m.CommitVersion(at.generation, at.step))
+            node.agent.send(smp_messages.CommitVersion(at.generation, at.step))
         for node in self.nodes:
             wait_until(
                 lambda node=node: self.shown(node) == (at, self.generation),  # type: ignore[misc]
@@ -458,7 +464,7 @@ class Cluster:
     ) -> None:
         """Put a fresh SMP in the place of each lost node, and begin from a version."""
         made_in = self.protected_in(wanted) if protected_in is None else protected_in
-        self.old_group = m.OldGroup(self.places, self.parity, made_in)
+        self.old_group = protected.OldGroup(self.places, self.parity, made_in)
         for node in self.nodes:
             for worker in node.workers:
                 worker.channel.close()
@@ -468,13 +474,14 @@ class Cluster:
                 node.start(secret=self.secret)
                 node.generation = -1
             node.told = []
-            node.ask(m.VoidAfter(wanted.generation, wanted.step), m.Done)
+            node.ask(smp_messages.VoidAfter(wanted.generation, wanted.step), messages.Done)
         self.begin(restored=wanted, protected_in=made_in)
         for at, node in enumerate(self.nodes):
-            kind = m.RestoreFailed if at in fails else m.RestoreReady
+            kind = smp_messages.RestoreFailed if at in fails else smp_messages.RestoreReady
             wait_until(
                 lambda node=node: bool(
-                    node.has_told(m.RestoreReady) + node.has_told(m.RestoreFailed)
+                    node.has_told(smp_messages.RestoreReady)
+                    + node.has_told(smp_messages.RestoreFailed)
                 ),  # type: ignore[misc]
                 f"{node.node_id} is restored",
             )
@@ -578,8 +585,8 @@ def test_one_node_too_many_is_refused_in_words(cluster: Cluster) -> None:
     at = cluster.protect(1)
     cluster.lose(1, 2)
     cluster.restore(at, fails=(1, 2))
-    (failed,) = cluster.nodes[2].has_told(m.RestoreFailed)
-    assert isinstance(failed, m.RestoreFailed)
+    (failed,) = cluster.nodes[2].has_told(smp_messages.RestoreFailed)
+    assert isinstance(failed, smp_messages.RestoreFailed)
     for word in ("rank 2", "node n2", str(at), "n1", "2 of the 4", "3 are needed"):
         assert word in failed.why, failed.why
     assert failed.generation == cluster.generation
@@ -628,7 +635,11 @@ def test_what_is_no_replica_any_more_is_encoded_and_told(cluster: Cluster) -> No
     at = cluster.protect(2)
     assert sent_bytes(cluster) - before > 3 * 2_000_000
     for node in cluster.nodes:
-        notices = [n for n in node.has_told(m.SmpNotice) if isinstance(n, m.SmpNotice)]
+        notices = [
+            n
+            for n in node.has_told(smp_messages.SmpNotice)
+            if isinstance(n, smp_messages.SmpNotice)
+        ]
         assert [(n.kind, n.nodes, n.ranks) for n in notices] == [
             ("replicas_differ", ["n1"], [1])
         ], notices
@@ -698,11 +709,11 @@ def test_a_generation_that_fails_before_its_commit_restores_from_the_one_before(
     cluster.check(at)
 
 
-def inventory(node: Node) -> m.Inventory:
-    return node.ask(m.TakeInventory(), m.Inventory)
+def inventory(node: Node) -> smp_messages.Inventory:
+    return node.ask(smp_messages.TakeInventory(), smp_messages.Inventory)
 
 
-def committed_parts(node: Node) -> list[m.Protected]:
+def committed_parts(node: Node) -> list[protected.Protected]:
     return [part for part in inventory(node).protected if part.is_committed]
 
 
@@ -723,8 +734,8 @@ def test_the_inventory_says_who_protects_what(cluster: Cluster) -> None:
         assert sorted(part.mirrors) == sorted({names[(place - 1) % 4], names[(place - 2) % 4]})
         assert part.is_complete
         assert part.is_committed
-    cluster.nodes[0].ask(m.VoidAfter(-1, -1), m.Done)
-    assert inventory(cluster.nodes[0]) == m.Inventory([])
+    cluster.nodes[0].ask(smp_messages.VoidAfter(-1, -1), messages.Done)
+    assert inventory(cluster.nodes[0]) == smp_messages.Inventory([])
     assert at == version(0, 1)
 
 
@@ -762,7 +773,9 @@ def vault_of(node: Node, wanted: Version) -> Vault:
 
 def notices(node: Node, kind: str) -> list[str]:
     return [
-        n.why for n in node.has_told(m.SmpNotice) if isinstance(n, m.SmpNotice) and n.kind == kind
+        n.why
+        for n in node.has_told(smp_messages.SmpNotice)
+        if isinstance(n, smp_messages.SmpNotice) and n.kind == kind
     ]
 
 
@@ -801,8 +814,8 @@ def test_flipped_bits_in_all_parity_of_a_stripe_are_a_refusal_that_names_it(
         vault.close()
     cluster.lose(0)
     cluster.restore(at, fails=(0,))
-    (failed,) = cluster.nodes[0].has_told(m.RestoreFailed)
-    assert isinstance(failed, m.RestoreFailed)
+    (failed,) = cluster.nodes[0].has_told(smp_messages.RestoreFailed)
+    assert isinstance(failed, smp_messages.RestoreFailed)
     assert "stripe" in failed.why
     assert "parity" in failed.why
     assert not cluster.nodes[0].arenas
@@ -866,12 +879,12 @@ def test_a_slot_that_is_damaged_before_it_is_protected_is_abandoned(cluster: Clu
         for worker in node.workers:
             worker.tell_sealed(bad)
     node = cluster.nodes[1]
-    wait_until(lambda: bool(node.has_told(m.AbandonVersion)), "it is abandoned")
-    assert node.has_told(m.AbandonVersion) == [m.AbandonVersion(0, 2)]
+    wait_until(lambda: bool(node.has_told(smp_messages.AbandonVersion)), "it is abandoned")
+    assert node.has_told(smp_messages.AbandonVersion) == [smp_messages.AbandonVersion(0, 2)]
     assert Page(node.page_fd).get(Command.ABANDONED_STEP) == 2
     for other in cluster.nodes:
         assert other.agent is not None
-        other.agent.send(m.AbandonVersion(0, 2))
+        other.agent.send(smp_messages.AbandonVersion(0, 2))
     again = cluster.protect(3)
     cluster.lose(1)
     cluster.restore(again)
@@ -942,7 +955,7 @@ def test_a_replacement_killed_while_it_fetches_is_replaced(cluster: Cluster, poi
     at = cluster.protect(1)
     cluster.lose(0)
     node = cluster.nodes[0]
-    cluster.old_group = m.OldGroup(cluster.places, cluster.parity, 0)
+    cluster.old_group = protected.OldGroup(cluster.places, cluster.parity, 0)
     node.start(secret=cluster.secret, crash_at=point)
     node.generation = -1
     cluster.begin(restored=at, protected_in=0)
@@ -961,14 +974,14 @@ def test_a_survivor_killed_while_it_gives_is_done_without(cluster: Cluster, poin
     at = cluster.protect(1)
     cluster.lose(3)
     victim = cluster.nodes[3]
-    cluster.old_group = m.OldGroup(cluster.places, cluster.parity, 0)
+    cluster.old_group = protected.OldGroup(cluster.places, cluster.parity, 0)
     victim.start(secret=cluster.secret)
     victim.generation = -1
     for node in cluster.nodes:
         node.told = []
     cluster.begin(restored=at, protected_in=0)
     wait_until(
-        lambda: bool(victim.has_told(m.RestoreReady)),
+        lambda: bool(victim.has_told(smp_messages.RestoreReady)),
         lambda: f"the rest is enough: {victim.told} {[node.told for node in cluster.nodes]}",
     )
     assert not cluster.nodes[0].is_up
@@ -983,7 +996,7 @@ def test_a_frozen_survivor_is_done_without(cluster: Cluster) -> None:
     at = cluster.protect(1)
     cluster.lose(0)
     fresh = cluster.nodes[0]
-    cluster.old_group = m.OldGroup(cluster.places, cluster.parity, 0)
+    cluster.old_group = protected.OldGroup(cluster.places, cluster.parity, 0)
     fresh.start(secret=cluster.secret)
     fresh.generation = -1
     cluster.generation += 1
@@ -992,7 +1005,7 @@ def test_a_frozen_survivor_is_done_without(cluster: Cluster) -> None:
     assert frozen is not None
     frozen.send_signal(signal.SIGSTOP)
     cluster.renew(restored=at, protected_in=0, only=[fresh])
-    wait_until(lambda: bool(fresh.has_told(m.RestoreReady)), "the rest is enough")
+    wait_until(lambda: bool(fresh.has_told(smp_messages.RestoreReady)), "the rest is enough")
     cluster.check_bytes(0, fresh.arenas[0], at)
     frozen.send_signal(signal.SIGCONT)
 
@@ -1053,7 +1066,7 @@ def test_what_was_told_for_the_next_generation_stays_until_it_begins(cluster: Cl
     cluster.employ()
     at = cluster.protect(1, 2)
     node, *others = cluster.nodes
-    told = node.ask(m.TakeInventory(stand_still=True), m.Inventory)
+    told = node.ask(smp_messages.TakeInventory(stand_still=True), smp_messages.Inventory)
     cluster.seal(3)
     for other in others:
         wait_until(lambda other=other: "'step': 3" in str(other.work()["under_way"]), "step 3")  # type: ignore[misc]
@@ -1071,19 +1084,19 @@ def test_a_worker_waits_for_the_arena_that_is_on_its_way(cluster: Cluster) -> No
     at = cluster.protect(1)
     cluster.lose(0)
     fresh = cluster.nodes[0]
-    cluster.old_group = m.OldGroup(cluster.places, cluster.parity, 0)
+    cluster.old_group = protected.OldGroup(cluster.places, cluster.parity, 0)
     fresh.start(secret=cluster.secret)
     fresh.generation = -1
     channel = fresh.connect("worker", 0)
     channel.generation = 1
-    channel.send(m.AwaitRestored(0, at.generation, at.step))
+    channel.send(worker_messages.AwaitRestored(0, at.generation, at.step))
     cluster.begin(restored=at, protected_in=0)
     received = channel.receive(deadline_s=PATIENCE_S)
-    assert isinstance(received.body, m.ArenaGranted)
+    assert isinstance(received.body, worker_messages.ArenaGranted)
     cluster.check_bytes(0, received.fds[0], at)
     os.close(received.fds[0])
-    answer = channel.ask(m.AwaitRestored(0, 0, 77), deadline_s=PATIENCE_S).body
-    assert isinstance(answer, m.Refused)
+    answer = channel.ask(worker_messages.AwaitRestored(0, 0, 77), deadline_s=PATIENCE_S).body
+    assert isinstance(answer, messages.Refused)
     channel.close()
 
 
@@ -1094,21 +1107,25 @@ def test_a_skipped_step_is_abandoned_once_nothing_older_is_pending(cluster: Clus
     cluster.protect(1)
     at = cluster.seal(2)
     node = cluster.nodes[0]
-    node.workers[0].channel.send(m.ShardSkipped(0, 0, 3))
+    node.workers[0].channel.send(worker_messages.ShardSkipped(0, 0, 3))
     cluster.wait_ready(at)
-    assert not node.has_told(m.AbandonVersion)
+    assert not node.has_told(smp_messages.AbandonVersion)
     assert Page(node.page_fd).get(Command.ABANDONED_STEP) == -1
     assert Page(node.page_fd).get(Command.PROTECTING_STEP) == 2
-    refused = node.workers[0].channel.ask(m.WithdrawShard(0, 0, 2), deadline_s=PATIENCE_S).body
-    assert isinstance(refused, m.Refused)
+    refused = (
+        node.workers[0]
+        .channel.ask(worker_messages.WithdrawShard(0, 0, 2), deadline_s=PATIENCE_S)
+        .body
+    )
+    assert isinstance(refused, messages.Refused)
     cluster.commit(at)
-    wait_until(lambda: bool(node.has_told(m.AbandonVersion)), "the skip is told")
-    assert node.has_told(m.AbandonVersion) == [m.AbandonVersion(0, 3)]
+    wait_until(lambda: bool(node.has_told(smp_messages.AbandonVersion)), "the skip is told")
+    assert node.has_told(smp_messages.AbandonVersion) == [smp_messages.AbandonVersion(0, 3)]
     # The other node has taken step 3; it hears that it is over and goes on.
     other = cluster.nodes[1]
     other.workers[0].capture(version(0, 3), kept=at)
     assert other.agent is not None
-    other.agent.send(m.AbandonVersion(0, 3))
+    other.agent.send(smp_messages.AbandonVersion(0, 3))
     other.workers[0].tell_sealed(version(0, 3))
     wait_until(lambda: Page(other.page_fd).get(Command.ABANDONED_STEP) == 3, "it hears of it")
     cluster.protect(4)
@@ -1148,15 +1165,15 @@ def test_a_rank_that_has_moved_is_fetched_from_where_it_was(cluster: Cluster) ->
     spare = Node("n9", "127.0.0.19", [2], cluster.folder)
     cluster.nodes.append(spare)
     spare.start(secret=cluster.secret)
-    cluster.old_group = m.OldGroup(cluster.places[:3], cluster.parity, 0)
+    cluster.old_group = protected.OldGroup(cluster.places[:3], cluster.parity, 0)
     moved = cluster.nodes.pop(2)
     try:
         cluster.begin(restored=at, protected_in=0)
-        body = m.BeginGeneration(
+        body = smp_messages.BeginGeneration(
             1, 3, [], restored=(0, 1), protected_in=0, node_id="n2", patience_s=LINK_PATIENCE_S
         )
         assert body.group == []
-        wait_until(lambda: bool(spare.has_told(m.RestoreReady)), "it is fetched")
+        wait_until(lambda: bool(spare.has_told(smp_messages.RestoreReady)), "it is fetched")
         cluster.check_bytes(2, spare.arenas[2], at)
     finally:
         moved.lose()

@@ -23,7 +23,7 @@ import xxhash
 from ftrun.errors import PeerError, PeerLost
 from ftrun.ids import Version, version
 from ftrun.snapshot.layout import Entry, Layout, When, make_layout
-from ftrun.wire import messages as m
+from ftrun.wire import checkpoint_messages, messages, smp_messages, worker_messages
 from ftrun.wire.arena import (
     Arena,
     SlotHeader,
@@ -79,9 +79,9 @@ class Worker:
     like: int | None = None
     """A rank that has the same in its memory; None: nobody has."""
 
-    def request(self) -> m.AnyMessage:
+    def request(self) -> messages.AnyMessage:
         answer = self.channel.ask(
-            m.RequestArena(
+            worker_messages.RequestArena(
                 rank=self.rank,
                 world_size=WORLD,
                 image_bytes=self.layout.image_bytes,
@@ -125,7 +125,7 @@ class Worker:
 
     def tell_sealed(self, at: Version) -> None:
         self.channel.send(
-            m.ShardSealed(
+            worker_messages.ShardSealed(
                 rank=self.rank,
                 generation=at.generation,
                 step=at.step,
@@ -194,7 +194,7 @@ class World:
             self.socket,
             run_id=RUN_ID,
             peer="the SMP",
-            hello=m.Hello(role=role, pid=os.getpid(), rank=rank),
+            hello=messages.Hello(role=role, pid=os.getpid(), rank=rank),
             deadline_s=PATIENCE_S,
         )
         self.channels.append(channel)
@@ -207,7 +207,7 @@ class World:
         self.workers.append(found)
         return found
 
-    def ask(self, agent: Channel, body: m.AnyMessage, kind: type[M], *fds: int) -> M:
+    def ask(self, agent: Channel, body: messages.AnyMessage, kind: type[M], *fds: int) -> M:
         """The answer; what comes unasked before it is put aside."""
         agent.send(body, fds=fds)
         return self.wait_for(agent, kind)
@@ -218,18 +218,21 @@ class World:
             self.fds.extend(received.fds)
             if isinstance(received.body, kind):
                 return received.body
-            assert isinstance(received.body, m.ArenaGranted | m.VersionCommitted | m.SmpNotice), (
-                received.body
-            )
+            assert isinstance(
+                received.body,
+                worker_messages.ArenaGranted
+                | smp_messages.VersionCommitted
+                | smp_messages.SmpNotice,
+            ), received.body
             self.unasked.append(received)
 
     def begin(self, agent: Channel, generation: int = 0) -> None:
         if self.page_fd < 0:
             self.page_fd = create_command_page()
-        body = m.BeginGeneration(
+        body = smp_messages.BeginGeneration(
             generation=generation, world_size=WORLD, local_ranks=list(range(WORLD))
         )
-        self.ask(agent, body, m.Done, self.page_fd)
+        self.ask(agent, body, messages.Done, self.page_fd)
 
     def shown(self) -> Version:
         page = Page(self.page_fd)
@@ -237,21 +240,23 @@ class World:
 
     def granted_fds(self, agent: Channel, count: int) -> dict[int, int]:
         """The duplicates that the agent is given unasked: by rank, the newest."""
-        while sum(isinstance(one.body, m.ArenaGranted) for one in self.unasked) < count:
+        while (
+            sum(isinstance(one.body, worker_messages.ArenaGranted) for one in self.unasked) < count
+        ):
             received = agent.receive(deadline_s=PATIENCE_S)
             self.fds.extend(received.fds)
             self.unasked.append(received)
         return {
             one.body.rank: one.fds[0]
             for one in self.unasked
-            if isinstance(one.body, m.ArenaGranted)
+            if isinstance(one.body, worker_messages.ArenaGranted)
         }
 
     def all_granted(self) -> list[tuple[int, int]]:
         return [
             (one.body.rank, one.fds[0])
             for one in self.unasked
-            if isinstance(one.body, m.ArenaGranted)
+            if isinstance(one.body, worker_messages.ArenaGranted)
         ]
 
     def forget(self) -> None:
@@ -271,7 +276,7 @@ class World:
         self.begin(agent, generation)
         workers = [self.worker(rank, generation=generation) for rank in range(WORLD)]
         for worker in workers:
-            assert isinstance(worker.request(), m.ArenaGranted)
+            assert isinstance(worker.request(), worker_messages.ArenaGranted)
         for step in steps:
             self.commit(workers, version(generation, step))
         return agent, workers
@@ -318,7 +323,7 @@ def check_bytes(fd: int, at: Version) -> None:
         arena.close()
 
 
-def offered(inventory: m.Inventory) -> set[tuple[int, int, int]]:
+def offered(inventory: smp_messages.Inventory) -> set[tuple[int, int, int]]:
     return {(offer.rank, offer.generation, offer.step) for offer in inventory.offers}
 
 
@@ -334,11 +339,13 @@ def test_a_version_that_all_ranks_have_sealed_is_committed(world: World) -> None
     world.start()
     agent, workers = world.train()
     workers[0].seal(version(0, 1))
-    inventory = world.ask(agent, m.TakeInventory(), m.Inventory)
+    inventory = world.ask(agent, smp_messages.TakeInventory(), smp_messages.Inventory)
     assert offered(inventory) == {(0, 0, 1)}
     assert world.shown() == version(-1, -1)
     workers[1].seal(version(0, 1))
-    assert world.wait_for(agent, m.VersionCommitted) == m.VersionCommitted(0, 1)
+    assert world.wait_for(agent, smp_messages.VersionCommitted) == smp_messages.VersionCommitted(
+        0, 1
+    )
     assert world.shown() == version(0, 1)
     assert Page(world.page_fd).get(Command.COMMIT_COUNT) == 1
 
@@ -367,21 +374,25 @@ def test_memory_outlives_a_killed_smp_and_the_next_snapshot_goes_on(world: World
     world.start(adopt=True)
     agent = world.connect("agent")
     again = world.worker(0)
-    answer = world.ask(agent, m.Adopt(ranks=list(granted)), m.Done, *granted.values())
-    assert answer == m.Done()
+    answer = world.ask(
+        agent, smp_messages.Adopt(ranks=list(granted)), messages.Done, *granted.values()
+    )
+    assert answer == messages.Done()
     world.begin(agent)
     assert world.shown() == version(0, 3)
-    inventory = world.ask(agent, m.TakeInventory(), m.Inventory)
+    inventory = world.ask(agent, smp_messages.TakeInventory(), smp_messages.Inventory)
     assert offered(inventory) == {(rank, 0, step) for rank in (0, 1) for step in (2, 3)}
     for fd in granted.values():
         check_bytes(fd, version(0, 3))
-    world.ask(agent, m.Adopt(ranks=list(granted)), m.Done, *granted.values())
-    assert world.ask(agent, m.TakeInventory(), m.Inventory) == inventory, "nothing is kept twice"
+    world.ask(agent, smp_messages.Adopt(ranks=list(granted)), messages.Done, *granted.values())
+    assert world.ask(agent, smp_messages.TakeInventory(), smp_messages.Inventory) == inventory, (
+        "nothing is kept twice"
+    )
 
-    assert isinstance(again.request(), m.ArenaGranted)
+    assert isinstance(again.request(), worker_messages.ArenaGranted)
     again.slot = workers[0].slot
     other = world.worker(1)
-    assert isinstance(other.request(), m.ArenaGranted)
+    assert isinstance(other.request(), worker_messages.ArenaGranted)
     other.slot = workers[1].slot
     world.commit([again, other], version(0, 4))
 
@@ -391,7 +402,7 @@ def test_a_seal_that_died_with_the_smp_is_heard_at_the_workers_return(world: Wor
     agent, workers = world.train(1)
     workers[0].seal(version(0, 2))
     workers[1].capture(version(0, 2))
-    world.ask(agent, m.TakeInventory(), m.Inventory)
+    world.ask(agent, smp_messages.TakeInventory(), smp_messages.Inventory)
     assert world.shown() == version(0, 1)
     world.worker(1)
     wait_until(lambda: world.shown() == version(0, 2), "the seal is found in the slot")
@@ -400,24 +411,24 @@ def test_a_seal_that_died_with_the_smp_is_heard_at_the_workers_return(world: Wor
 def test_an_orphan_hands_its_memory_to_the_next_agent(world: World) -> None:
     world.start()
     agent, _ = world.train(1, 2)
-    world.ask(agent, m.KeepRunState(b"what the next agent must know"), m.Done)
+    world.ask(agent, smp_messages.KeepRunState(b"what the next agent must know"), messages.Done)
     agent.close()
     cli = world.connect("cli")
     wait_until(lambda: orphaned_for_s(cli) is not None, "the SMP knows that it is an orphan")
 
     agent = world.connect("agent")
-    agent.send(m.HandOver())
+    agent.send(smp_messages.HandOver())
     received = agent.receive(deadline_s=PATIENCE_S)
     world.fds.extend(received.fds)
-    assert received.body == m.HandedOver([0, 1], b"what the next agent must know")
+    assert received.body == smp_messages.HandedOver([0, 1], b"what the next agent must know")
     for fd in received.fds:
         check_bytes(fd, version(0, 2))
     assert orphaned_for_s(cli) is None
 
 
 def orphaned_for_s(cli: Channel) -> float | None:
-    answer = cli.ask(m.AskStatus(), deadline_s=PATIENCE_S).body
-    assert isinstance(answer, m.Status)
+    answer = cli.ask(messages.AskStatus(), deadline_s=PATIENCE_S).body
+    assert isinstance(answer, messages.Status)
     document = json.loads(answer.document)
     found = document["orphaned_for_s"]
     assert found is None or isinstance(found, float)
@@ -443,7 +454,7 @@ def test_an_smp_that_no_agent_ever_calls_ends(world: World) -> None:
 def test_shutdown_frees_everything(world: World, role: str) -> None:
     world.start()
     caller = world.connect(role)
-    assert caller.ask(m.Shutdown(), deadline_s=PATIENCE_S).body == m.Done()
+    assert caller.ask(smp_messages.Shutdown(), deadline_s=PATIENCE_S).body == messages.Done()
     assert not world.socket.exists()
     assert world.smp.wait(PATIENCE_S) == 0
 
@@ -453,7 +464,10 @@ def test_no_signal_ends_it_while_it_has_an_agent_and_sigterm_does_without(world:
     agent, _ = world.train(1)
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM):
         world.smp.send_signal(number)
-    assert offered(world.ask(agent, m.TakeInventory(), m.Inventory)) == {(0, 0, 1), (1, 0, 1)}
+    assert offered(world.ask(agent, smp_messages.TakeInventory(), smp_messages.Inventory)) == {
+        (0, 0, 1),
+        (1, 0, 1),
+    }
     agent.close()
     for _ in range(int(PATIENCE_S / 0.1)):
         world.smp.send_signal(signal.SIGTERM)
@@ -470,30 +484,37 @@ def test_memory_that_does_not_exist_is_refused_with_numbers(world: World) -> Non
     world.start()
     agent, workers = world.train()
     for request in (
-        m.ReserveMemory(rank=0, image_bytes=10**13),
-        m.RequestArena(rank=0, world_size=WORLD, image_bytes=10**13, num_pieces=10**6, layout_id=7),
+        worker_messages.ReserveMemory(rank=0, image_bytes=10**13),
+        worker_messages.RequestArena(
+            rank=0, world_size=WORLD, image_bytes=10**13, num_pieces=10**6, layout_id=7
+        ),
     ):
         answer = workers[0].channel.ask(request, deadline_s=PATIENCE_S).body
-        assert isinstance(answer, m.MemoryRefused)
+        assert isinstance(answer, worker_messages.MemoryRefused)
         assert answer.needed_bytes >= 2 * 10**13
         assert 0 < answer.available_bytes < 10**13
         assert answer.limit
-    small = m.ReserveMemory(rank=0, image_bytes=10**6)
-    assert workers[0].channel.ask(small, deadline_s=PATIENCE_S).body == m.Done()
-    assert offered(world.ask(agent, m.TakeInventory(), m.Inventory)) == set()
+    small = worker_messages.ReserveMemory(rank=0, image_bytes=10**6)
+    assert workers[0].channel.ask(small, deadline_s=PATIENCE_S).body == messages.Done()
+    assert offered(world.ask(agent, smp_messages.TakeInventory(), smp_messages.Inventory)) == set()
 
 
 def test_voided_versions_never_come_back(world: World) -> None:
     world.start()
     agent, workers = world.train(1, 2)
-    world.ask(agent, m.VoidAfter(generation=0, step=1), m.Done)
-    assert offered(world.ask(agent, m.TakeInventory(), m.Inventory)) == {(0, 0, 1), (1, 0, 1)}
+    world.ask(agent, smp_messages.VoidAfter(generation=0, step=1), messages.Done)
+    assert offered(world.ask(agent, smp_messages.TakeInventory(), smp_messages.Inventory)) == {
+        (0, 0, 1),
+        (1, 0, 1),
+    }
     world.begin(agent, generation=1)
     assert world.shown() == version(0, 1)
     # A worker of the generation before, which the kill has not reached yet.
     workers[0].seal(version(0, 3))
     workers[1].seal(version(0, 3))
-    workers[0].channel.ask(m.ReserveMemory(rank=0, image_bytes=1), deadline_s=PATIENCE_S)
+    workers[0].channel.ask(
+        worker_messages.ReserveMemory(rank=0, image_bytes=1), deadline_s=PATIENCE_S
+    )
     assert world.shown() == version(0, 1)
 
 
@@ -501,7 +522,7 @@ def test_ranks_of_one_node_that_were_alike_and_are_so_no_more_are_told(world: Wo
     """Of two nobody can tell whose memory is wrong; of more, see test_node_replicas.py."""
     world.start()
     agent, workers = world.train()
-    told: list[m.SmpNotice] = []
+    told: list[smp_messages.SmpNotice] = []
     end = time.monotonic() + PATIENCE_S
     step = 0
     while not told:
@@ -510,10 +531,10 @@ def test_ranks_of_one_node_that_were_alike_and_are_so_no_more_are_told(world: Wo
         for worker in workers:
             worker.like = 0 if step == 1 else None
             worker.seal(version(0, step))
-        world.wait_for(agent, m.VersionCommitted)
+        world.wait_for(agent, smp_messages.VersionCommitted)
         select.select([], [], [], 0.02)  # a slot that is sealed anew meanwhile is not compared
         unasked = [one.body for one in world.unasked]
-        told = [one for one in unasked if isinstance(one, m.SmpNotice)]
+        told = [one for one in unasked if isinstance(one, smp_messages.SmpNotice)]
     assert [(one.kind, one.ranks) for one in told] == [("replicas_differ", [0, 1])]
 
 
@@ -524,13 +545,16 @@ def test_a_new_layout_replaces_the_old_at_its_first_commit(world: World) -> None
         worker.layout = layout_of(300_000)
         worker.request()
         worker.slot = 0
-    agent.send(m.HandOver())
-    received = world.wait_for(agent, m.HandedOver)
+    agent.send(smp_messages.HandOver())
+    received = world.wait_for(agent, smp_messages.HandedOver)
     assert received.ranks == [0, 0, 1, 1]
     world.commit(workers, version(0, 2))
-    received = world.ask(agent, m.HandOver(), m.HandedOver)
+    received = world.ask(agent, smp_messages.HandOver(), smp_messages.HandedOver)
     assert received.ranks == [0, 1]
-    assert offered(world.ask(agent, m.TakeInventory(), m.Inventory)) == {(0, 0, 2), (1, 0, 2)}
+    assert offered(world.ask(agent, smp_messages.TakeInventory(), smp_messages.Inventory)) == {
+        (0, 0, 2),
+        (1, 0, 2),
+    }
 
 
 @pytest.mark.parametrize(
@@ -551,10 +575,13 @@ def test_a_client_that_breaks_the_protocol_loses_only_its_connection(
     with pytest.raises(PeerError):
         bad.receive(deadline_s=PATIENCE_S)
     stranger = world.connect("worker", 0)
-    stranger.send(m.TakeInventory())
+    stranger.send(smp_messages.TakeInventory())
     with pytest.raises(PeerLost):
         stranger.receive(deadline_s=PATIENCE_S)
-    assert offered(world.ask(agent, m.TakeInventory(), m.Inventory)) == {(0, 0, 1), (1, 0, 1)}
+    assert offered(world.ask(agent, smp_messages.TakeInventory(), smp_messages.Inventory)) == {
+        (0, 0, 1),
+        (1, 0, 1),
+    }
 
 
 def test_what_is_no_arena_is_not_adopted(world: World) -> None:
@@ -562,16 +589,19 @@ def test_what_is_no_arena_is_not_adopted(world: World) -> None:
     agent = world.connect("agent")
     fd = create_command_page()
     world.fds.append(fd)
-    refused = world.ask(agent, m.Adopt(ranks=[1]), m.Refused, fd)
+    refused = world.ask(agent, smp_messages.Adopt(ranks=[1]), messages.Refused, fd)
     assert "rank 1" in refused.why
-    assert offered(world.ask(agent, m.TakeInventory(), m.Inventory)) == set()
+    assert offered(world.ask(agent, smp_messages.TakeInventory(), smp_messages.Inventory)) == set()
 
 
 def test_a_newer_agent_replaces_the_older(world: World) -> None:
     world.start()
     old, _ = world.train(1)
     new = world.connect("agent")
-    assert offered(world.ask(new, m.TakeInventory(), m.Inventory)) == {(0, 0, 1), (1, 0, 1)}
+    assert offered(world.ask(new, smp_messages.TakeInventory(), smp_messages.Inventory)) == {
+        (0, 0, 1),
+        (1, 0, 1),
+    }
     with pytest.raises(PeerLost):
         drain(old, world.fds)
 
@@ -595,35 +625,35 @@ def test_a_seal_that_is_withdrawn_is_never_committed(world: World) -> None:
         worker.capture(version(0, 2))
         if number == 0:
             worker.tell_sealed(version(0, 2))
-    withdrawal = m.WithdrawShard(rank=0, generation=0, step=2)
-    assert workers[0].channel.ask(withdrawal, deadline_s=PATIENCE_S).body == m.Done()
+    withdrawal = worker_messages.WithdrawShard(rank=0, generation=0, step=2)
+    assert workers[0].channel.ask(withdrawal, deadline_s=PATIENCE_S).body == messages.Done()
     workers[1].tell_sealed(version(0, 2))
-    inventory = world.ask(agent, m.TakeInventory(), m.Inventory)
+    inventory = world.ask(agent, smp_messages.TakeInventory(), smp_messages.Inventory)
     assert offered(inventory) == {(0, 0, 1), (1, 0, 1), (1, 0, 2)}
     for worker in workers:
         worker.slot = 1
     world.commit(workers, version(0, 3))
-    too_late = m.WithdrawShard(rank=0, generation=0, step=3)
+    too_late = worker_messages.WithdrawShard(rank=0, generation=0, step=3)
     answer = workers[0].channel.ask(too_late, deadline_s=PATIENCE_S).body
-    assert isinstance(answer, m.Refused)
+    assert isinstance(answer, messages.Refused)
 
 
 def test_a_request_of_a_generation_that_is_over_is_refused(world: World) -> None:
     world.start()
     agent, workers = world.train(1)
     world.begin(agent, generation=1)
-    assert isinstance(workers[0].request(), m.Refused)
+    assert isinstance(workers[0].request(), messages.Refused)
     again = world.worker(0, generation=1)
-    assert isinstance(again.request(), m.ArenaGranted)
+    assert isinstance(again.request(), worker_messages.ArenaGranted)
     check_bytes(again.fd, version(0, 1))
-    world.ask(agent, m.TakeInventory(), m.Inventory)
+    world.ask(agent, smp_messages.TakeInventory(), smp_messages.Inventory)
     assert len(world.all_granted()) == WORLD, "what the agent has is not sent again"
 
 
 def change_layout(world: World, workers: list[Worker]) -> None:
     for worker in workers:
         worker.layout = layout_of(100_000)
-        assert isinstance(worker.request(), m.ArenaGranted)
+        assert isinstance(worker.request(), worker_messages.ArenaGranted)
         worker.slot = 0
 
 
@@ -655,7 +685,7 @@ def test_an_smp_killed_at_any_point_of_a_run_loses_no_sealed_version(
         world.start(adopt=True)
         agent = world.connect("agent")
         ranks, fds = [rank for rank, _ in granted], [fd for _, fd in granted]
-        world.ask(agent, m.Adopt(ranks=ranks), m.Done, *fds)
+        world.ask(agent, smp_messages.Adopt(ranks=ranks), messages.Done, *fds)
         world.begin(agent)
         assert world.shown() == captured >= shown, point
         world.smp.kill()
@@ -669,7 +699,7 @@ def run_that_may_die(world: World) -> tuple[Version, Version]:
         world.begin(agent)
         workers = [world.worker(rank) for rank in range(WORLD)]
         for worker in workers:
-            assert isinstance(worker.request(), m.ArenaGranted)
+            assert isinstance(worker.request(), worker_messages.ArenaGranted)
         for step in (1, 2, 3):
             if step == 3:
                 change_layout(world, workers)
@@ -693,20 +723,28 @@ def test_a_checkpoint_survives_the_death_of_everything(world: World, tmp_path: P
     directory = tmp_path / "checkpoints"
     world.start()
     agent, _ = world.train(1, 2)
-    written = world.ask(agent, m.WriteCheckpoint(str(directory), keep=2), m.CheckpointWritten)
+    written = world.ask(
+        agent,
+        checkpoint_messages.WriteCheckpoint(str(directory), keep=2),
+        checkpoint_messages.CheckpointWritten,
+    )
     assert (written.generation, written.step) == (0, 2)
     assert written.path == str(directory / "step-00000002-g0")
     assert (directory / "latest").resolve() == Path(written.path)
-    again = world.ask(agent, m.WriteCheckpoint(str(directory), keep=2), m.CheckpointWritten)
+    again = world.ask(
+        agent,
+        checkpoint_messages.WriteCheckpoint(str(directory), keep=2),
+        checkpoint_messages.CheckpointWritten,
+    )
     assert (again.path, again.total_bytes) == (written.path, 0)
 
     world.smp.kill()
     world.forget()
     world.start()
     agent = world.connect("agent")
-    loaded = world.ask(agent, load(directory), m.CheckpointLoaded)
-    assert loaded == m.CheckpointLoaded(-1, 2, written.path)
-    inventory = world.ask(agent, m.TakeInventory(), m.Inventory)
+    loaded = world.ask(agent, load(directory), checkpoint_messages.CheckpointLoaded)
+    assert loaded == checkpoint_messages.CheckpointLoaded(-1, 2, written.path)
+    inventory = world.ask(agent, smp_messages.TakeInventory(), smp_messages.Inventory)
     assert offered(inventory) == {(0, -1, 2), (1, -1, 2)}
     for fd in world.granted_fds(agent, WORLD).values():
         check_loaded(fd, version(0, 2))
@@ -714,15 +752,19 @@ def test_a_checkpoint_survives_the_death_of_everything(world: World, tmp_path: P
     assert world.shown() == version(-1, 2)
     workers = [world.worker(rank) for rank in range(WORLD)]
     for worker in workers:
-        assert isinstance(worker.request(), m.ArenaGranted)
+        assert isinstance(worker.request(), worker_messages.ArenaGranted)
         worker.slot = 1
     world.commit(workers, version(0, 3))
-    third = world.ask(agent, m.WriteCheckpoint(str(directory), keep=1), m.CheckpointWritten)
+    third = world.ask(
+        agent,
+        checkpoint_messages.WriteCheckpoint(str(directory), keep=1),
+        checkpoint_messages.CheckpointWritten,
+    )
     assert sorted(path.name for path in directory.iterdir()) == ["latest", Path(third.path).name]
 
 
-def load(directory: Path, world_size: int = WORLD) -> m.LoadCheckpoint:
-    return m.LoadCheckpoint(str(directory), world_size, list(range(world_size)))
+def load(directory: Path, world_size: int = WORLD) -> checkpoint_messages.LoadCheckpoint:
+    return checkpoint_messages.LoadCheckpoint(str(directory), world_size, list(range(world_size)))
 
 
 def check_loaded(fd: int, at: Version) -> None:
@@ -760,12 +802,16 @@ def test_an_smp_killed_at_any_point_of_a_checkpoint_leaves_one_that_loads(
         world.forget()
         world.start()
         agent = world.connect("agent")
-        loaded = world.ask(agent, load(directory), m.CheckpointLoaded)
+        loaded = world.ask(agent, load(directory), checkpoint_messages.CheckpointLoaded)
         assert loaded.step in (1, 2), point
         for fd in world.granted_fds(agent, WORLD).values():
             check_loaded(fd, version(0, loaded.step))
         world.begin(agent)
-        world.ask(agent, m.WriteCheckpoint(str(directory), keep=1), m.CheckpointWritten)
+        world.ask(
+            agent,
+            checkpoint_messages.WriteCheckpoint(str(directory), keep=1),
+            checkpoint_messages.CheckpointWritten,
+        )
         assert len(list(directory.iterdir())) == 2, point
         world.smp.kill()
 
@@ -773,34 +819,55 @@ def test_an_smp_killed_at_any_point_of_a_checkpoint_leaves_one_that_loads(
 def write_twice(world: World, directory: Path, count: Path | None = None) -> int:
     """Two checkpoints, the second prunes the first; crash points passed before the second."""
     agent, workers = world.train(1)
-    world.ask(agent, m.WriteCheckpoint(str(directory), keep=1), m.CheckpointWritten)
+    world.ask(
+        agent,
+        checkpoint_messages.WriteCheckpoint(str(directory), keep=1),
+        checkpoint_messages.CheckpointWritten,
+    )
     first = len(passed(count)) if count else 0
     world.commit(workers, version(0, 2))
-    world.ask(agent, m.WriteCheckpoint(str(directory), keep=1), m.CheckpointWritten)
+    world.ask(
+        agent,
+        checkpoint_messages.WriteCheckpoint(str(directory), keep=1),
+        checkpoint_messages.CheckpointWritten,
+    )
     return first
 
 
 def test_a_directory_without_checkpoints_is_no_error(world: World, tmp_path: Path) -> None:
     world.start()
     agent = world.connect("agent")
-    nothing = m.CheckpointLoaded(-1, -1, "")
-    assert world.ask(agent, load(tmp_path / "none"), m.CheckpointLoaded) == nothing
+    nothing = checkpoint_messages.CheckpointLoaded(-1, -1, "")
+    assert (
+        world.ask(agent, load(tmp_path / "none"), checkpoint_messages.CheckpointLoaded) == nothing
+    )
 
 
 def test_what_cannot_be_written_or_loaded_is_refused_in_words(world: World, tmp_path: Path) -> None:
     world.start()
     agent, workers = world.train()
     directory = tmp_path / "checkpoints"
-    refused = world.ask(agent, m.WriteCheckpoint(str(directory), keep=1), m.CheckpointRefused)
+    refused = world.ask(
+        agent,
+        checkpoint_messages.WriteCheckpoint(str(directory), keep=1),
+        checkpoint_messages.CheckpointRefused,
+    )
     assert "nothing to write" in refused.why
     world.commit(workers, version(0, 1))
     (tmp_path / "file").touch()
-    bad = m.WriteCheckpoint(str(tmp_path / "file" / "below"), keep=1)
-    assert "Not a directory" in world.ask(agent, bad, m.CheckpointRefused).why
-    full = m.WriteCheckpoint("/proc/sys/kernel", keep=1)
-    assert "not written" in world.ask(agent, full, m.CheckpointRefused).why
-    world.ask(agent, m.WriteCheckpoint(str(directory), keep=1), m.CheckpointWritten)
-    refused = world.ask(agent, load(directory, world_size=4), m.Refused)
+    bad = checkpoint_messages.WriteCheckpoint(str(tmp_path / "file" / "below"), keep=1)
+    assert "Not a directory" in world.ask(agent, bad, checkpoint_messages.CheckpointRefused).why
+    full = checkpoint_messages.WriteCheckpoint("/proc/sys/kernel", keep=1)
+    assert "not written" in world.ask(agent, full, checkpoint_messages.CheckpointRefused).why
+    world.ask(
+        agent,
+        checkpoint_messages.WriteCheckpoint(str(directory), keep=1),
+        checkpoint_messages.CheckpointWritten,
+    )
+    refused = world.ask(agent, load(directory, world_size=4), messages.Refused)
     assert "2 ranks" in refused.why
     assert "4" in refused.why
-    assert offered(world.ask(agent, m.TakeInventory(), m.Inventory)) == {(0, 0, 1), (1, 0, 1)}
+    assert offered(world.ask(agent, smp_messages.TakeInventory(), smp_messages.Inventory)) == {
+        (0, 0, 1),
+        (1, 0, 1),
+    }

@@ -21,7 +21,9 @@ from ftrun.ids import Version
 from ftrun.recovery import commands as do
 from ftrun.recovery.ballots import identity
 from ftrun.recovery.happenings import Happening, Heard
-from ftrun.wire.cluster import Announce, Edition, LeadBeat, Plan, Prepare, Promise
+from ftrun.wire.ballot_messages import Announce, Prepare, Promise
+from ftrun.wire.heartbeats import LeadBeat
+from ftrun.wire.plan import Edition, Plan
 from simulation.memory import Memory, can_have
 from simulation.snapshots import as_version
 from simulation.training import Group, Ranks, beginning

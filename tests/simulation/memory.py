@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from random import Random
 
 from ftrun.ids import Version
-from ftrun.wire.cluster import Plan
-from ftrun.wire.messages import Inventory
+from ftrun.wire.plan import Plan
 from ftrun.wire.protected import GroupMember, Protected, ShardOffer
+from ftrun.wire.smp_messages import Inventory
 
 Arena = tuple[int, tuple[int, ...]]
 """World size and local ranks: what a pair of slots is laid out for."""

@@ -22,7 +22,8 @@ from ftrun.recovery.happenings import (
 )
 from ftrun.recovery.member import Member
 from ftrun.recovery.oversight import Oversight
-from ftrun.wire.cluster import Beat, NodeCard, Plan, RankReport
+from ftrun.wire.heartbeats import Beat, RankReport
+from ftrun.wire.plan import NodeCard, Plan
 from simulation.memory import Memory
 from simulation.network import End
 from simulation.snapshots import Smp, as_version

@@ -11,7 +11,7 @@ unexpected  the endpoint's node loses its memory, and comes back while the run g
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from ftrun.wire.cluster import Plan
+from ftrun.wire.plan import Plan
 
 if TYPE_CHECKING:
     from simulation.faults import Faults

@@ -10,7 +10,7 @@ from ftrun.ids import Version, version
 from ftrun.recovery import commands as do
 from ftrun.recovery.allegiance import Role
 from ftrun.recovery.ballots import carries, electorate, identity
-from ftrun.wire.cluster import Plan
+from ftrun.wire.plan import Plan
 from simulation.faults import Faults
 from simulation.invariants import Invariants
 from simulation.memory import Slot, can_have

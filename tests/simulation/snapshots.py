@@ -9,7 +9,7 @@ is protected and committed again in the generation that runs.
 from typing import TYPE_CHECKING
 
 from ftrun.ids import Version, version
-from ftrun.wire.cluster import Plan, Source
+from ftrun.wire.plan import Plan, Source
 from ftrun.wire.protected import GroupMember
 from simulation.memory import Arena, Memory, Part, Slot
 

@@ -10,7 +10,7 @@ import xxhash
 
 from ftrun.events import Kind, WorkerExit
 from ftrun.ids import Rank, version
-from ftrun.wire.cluster import Plan
+from ftrun.wire.plan import Plan
 
 if TYPE_CHECKING:
     from simulation.node import Node

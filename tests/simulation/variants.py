@@ -16,8 +16,9 @@ from ftrun.recovery.commands import Command
 from ftrun.recovery.reports import Reports
 from ftrun.recovery.restore_choice import Choice
 from ftrun.recovery.waiting import Waiting
-from ftrun.wire.cluster import Beat, LeadBeat, Plan, Source, VersionPair
-from ftrun.wire.messages import Inventory
+from ftrun.wire.heartbeats import Beat, LeadBeat
+from ftrun.wire.plan import Plan, Source, VersionPair
+from ftrun.wire.smp_messages import Inventory
 from simulation.memory import Memory, Part, Slot
 from simulation.snapshots import Smp
 

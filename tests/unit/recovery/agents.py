@@ -30,8 +30,9 @@ from ftrun.recovery.happenings import (
 from ftrun.recovery.member import Member
 from ftrun.recovery.oversight import Oversight
 from ftrun.recovery.settings import ClusterSettings
-from ftrun.wire.cluster import Beat, NodeCard, Plan, VersionPair
-from ftrun.wire.messages import Inventory
+from ftrun.wire.heartbeats import Beat
+from ftrun.wire.plan import NodeCard, Plan, VersionPair
+from ftrun.wire.smp_messages import Inventory
 from tests.unit.recovery.made import POLICY, card, settings
 
 STEP_S = 0.25

@@ -9,9 +9,10 @@ from ftrun.recovery.attendance import Peer, Peers
 from ftrun.recovery.places import Wishes
 from ftrun.recovery.settings import ClusterSettings
 from ftrun.recovery.supervisor import Policy
-from ftrun.wire.cluster import NodeCard, Plan, PlanNode, Promise, VersionPair
-from ftrun.wire.messages import Inventory, ShardOffer
-from ftrun.wire.protected import GroupMember, Protected
+from ftrun.wire.ballot_messages import Promise
+from ftrun.wire.plan import NodeCard, Plan, PlanNode, VersionPair
+from ftrun.wire.protected import GroupMember, Protected, ShardOffer
+from ftrun.wire.smp_messages import Inventory
 
 POLICY = Policy(
     max_restarts=None,

@@ -3,7 +3,7 @@
 import pytest
 
 from ftrun.recovery.attendance import Peer, Peers
-from ftrun.wire.cluster import Beat
+from ftrun.wire.heartbeats import Beat
 from tests.unit.recovery.made import card, meet, plan, settings
 
 SETTINGS = settings(deadline_s=3.0, cut_off_s=2.0, redial_s=0.5)

@@ -11,7 +11,8 @@ from hypothesis import settings as effort
 from hypothesis import strategies as st
 
 from ftrun.recovery.ballots import Ballot, Vote, carries, electorate, identity
-from ftrun.wire.cluster import Accepted, Edition, Identity, Plan, Voters
+from ftrun.wire.ballot_messages import Accepted
+from ftrun.wire.plan import Edition, Identity, Plan, Voters
 from tests.unit.recovery.made import card, cards, plan, promise
 
 FATES = ("for", "against", "silent", "dead", "gone")

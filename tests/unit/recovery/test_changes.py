@@ -5,7 +5,8 @@ from ftrun.recovery.changes import Changes
 from ftrun.recovery.oversight import Oversight
 from ftrun.recovery.places import Wishes
 from ftrun.recovery.settings import ClusterSettings
-from ftrun.wire.cluster import Beat, Plan
+from ftrun.wire.heartbeats import Beat
+from ftrun.wire.plan import Plan
 from tests.unit.recovery.made import POLICY, card, meet, plan, settings
 
 SETTINGS = settings(wishes=Wishes(2, 4, 0), heartbeat_s=0.5, settle_s=5.0, answer_s=30.0)

@@ -5,7 +5,8 @@ from itertools import pairwise
 from ftrun.recovery.attendance import Peer, Peers
 from ftrun.recovery.commands import Command, Dial, Note, Send
 from ftrun.recovery.election import Election, Stage
-from ftrun.wire.cluster import Accepted, Announce, NotPromised, Plan, Prepare
+from ftrun.wire.ballot_messages import Accepted, Announce, NotPromised, Prepare
+from ftrun.wire.plan import Plan
 from tests.unit.recovery.made import card, meet, plan, promise, settings
 
 SETTINGS = settings(heartbeat_s=0.5, redial_s=0.5, answer_s=30.0)

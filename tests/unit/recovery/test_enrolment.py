@@ -12,7 +12,8 @@ from ftrun.recovery.ballots import electorate
 from ftrun.recovery.commands import Command, Send
 from ftrun.recovery.enrolment import Enrolment
 from ftrun.recovery.places import Wishes
-from ftrun.wire.cluster import Accepted, Announce, History, Plan, Voters
+from ftrun.wire.ballot_messages import Accepted, Announce
+from ftrun.wire.plan import History, Plan, Voters
 from tests.unit.recovery.made import card, meet, plan, settings
 
 SETTINGS = settings(heartbeat_s=0.5, settle_s=5.0, wishes=Wishes(1, 4, 9))

@@ -14,7 +14,8 @@ from ftrun.recovery.commands import Send
 from ftrun.recovery.oversight import Oversight
 from ftrun.recovery.places import Wishes
 from ftrun.recovery.settings import ClusterSettings, SlowSettings
-from ftrun.wire.cluster import AskProbe, Beat, ProbeFound
+from ftrun.wire.cluster import AskProbe, ProbeFound
+from ftrun.wire.heartbeats import Beat
 from tests.unit.recovery.made import POLICY, card, meet, plan, settings
 
 PLAN = plan(1, [card("a", num_ranks=2), card("b", num_ranks=2)], spares="s")

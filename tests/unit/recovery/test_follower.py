@@ -28,17 +28,10 @@ from ftrun.recovery.commands import (
 )
 from ftrun.recovery.follower import Follower
 from ftrun.recovery.happenings import Adopted, PlanKept, Quiesced
-from ftrun.wire.cluster import (
-    Accepted,
-    Announce,
-    Edition,
-    LeadBeat,
-    NotPromised,
-    Plan,
-    Prepare,
-    Promise,
-)
-from ftrun.wire.messages import Inventory
+from ftrun.wire.ballot_messages import Accepted, Announce, NotPromised, Prepare, Promise
+from ftrun.wire.heartbeats import LeadBeat
+from ftrun.wire.plan import Edition, Plan
+from ftrun.wire.smp_messages import Inventory
 from tests.unit.recovery.made import card, offer, plan
 
 ME = card("b")

@@ -5,7 +5,8 @@ import msgspec
 from ftrun.recovery.commands import Send
 from ftrun.recovery.gathering import Gatherer
 from ftrun.recovery.places import Wishes
-from ftrun.wire.cluster import Gathering, Join, NodeCard, TurnedAway
+from ftrun.wire.ballot_messages import Gathering, Join, TurnedAway
+from ftrun.wire.plan import NodeCard
 from tests.unit.recovery.made import card, settings
 
 SETTINGS = settings(wishes=Wishes(2, 3, 1), settle_s=5.0, blank_wait_s=2.0)

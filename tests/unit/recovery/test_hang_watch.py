@@ -10,7 +10,7 @@ from ftrun.monitor.deadlines import HangSettings
 from ftrun.monitor.evidence import RankView
 from ftrun.monitor.verdicts import Sure, VerdictKind
 from ftrun.recovery.hang_watch import Finding, HangWatch
-from ftrun.wire.cluster import Beat
+from ftrun.wire.heartbeats import Beat
 from tests.unit.recovery.made import card, plan
 
 PLAN = plan(1, [card("a", num_ranks=2), card("b", num_ranks=2)])

@@ -19,7 +19,7 @@ from ftrun.recovery.hang_watch import Finding
 from ftrun.recovery.incidents import Incidents, verdict_of
 from ftrun.recovery.lifecycle import TABLE, Life, LifeCycle
 from ftrun.recovery.losses import Losses
-from ftrun.wire.cluster import Beat, RankReport
+from ftrun.wire.heartbeats import Beat, RankReport
 from tests.unit.recovery.made import plan
 
 KILLED = WorkerExit(Rank(0), Kind.SIGNAL, -9, "rank 0 was killed", detail="a\n  b", fingerprint="k")

@@ -19,8 +19,10 @@ from ftrun.recovery.commands import (
 )
 from ftrun.recovery.happenings import Adopted, Closed, Heard, Opened
 from ftrun.recovery.places import Wishes
-from ftrun.wire.cluster import Accepted, AnyClusterMessage, Beat, Join, JournalLines, LeadIs
-from ftrun.wire.messages import Inventory
+from ftrun.wire.ballot_messages import Accepted, Join, LeadIs
+from ftrun.wire.cluster import AnyClusterMessage, JournalLines
+from ftrun.wire.heartbeats import Beat
+from ftrun.wire.smp_messages import Inventory
 from tests.unit.recovery.agents import Agents
 from tests.unit.recovery.made import card, offer, part, promise, settings
 

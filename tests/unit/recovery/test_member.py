@@ -15,17 +15,9 @@ from ftrun.recovery.commands import (
 )
 from ftrun.recovery.happenings import DialFailed, Heard, HereIs, Opened
 from ftrun.recovery.places import Wishes
-from ftrun.wire.cluster import (
-    Accepted,
-    Announce,
-    Beat,
-    Current,
-    Join,
-    LeadBeat,
-    LeadIs,
-    NotPromised,
-    ProbeFound,
-)
+from ftrun.wire.ballot_messages import Accepted, Announce, Current, Join, LeadIs, NotPromised
+from ftrun.wire.cluster import ProbeFound
+from ftrun.wire.heartbeats import Beat, LeadBeat
 from tests.unit.recovery.agents import Agents
 from tests.unit.recovery.made import card, settings
 

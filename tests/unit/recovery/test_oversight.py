@@ -16,7 +16,8 @@ from ftrun.recovery.commands import (
 )
 from ftrun.recovery.oversight import CAUSE_WAIT_S, EVERY_AHEAD_STEPS, Oversight
 from ftrun.recovery.supervisor import State
-from ftrun.wire.cluster import Beat, History, LeadBeat, Plan
+from ftrun.wire.heartbeats import Beat, LeadBeat
+from ftrun.wire.plan import History, Plan
 from tests.unit.recovery.made import POLICY, card, plan, settings
 
 SETTINGS = settings(heartbeat_s=0.5, same_boundary_s=1.0, failures_per_hour=3)

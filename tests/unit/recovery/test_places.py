@@ -6,7 +6,7 @@ from hypothesis import settings as effort
 from hypothesis import strategies as st
 
 from ftrun.recovery.places import Assignment, NotEnough, Wishes, assign, first_order
-from ftrun.wire.cluster import NodeCard
+from ftrun.wire.plan import NodeCard
 from tests.unit.recovery.made import card, cards, plan
 
 WISHES = Wishes(1, 4, 2)

@@ -6,8 +6,9 @@ from ftrun.recovery.commands import EndRun
 from ftrun.recovery.places import Assignment
 from ftrun.recovery.planning import StateMissing, make_plan
 from ftrun.recovery.settings import ClusterSettings
-from ftrun.wire.cluster import History, Plan, Promise, Source, VersionPair, Voters
-from ftrun.wire.messages import Inventory
+from ftrun.wire.ballot_messages import Promise
+from ftrun.wire.plan import History, Plan, Source, VersionPair, Voters
+from ftrun.wire.smp_messages import Inventory
 from tests.unit.recovery.made import SETTINGS, card, cards, offer, part, plan, promise, settings
 
 WITH_CHECKPOINTS = settings(has_checkpoints=True, deadline_s=3.0, settle_s=5.0)

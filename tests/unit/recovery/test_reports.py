@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from ftrun.events import Progress
 from ftrun.ids import Step
 from ftrun.recovery.reports import Reports
-from ftrun.wire.cluster import Beat
+from ftrun.wire.heartbeats import Beat
 from tests.unit.recovery.made import plan
 
 beats = st.builds(

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from ftrun.ids import version
 from ftrun.recovery.restore_choice import ancestry, choose, is_valid
-from ftrun.wire.cluster import Plan, Source, VersionPair
-from ftrun.wire.messages import Inventory
+from ftrun.wire.plan import Plan, Source, VersionPair
 from ftrun.wire.protected import Protected
+from ftrun.wire.smp_messages import Inventory
 from tests.unit.recovery.made import offer, part, plan
 
 Holdings = dict[str, Inventory]

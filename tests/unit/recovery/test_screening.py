@@ -8,7 +8,7 @@ from ftrun.recovery.commands import CheckAgain, Note
 from ftrun.recovery.happenings import Checked
 from ftrun.recovery.places import Assignment, NotEnough, Wishes
 from ftrun.recovery.screening import Screening
-from ftrun.wire.cluster import LeadBeat
+from ftrun.wire.heartbeats import LeadBeat
 from tests.unit.recovery.agents import Agents
 from tests.unit.recovery.made import card, plan, settings
 

@@ -17,7 +17,8 @@ from ftrun.monitor.samples import NodeSample, RankSample
 from ftrun.recovery.commands import EndRun, Send, StartGeneration, SupervisorCommand
 from ftrun.recovery.oversight import Oversight
 from ftrun.recovery.slow_watch import SlowWatch
-from ftrun.wire.cluster import AskProbe, Beat, ProbeFound, RankReport
+from ftrun.wire.cluster import AskProbe, ProbeFound
+from ftrun.wire.heartbeats import Beat, RankReport
 from tests.unit.recovery.made import POLICY, card, plan, settings
 
 PLAN = plan(1, [card("a", num_ranks=2), card("b", num_ranks=2)], spares="s")

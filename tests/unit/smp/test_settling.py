@@ -21,7 +21,7 @@ from ftrun.ids import Generation, Rank, Version, version
 from ftrun.recovery.alignment import Alignment
 from ftrun.smp.commits import Commits, Start
 from ftrun.smp.memory import ArenaMemory
-from ftrun.wire import messages as m
+from ftrun.wire import messages, smp_messages
 from ftrun.wire.pages import Command, Page, create_command_page
 from ftrun.worker.settling import Settling
 
@@ -86,17 +86,17 @@ class Run:
             act()
         self.now = end
 
-    def tell_lead(self, place: int, body: m.AnyMessage) -> None:
+    def tell_lead(self, place: int, body: messages.AnyMessage) -> None:
         committed, abandoned, take_from = self.ordered
         match body:
-            case m.VersionReady():
+            case smp_messages.VersionReady():
                 self.ready[place] = (body.generation, body.step)
                 found = set(self.ready.values())
                 if len(found) == 1 and body.step > committed:
                     committed = body.step
                     take_from = self.alignment.after_commit(take_from, self.step)
                     self.committed_at.append((self.now, committed))
-            case m.AbandonVersion() if body.step > abandoned:
+            case smp_messages.AbandonVersion() if body.step > abandoned:
                 take_from = self.alignment.after_skip(take_from, body.step, self.step)
                 abandoned = body.step
             case _:
@@ -162,7 +162,7 @@ class Node:
     def hear(self, rank: Rank, act: Callable[[], None]) -> None:
         self.run.later(self.run.delays.socket, act, line=("socket", rank))
 
-    def tell_agent(self, body: m.AnyMessage, *_: object) -> None:
+    def tell_agent(self, body: messages.AnyMessage, *_: object) -> None:
         tell = partial(self.run.tell_lead, self.place, body)
         self.run.later(self.run.delays.network, tell, line=("report", self.place))
 
@@ -185,7 +185,7 @@ class Node:
     def say_ready(self, wanted: Version) -> None:
         if self.commits.tracker.complete == wanted:
             self.ready = wanted
-            self.tell_agent(m.VersionReady(wanted.generation, wanted.step, survives=1))
+            self.tell_agent(smp_messages.VersionReady(wanted.generation, wanted.step, survives=1))
 
     def is_ready(self, wanted: Version) -> bool:
         return self.ready == wanted
