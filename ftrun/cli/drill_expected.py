@@ -29,6 +29,7 @@ class Expected:
         nodes: the same of nodes; empty: not looked at.
         action: the last action of the incident is one of these; empty: any.
         within_s: from the fault to the verdict; 0: not looked at.
+        within_steps: the same in steps that were made; 0: not looked at.
         steps_lost: at most; None: not looked at.
         equal: the result is, byte for byte, that of an undisturbed run; False: need not be.
         exit_code: of the run.
@@ -45,6 +46,7 @@ class Expected:
     nodes: tuple[str, ...] = ()
     action: tuple[str, ...] = ()
     within_s: float = 0.0
+    within_steps: int = 0
     steps_lost: int | None = 2
     equal: bool = True
     exit_code: int = 0

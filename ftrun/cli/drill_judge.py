@@ -209,6 +209,9 @@ def _verdicts(
         told_step = right[0].get("step")
         if row.fired_step is not None and told_step is not None and told_step >= row.fired_step:
             row.detected_steps = told_step - row.fired_step
+        if expected.within_steps and (row.detected_steps or 0) > expected.within_steps:
+            told = f"named after {row.detected_steps} steps"
+            problems.append(f"{told}, {expected.within_steps} allowed")
         if expected.within_s and row.detected_s > expected.within_s:
             problems.append(f"named after {row.detected_s:.1f} s, {expected.within_s:g} s allowed")
         firm = said[said.index(right[0]) :]

@@ -111,6 +111,9 @@ class ExpectPart(_Part):
         default=None, description="the last action taken is one of these"
     )
     within_s: Seconds | None = Field(default=None, description="from the fault to the verdict")
+    within_steps: int | None = Field(
+        default=None, ge=1, description="made from the fault to the verdict, at most"
+    )
     steps_lost: int | None = Field(default=None, ge=0, description="at most")
     equal: bool | None = Field(default=None, description="false: the result need not be the same")
     exit_code: int | None = Field(default=None, description="of the run, where it ends it")

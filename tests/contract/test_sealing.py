@@ -1,6 +1,5 @@
 """A sealed header opens with its key and number, and damaged, moved or foreign it never does."""
 
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

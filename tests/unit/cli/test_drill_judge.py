@@ -59,7 +59,9 @@ def test_rank_that_died_and_was_named() -> None:
 def test_steps_that_were_made_until_the_verdict_are_counted() -> None:
     order_id, lines = lines_of("segv")
     told = [{**line, "step": 80} if line["kind"] == "Verdict" else line for line in lines]
-    assert judged(trial("segv", 0), told, order_id).detected_steps == 12
+    assert judged(trial("segv", 0, within_steps=12), told, order_id).detected_steps == 12
+    late = judged(trial("segv", 0, within_steps=11), told, order_id)
+    assert late.problem == "named after 12 steps, 11 allowed"
     set_back = [{**line, "step": 60} if line["kind"] == "Verdict" else line for line in lines]
     assert judged(trial("segv", 0), set_back, order_id).detected_steps is None
     unknown = [line for line in lines if "step" not in line or line["kind"] != "Verdict"]
