@@ -21,7 +21,7 @@ from ftrun import clock
 from ftrun.errors import PeerError
 from ftrun.ids import RunId, Version, version
 from ftrun.wire import environment as env
-from ftrun.wire import messages as m
+from ftrun.wire import messages, protected, smp_messages, worker_messages
 from ftrun.wire.channel import Channel, Received, connect
 from ftrun.wire.pages import Command, Page, create_command_page, create_page
 
@@ -50,25 +50,27 @@ class Node:
             )
         )
         wait_until(self.socket.exists, f"the SMP of {self.node_id} listens")
-        hello = m.Hello(role="agent", pid=os.getpid())
+        hello = messages.Hello(role="agent", pid=os.getpid())
         self.agent: Channel = connect(
             self.socket, run_id=RUN, peer=self.node_id, hello=hello, deadline_s=10
         )
         ends.callback(self.agent.close)
         self.ready: set[Version] = set()
         self.failed: list[str] = []
-        answer = self.ask(m.ListenForPeers(self.host))
-        assert isinstance(answer, m.ListeningForPeers)
+        answer = self.ask(smp_messages.ListenForPeers(self.host))
+        assert isinstance(answer, smp_messages.ListeningForPeers)
         self.port = answer.port
 
     @property
     def is_up(self) -> bool:
         return self.process.poll() is None
 
-    def place(self, ranks: list[int]) -> m.NodePlace:
-        return m.NodePlace(self.node_id, 1, self.host, self.port if self.is_up else 0, ranks)
+    def place(self, ranks: list[int]) -> protected.NodePlace:
+        return protected.NodePlace(
+            self.node_id, 1, self.host, self.port if self.is_up else 0, ranks
+        )
 
-    def ask(self, body: m.AnyMessage, *fds: int) -> m.AnyMessage:
+    def ask(self, body: messages.AnyMessage, *fds: int) -> messages.AnyMessage:
         self.agent.send(body, fds=fds)
         while True:
             received = self.agent.receive(deadline_s=PATIENCE_S)
@@ -85,17 +87,17 @@ class Node:
         for fd in received.fds:
             os.close(fd)  # nobody but the SMP keeps a node's memory
         match received.body:
-            case m.VersionReady() as body:
+            case smp_messages.VersionReady() as body:
                 self.ready.add(version(body.generation, body.step))
-            case m.RestoreFailed() as body:
+            case smp_messages.RestoreFailed() as body:
                 self.failed.append(body.why)
             case (
-                m.ArenaGranted()
-                | m.VaultMade()
-                | m.VersionCommitted()
-                | m.AbandonVersion()
-                | m.RestoreReady()
-                | m.SmpNotice()
+                worker_messages.ArenaGranted()
+                | smp_messages.VaultMade()
+                | smp_messages.VersionCommitted()
+                | smp_messages.AbandonVersion()
+                | smp_messages.RestoreReady()
+                | smp_messages.SmpNotice()
             ):
                 pass
             case _:
@@ -107,8 +109,8 @@ class Node:
         self.process.wait(20)
 
     def num_arena_bytes(self) -> int:
-        answer = self.ask(m.AskStatus())
-        assert isinstance(answer, m.Status)
+        answer = self.ask(messages.AskStatus())
+        assert isinstance(answer, messages.Status)
         return int(json.loads(answer.document)["bytes"])
 
 
@@ -159,7 +161,7 @@ class Cluster:
         self.generation += 1
         old = [node.place([rank]) for rank, node in enumerate(self.members)]
         old_generation = self.generation - 1
-        protection = m.OldGroup(old, min(1, len(old) - 1), old_generation)
+        protection = protected.OldGroup(old, min(1, len(old) - 1), old_generation)
         group = [node.place([rank]) for rank, node in enumerate(members)]
         restored = self.newest
         self.shown, variables = [], []
@@ -167,8 +169,11 @@ class Cluster:
             page_fd = next(self.pages)
             self.shown.append(Page(page_fd))
             if restored is not None:
-                assert node.ask(m.VoidAfter(restored.generation, restored.step)) == m.Done()
-            body = m.BeginGeneration(
+                assert (
+                    node.ask(smp_messages.VoidAfter(restored.generation, restored.step))
+                    == messages.Done()
+                )
+            body = smp_messages.BeginGeneration(
                 generation=self.generation,
                 world_size=len(members),
                 local_ranks=[rank],
@@ -183,7 +188,7 @@ class Cluster:
                 patience_s=LINK_PATIENCE_S,
             )
             node.agent.generation = self.generation
-            assert node.ask(body, page_fd) == m.Done()
+            assert node.ask(body, page_fd) == messages.Done()
             variables.append(self.variables(rank, len(members), node, page_fd))
         order = {
             "generation": self.generation,
@@ -227,7 +232,7 @@ class Cluster:
         if len(self.members) > 1:
             for ready in set.intersection(*(node.ready for node in self.members)):
                 for node in self.members:
-                    node.agent.send(m.CommitVersion(ready.generation, ready.step))
+                    node.agent.send(smp_messages.CommitVersion(ready.generation, ready.step))
                     node.ready.discard(ready)
         return False
 

@@ -21,7 +21,7 @@ import torch
 from ftrun import clock
 from ftrun.ids import RunId, Version, version
 from ftrun.wire import environment as env
-from ftrun.wire import messages as m
+from ftrun.wire import messages, smp_messages, worker_messages
 from ftrun.wire.arena import Arena, read_shape, void_slots
 from ftrun.wire.channel import Received, connect
 from ftrun.wire.pages import Beat, Command, Page, create_command_page, create_page
@@ -70,7 +70,7 @@ class Node:
             )
         )
         wait_until(self.socket.exists, "the SMP listens")
-        hello = m.Hello(role="agent", pid=os.getpid())
+        hello = messages.Hello(role="agent", pid=os.getpid())
         self.agent = connect(self.socket, run_id=RUN, peer="the SMP", hello=hello, deadline_s=10)
         ends.callback(self.agent.close)
         self.generation = -1
@@ -91,9 +91,9 @@ class Node:
         before, old_size = self.newest, self.world_size
         self.generation += 1
         if before is not None:
-            self.ask(m.VoidAfter(before.generation, before.step))
+            self.ask(smp_messages.VoidAfter(before.generation, before.step))
         ranks = list(range(world_size))
-        body = m.BeginGeneration(
+        body = smp_messages.BeginGeneration(
             self.generation,
             world_size,
             ranks,
@@ -144,12 +144,17 @@ class Node:
         page = Page(self.commands[self.generation])
         return version(page.get(Command.COMMITTED_GENERATION), page.get(Command.COMMITTED_STEP))
 
-    def ask(self, body: m.AnyMessage, *fds: int) -> Received:
+    def ask(self, body: messages.AnyMessage, *fds: int) -> Received:
         """Ask the SMP; what it tells unasked is passed over."""
         self.agent.send(body, fds=fds)
         while True:
             received = self.agent.receive(deadline_s=PATIENCE_S)
-            if isinstance(received.body, m.ArenaGranted | m.VersionCommitted | m.RestoreReady):
+            if isinstance(
+                received.body,
+                worker_messages.ArenaGranted
+                | smp_messages.VersionCommitted
+                | smp_messages.RestoreReady,
+            ):
                 for fd in received.fds:
                     os.close(fd)
                 continue
@@ -157,7 +162,7 @@ class Node:
 
     def arenas(self) -> list[tuple[int, int, int]]:
         """Descriptor, rank and world size of each arena that the SMP holds."""
-        shapes = [(fd, read_shape(fd)) for fd in self.ask(m.HandOver()).fds]
+        shapes = [(fd, read_shape(fd)) for fd in self.ask(smp_messages.HandOver()).fds]
         return [(fd, shape.rank, shape.world_size) for fd, shape in shapes]
 
     def sizes(self) -> list[tuple[int, int]]:

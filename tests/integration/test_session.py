@@ -13,7 +13,7 @@ import torch
 from ftrun import clock
 from ftrun.ids import Version, version
 from ftrun.wire import environment as env
-from ftrun.wire import messages as m
+from ftrun.wire import messages, smp_messages, worker_messages
 from ftrun.wire.channel import Channel, connect
 from ftrun.wire.pages import Beat, Page, create_command_page, create_page
 
@@ -47,22 +47,22 @@ class Node:
         give_up_s = clock.now_s() + 30
         while not self.socket.exists() and clock.now_s() < give_up_s:
             os.sched_yield()
-        hello = m.Hello(role="agent", pid=os.getpid())
+        hello = messages.Hello(role="agent", pid=os.getpid())
         return connect(self.socket, run_id=RUN, peer="the SMP", hello=hello, deadline_s=10)
 
-    def ask(self, body: m.AnyMessage, *fds: int) -> m.AnyMessage:
+    def ask(self, body: messages.AnyMessage, *fds: int) -> messages.AnyMessage:
         """Ask the SMP, and keep what it hands over unasked on the way."""
         self.agent.send(body, fds=fds)
         while True:
             received = self.agent.receive(deadline_s=20)
-            if isinstance(received.body, m.ArenaGranted):
+            if isinstance(received.body, worker_messages.ArenaGranted):
                 self.arenas[received.body.rank] = received.fds[0]
-            elif not isinstance(received.body, m.VersionCommitted):
+            elif not isinstance(received.body, smp_messages.VersionCommitted):
                 return received.body
 
     def restore_point(self) -> Version | None:
-        inventory = self.ask(m.TakeInventory())
-        assert isinstance(inventory, m.Inventory)
+        inventory = self.ask(smp_messages.TakeInventory())
+        assert isinstance(inventory, smp_messages.Inventory)
         held = [
             {version(o.generation, o.step) for o in inventory.offers if o.rank == rank}
             for rank in range(self.world_size)
@@ -74,9 +74,11 @@ class Node:
         self.generation += 1
         restore = self.restore_point()
         if restore is not None:
-            self.ask(m.VoidAfter(restore.generation, restore.step))
+            self.ask(smp_messages.VoidAfter(restore.generation, restore.step))
         ranks = list(range(self.world_size))
-        self.ask(m.BeginGeneration(self.generation, self.world_size, ranks), self.command_fd)
+        self.ask(
+            smp_messages.BeginGeneration(self.generation, self.world_size, ranks), self.command_fd
+        )
         fds = [create_page(f"beat-{rank}") for rank in ranks]
         self.beats = [Page(fd) for fd in fds]
         workers = [
