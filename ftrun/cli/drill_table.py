@@ -121,8 +121,8 @@ def seconds(value: float | None) -> str:
 
 def detected(it: "Row | Group") -> str:
     """Steps are told where some were made: a hang makes none."""
-    steps = it.detected_steps
-    return seconds(it.detected_s) + (f", {count(round(steps), 'step')}" if steps else "")
+    steps = round(it.detected_steps or 0)
+    return seconds(it.detected_s) + (f", {count(steps, 'step')}" if steps else "")
 
 
 def _escaped(text: str) -> str:
