@@ -177,6 +177,12 @@ class CheckpointConfig(_Section):
     directory: str | None = Field(default=None, description="where; none: no checkpoints")
     every_s: float = Field(default=600.0, gt=0, description="seconds between two")
     keep: int = Field(default=2, ge=1, description="how many of them stay")
+    keep_s: float = Field(
+        default=0.0, ge=0, description="those written longer ago go as well; 0: none goes by age"
+    )
+    bytes_per_s: float = Field(
+        default=0.0, ge=0, description="written at the most, by each node; 0: as fast as it goes"
+    )
 
 
 class SmpConfig(_Section):

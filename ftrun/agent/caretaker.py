@@ -88,9 +88,10 @@ class Caretaker:
         try:
             self._smp.finish_checkpoint(limit_s, is_cancelled)
             if self._spec.nodes is None:
-                self._smp.begin_checkpoint(directory, self._spec.profile.checkpoint.keep)
+                settings = self._spec.profile.checkpoint
+                self._smp.begin_checkpoint(directory, settings, is_urgent=True)
             elif self.last_commit is not None:
-                self.write_part(self.last_commit)
+                self.write_part(self.last_commit, is_urgent=True)
             self._smp.finish_checkpoint(limit_s, is_cancelled)
         except PeerError as error:
             self._smp.refused = str(error)
@@ -101,14 +102,14 @@ class Caretaker:
         if self.smp_is_starting:
             self._bring_up_smp(waits=True)
 
-    def write_part(self, wanted: Version) -> None:
+    def write_part(self, wanted: Version, *, is_urgent: bool = False) -> None:
         """On several nodes: this node's part of a version that all of them write now."""
         directory = self._spec.checkpoint_directory
         if directory is None or not self._generations.is_member:
             return
-        keep, token = self._spec.profile.checkpoint.keep, self._generations.token
+        settings, token = self._spec.profile.checkpoint, self._generations.token
         try:
-            self._smp.begin_checkpoint(directory, keep, wanted, token)
+            self._smp.begin_checkpoint(directory, settings, wanted, token, is_urgent=is_urgent)
         except PeerError as error:
             self._journal.write("checkpoint_not_written", why=str(error))
 
@@ -151,7 +152,7 @@ class Caretaker:
         if directory and is_due and self._smp.committed:
             self._checkpoint_due_s = now_s + settings.every_s
             try:
-                self._smp.begin_checkpoint(directory, settings.keep)
+                self._smp.begin_checkpoint(directory, settings)
             except PeerError as error:
                 self._journal.write("checkpoint_not_written", why=str(error))
         self._tell_checkpoint()

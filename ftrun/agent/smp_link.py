@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from ftrun import clock
 from ftrun.agent.processes import Child, python_command, spawn
+from ftrun.config import CheckpointConfig
 from ftrun.errors import FtrunError, LayoutUnknown, PeerError, PeerLost, PeerTimeout
 from ftrun.ids import Rank, Version, version
 from ftrun.wire import checkpoint_messages, messages, protected, smp_messages, worker_messages
@@ -236,24 +237,41 @@ class SmpLink:
         )
 
     def begin_checkpoint(
-        self, directory: str, keep: int, part_of: Version | None = None, token: str = ""
+        self,
+        directory: str,
+        settings: CheckpointConfig,
+        part_of: Version | None = None,
+        token: str = "",
+        *,
+        is_urgent: bool = False,
     ) -> None:
         """Have the newest committed version written; the answer comes with `collect`.
 
         Args:
             directory: where.
-            keep: how many of them stay.
+            settings: how many stay, how fast it may be written.
             part_of: on several nodes: the version of which this node writes its part.
             token: equal on all nodes that write it together, and in no other generation.
+            is_urgent: as fast as it goes.
         """
         if self.channel is not None and not self.writing:
             pair = (part_of.generation, part_of.step) if part_of is not None else None
-            self.channel.send(checkpoint_messages.WriteCheckpoint(directory, keep, pair, token))
+            body = checkpoint_messages.WriteCheckpoint(
+                directory,
+                settings.keep,
+                pair,
+                token,
+                keep_s=settings.keep_s,
+                bytes_per_s=0.0 if is_urgent else settings.bytes_per_s,
+            )
+            self.channel.send(body)
             self.writing = True
 
     def finish_checkpoint(self, limit_s: float, is_cancelled: Callable[[], bool]) -> None:
         """Wait for the checkpoint that is being written, so long at most."""
         give_up_s = clock.now_s() + limit_s
+        if self.writing and self.channel is not None:
+            self.channel.send(checkpoint_messages.HurryCheckpoint())
         while self.writing and self.channel is not None:
             if is_cancelled() or clock.now_s() > give_up_s:
                 self.refused = "it was not done in time; the one before stays"

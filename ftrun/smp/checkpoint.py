@@ -19,7 +19,6 @@ took longer; otherwise they are written piece by piece and the headers are compa
 The digests are those of the bytes written, so a mixed checkpoint is impossible either way.
 """
 
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,6 +27,7 @@ from ftrun import clock
 from ftrun.errors import CheckpointError, SnapshotCorrupt
 from ftrun.ids import RunId, Version
 from ftrun.smp.checkpoint_files import (
+    Retention,
     free_name,
     locked,
     point_latest,
@@ -48,6 +48,7 @@ from ftrun.smp.checkpoint_shard import (
     newest_version,
     write_shard,
 )
+from ftrun.smp.pace import Throttle
 from ftrun.wire.crash_points import crash_point
 
 TRIES = 5
@@ -77,22 +78,22 @@ class CheckpointWriter:
 
     Args:
         free_bytes: how much memory may be used for a copy of all shards, asked at each write.
-        stop: when set, a write is given up.
+        throttle: how fast; it also tells when a write is given up.
     """
 
-    def __init__(
-        self, run_id: RunId, *, free_bytes: Callable[[], int], stop: threading.Event
-    ) -> None:
+    def __init__(self, run_id: RunId, *, free_bytes: Callable[[], int], throttle: Throttle) -> None:
         self._run_id = run_id
         self._free_bytes = free_bytes
-        self._stop = stop
+        self._pace = throttle
         self._last: tuple[Path, Version, Path] | None = None
 
     def remember(self, directory: Path, version: Version, path: Path) -> None:
         """This version is in this directory already: written by us, or loaded from it."""
         self._last = (directory, version, path)
 
-    def write(self, fds: ArenaFds, *, world_size: int, directory: Path, keep: int) -> Written:
+    def write(
+        self, fds: ArenaFds, *, world_size: int, directory: Path, retention: Retention
+    ) -> Written:
         """Write the newest version that all ranks hold.
 
         Raises:
@@ -103,7 +104,7 @@ class CheckpointWriter:
             with locked(directory) as folder_fd:
                 found = self._write(fds, world_size, directory, folder_fd)
                 crash_point("smp.checkpoint.latest")
-                prune(directory, keep=keep, newest=found.path)
+                prune(directory, retention, newest=found.path)
         except OSError as error:
             raise CheckpointError(
                 f"the checkpoint in {directory} is not written: {error.strerror or error}. The "
@@ -168,7 +169,7 @@ class CheckpointWriter:
     ) -> int:
         files = []
         for shard in shards:
-            files.append(write_shard(folder, shard, self._stop))
+            files.append(write_shard(folder, shard, self._pace))
             crash_point("smp.checkpoint.shard_written")
         index = make_index(
             folder.parent,

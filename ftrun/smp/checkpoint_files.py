@@ -21,12 +21,14 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from ftrun import clock
 from ftrun.errors import CheckpointError
 from ftrun.ids import Version
-from ftrun.smp.checkpoint_index import read_indexes
+from ftrun.smp.checkpoint_index import INDEX_NAME, read_indexes
+from ftrun.smp.disk_file import DiskFile, Pace
 from ftrun.wire.crash_points import crash_point
 
 LATEST_NAME = "latest"
@@ -129,6 +131,23 @@ def replaced(path: Path) -> Iterator[Callable[[memoryview | bytes], None]]:
         os.close(fd)
 
 
+@contextlib.contextmanager
+def replaced_large(path: Path, pace: Pace) -> Iterator[DiskFile]:
+    """The same for a file of many megabytes: past the page cache, at this pace."""
+    temporary = path.with_name(f".{path.name}.{_OWN}")
+    file = DiskFile(temporary, pace=pace)
+    try:
+        yield file
+        file.finish()
+        temporary.rename(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise
+    finally:
+        file.close()
+
+
 def sync_folder(folder: Path) -> None:
     """The names in it are on disk."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -187,12 +206,42 @@ def remove(folder: Path) -> None:
         folder.rmdir()
 
 
-def prune(directory: Path, *, keep: int, newest: Path) -> None:
-    """Remove all but the newest; of several nodes that prune at once, each skips what is gone."""
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """Which checkpoints stay, beside the one that was written last.
+
+    Args:
+        keep: so many, that one included.
+        keep_s: none that was written longer ago; 0: age does not matter.
+    """
+
+    keep: int
+    keep_s: float = 0.0
+
+
+def prune(directory: Path, retention: Retention, *, newest: Path) -> list[Path]:
+    """Remove the others; of several nodes that prune at once, each skips what is gone."""
     others = [folder for folder, _ in read_indexes(directory) if folder != newest]
-    for folder in others[max(0, keep - 1) :]:
-        doomed = directory / f"{GONE}{_OWN}-{folder.name}"
-        with contextlib.suppress(FileNotFoundError):
-            folder.rename(doomed)
-        crash_point("smp.checkpoint.pruning")
-        remove(doomed)
+    spare = max(0, retention.keep - 1)
+    doomed = others[spare:]
+    if retention.keep_s:
+        doomed += [one for one in others[:spare] if _age_s(one) > retention.keep_s]
+    for folder in doomed:
+        remove_whole(folder)
+    return doomed
+
+
+def remove_whole(folder: Path) -> None:
+    """Remove a checkpoint: from one moment to the next it is none any more."""
+    doomed = folder.with_name(f"{GONE}{_OWN}-{folder.name}")
+    with contextlib.suppress(FileNotFoundError):
+        folder.rename(doomed)
+    crash_point("smp.checkpoint.pruning")
+    remove(doomed)
+
+
+def _age_s(folder: Path) -> float:
+    try:
+        return clock.wall_s() - (folder / INDEX_NAME).stat().st_mtime
+    except OSError:
+        return 0.0

@@ -13,6 +13,7 @@ from ftrun.errors import CheckpointError
 from ftrun.ids import Version
 from ftrun.smp.checkpoint import Written
 from ftrun.smp.checkpoint_files import (
+    Retention,
     free_name,
     point_latest,
     prune,
@@ -33,14 +34,16 @@ from ftrun.smp.checkpoint_index import (
 from ftrun.wire.crash_points import crash_point
 
 
-def look(folder: Path, like: Part, version: Version, keep: int, folder_fd: int) -> Written:
+def look(
+    folder: Path, like: Part, version: Version, retention: Retention, folder_fd: int
+) -> Written:
     """Finish the checkpoint if all parts are there; else say who is missing.
 
     Args:
         folder: the one of this version.
         like: run, token, version and world size that the parts must have.
         version: the same as an object.
-        keep: so many checkpoints stay.
+        retention: which checkpoints stay.
         folder_fd: the directory of checkpoints.
 
     Raises:
@@ -69,12 +72,12 @@ def look(folder: Path, like: Part, version: Version, keep: int, folder_fd: int) 
     folder.rename(path)
     crash_point("smp.checkpoint.parts_renamed")
     sync(folder_fd)
-    settle(path, like.run_id, version, keep, folder_fd)
+    settle(path, like.run_id, version, retention, folder_fd)
     total_bytes = sum(shard.num_bytes for shard in index.shards)
     return Written(version, path, total_bytes, note="; ".join(set_aside))
 
 
-def settle(path: Path, run_id: str, version: Version, keep: int, folder_fd: int) -> None:
+def settle(path: Path, run_id: str, version: Version, retention: Retention, folder_fd: int) -> None:
     """What is left to do after the rename; again by each who finds it finished."""
     for pattern in ("part-*.json", ".*"):  # parts, and what killed writers of files have left
         for other in path.glob(pattern):
@@ -82,7 +85,7 @@ def settle(path: Path, run_id: str, version: Version, keep: int, folder_fd: int)
     point_latest(path.parent, path, folder_fd)
     crash_point("smp.checkpoint.latest")
     sweep_finished(path.parent, run_id, version)
-    prune(path.parent, keep=keep, newest=path)
+    prune(path.parent, retention, newest=path)
 
 
 def is_of(index: Index, like: Part) -> bool:

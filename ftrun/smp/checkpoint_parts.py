@@ -20,7 +20,6 @@ Rule 3: a finished checkpoint is taken for this version only if it names just th
         this node's ranks have: another life of the run may have passed the same step.
 """
 
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,7 +28,7 @@ from ftrun import clock
 from ftrun.errors import CheckpointError, SnapshotCorrupt
 from ftrun.ids import Rank, RunId, Version
 from ftrun.smp.checkpoint import Written
-from ftrun.smp.checkpoint_files import locked_shortly, replaced, sync, sync_folder
+from ftrun.smp.checkpoint_files import Retention, locked_shortly, replaced, sync, sync_folder
 from ftrun.smp.checkpoint_folders import folder_of, sweep_before
 from ftrun.smp.checkpoint_index import FORMAT, Part, ShardFile, read_indexes, read_part, seal
 from ftrun.smp.checkpoint_merge import is_of, look, settle
@@ -40,6 +39,7 @@ from ftrun.smp.checkpoint_shard import (
     find_shards,
     write_shard,
 )
+from ftrun.smp.pace import Throttle
 from ftrun.wire.crash_points import crash_point
 
 Content = tuple[int, int, str, str]
@@ -54,7 +54,7 @@ class PartOrder:
         ranks: the node's own.
         world_size: of the run.
         directory: the same one on all nodes.
-        keep: so many checkpoints stay.
+        retention: which checkpoints stay.
         token: equal on all nodes that write this together, and on no others.
     """
 
@@ -62,7 +62,7 @@ class PartOrder:
     ranks: tuple[Rank, ...]
     world_size: int
     directory: Path
-    keep: int
+    retention: Retention
     token: str = ""
 
 
@@ -71,15 +71,14 @@ class PartWriter:
 
     Args:
         free_bytes: how much memory may be used for a copy of all shards, asked at each write.
-        stop: when set, a write is given up.
+        throttle: how fast; it also tells when a write is given up.
     """
 
-    def __init__(
-        self, run_id: RunId, *, free_bytes: Callable[[], int], stop: threading.Event
-    ) -> None:
+    def __init__(self, run_id: RunId, *, free_bytes: Callable[[], int], throttle: Throttle) -> None:
         self._run_id = run_id
         self._free_bytes = free_bytes
-        self._stop = stop
+        self._pace = throttle
+        self._stop = throttle.stop
         self._last: Part | None = None
 
     def write(self, fds: ArenaFds, order: PartOrder) -> Written:
@@ -131,7 +130,7 @@ class PartWriter:
             # As soon as the part was there, another node may have finished the checkpoint.
             found = _finished(order, blank, {one.content for one in part.shards}, folder_fd)
             if found is None:
-                found = look(folder, blank, order.version, order.keep, folder_fd)
+                found = look(folder, blank, order.version, order.retention, folder_fd)
             return replace(found, total_bytes=found.total_bytes or own_bytes)
 
     def _part(self, order: PartOrder, shards: list[ShardFile]) -> Part:
@@ -177,7 +176,7 @@ class PartWriter:
         files = []
         for shard in shards:
             try:
-                files.append(write_shard(folder, shard, self._stop))
+                files.append(write_shard(folder, shard, self._pace))
             except SnapshotCorrupt as error:
                 if shard.is_copied or shard.is_unchanged():
                     raise CheckpointError(f"the checkpoint is not written: {error}") from error
@@ -205,7 +204,7 @@ def _finished(
         if not is_of(index, blank) or not all(one.is_whole(path) for one in index.shards):
             continue
         if path == indexes[0][0]:
-            settle(path, blank.run_id, order.version, order.keep, folder_fd)
+            settle(path, blank.run_id, order.version, order.retention, folder_fd)
         return Written(order.version, path, 0)
     return None
 

@@ -6,17 +6,17 @@ Gives:    `Shard`s; files whose digests are those of the bytes written, or Snaps
 """
 
 import os
-import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import xxhash
 
-from ftrun.errors import CheckpointError, LayoutUnknown, SnapshotCorrupt
+from ftrun.errors import LayoutUnknown, SnapshotCorrupt
 from ftrun.ids import Rank, Version
-from ftrun.smp.checkpoint_files import replaced
+from ftrun.smp.checkpoint_files import replaced, replaced_large
 from ftrun.smp.checkpoint_index import ShardFile
-from ftrun.snapshot.layout import PAGE_BYTES, parse_header
+from ftrun.smp.disk_file import DiskFile, Pace
+from ftrun.snapshot.layout import PAGE_BYTES, Layout, parse_header
 from ftrun.snapshot.versions import newest_common
 from ftrun.wire.arena import (
     Arena,
@@ -80,8 +80,8 @@ class Shard:
             self._table = os.pread(self._fd, 8 * self.shape.num_pieces, self._table_at)
         return memoryview(self._table).cast("Q")
 
-    def pieces(self) -> Iterator[memoryview]:
-        """The bytes of the image: first its header, then each piece of the layout.
+    def layout(self) -> tuple[Layout, int]:
+        """What the image's own header says of it, and how long that header is.
 
         Raises:
             SnapshotCorrupt: the header is not readable.
@@ -89,7 +89,7 @@ class Shard:
         arena = Arena(self._fd, writable=False)
         image = arena.image(self._slot) if self._copy is None else self._copy
         try:
-            layout, start = parse_header(image)
+            return parse_header(image)
         except LayoutUnknown as error:
             raise SnapshotCorrupt(
                 what=f"{self.what}, header: {error}", piece=0, pieces=self.shape.num_pieces
@@ -97,14 +97,15 @@ class Shard:
         finally:
             del image
             arena.close()
-        yield self._read(0, start)
-        for piece in layout.pieces:
-            yield self._read(start + piece.offset, piece.num_bytes)
 
-    def _read(self, at: int, size: int) -> memoryview:
+    def read_into(self, target: memoryview, at: int) -> None:
+        """Fill the target with the bytes of the image from there on."""
         if self._copy is not None:
-            return self._copy[at : at + size]
-        return memoryview(os.pread(self._fd, size, self._image_at + at))
+            target[:] = self._copy[at : at + len(target)]
+            return
+        done = 0
+        while done < len(target):
+            done += os.preadv(self._fd, [target[done:]], self._image_at + at + done)
 
 
 def copy_where_it_fits(shards: Sequence[Shard], free_bytes: int) -> bool:
@@ -143,8 +144,13 @@ def find_shards(fds: ArenaFds, version: Version, world_size: int) -> list[Shard]
     return list(found.values())
 
 
-def write_shard(folder: Path, shard: Shard, stop: threading.Event) -> ShardFile:
+def write_shard(folder: Path, shard: Shard, pace: Pace) -> ShardFile:
     """Both files of a rank, durable; equal ones of an earlier try are replaced.
+
+    Args:
+        folder: where to.
+        shard: sealed.
+        pace: asked before each write.
 
     Raises:
         SnapshotCorrupt: what was read does not match its digests: corrupt, or overwritten.
@@ -154,16 +160,13 @@ def write_shard(folder: Path, shard: Shard, stop: threading.Event) -> ShardFile:
     table = shard.table()
     if table_digest(table) != shard.header.table_digest:
         raise SnapshotCorrupt(what=f"{shard.what}, digest table", piece=0, pieces=len(table))
-    with replaced(folder / f"{name}.safetensors") as write:
-        pieces = shard.pieces()
-        header = next(pieces)
-        write(header)
-        for index, piece in enumerate(pieces):
-            if stop.is_set():
-                raise CheckpointError("the checkpoint is given up: the run is being stopped")
-            if index >= len(table) or xxhash.xxh3_64_intdigest(piece) != table[index]:
+    layout, start = shard.layout()
+    with replaced_large(folder / f"{name}.safetensors", pace) as file:
+        header_digest = _write_range(file, shard, 0, start)
+        for index, piece in enumerate(layout.pieces):
+            digest = _write_range(file, shard, start + piece.offset, piece.num_bytes)
+            if index >= len(table) or digest.intdigest() != table[index]:
                 raise SnapshotCorrupt(what=shard.what, piece=index, pieces=len(table))
-            write(piece)
     with replaced(folder / f"{name}.digests") as write:
         write(table)
     return ShardFile(
@@ -174,5 +177,17 @@ def write_shard(folder: Path, shard: Shard, stop: threading.Event) -> ShardFile:
         num_pieces=shard.shape.num_pieces,
         layout_id=f"{shard.shape.layout_id:016x}",
         table_digest=f"{shard.header.table_digest:016x}",
-        header_digest=xxhash.xxh3_64_hexdigest(header),
+        header_digest=header_digest.hexdigest(),
     )
+
+
+def _write_range(file: DiskFile, shard: Shard, at: int, size: int) -> xxhash.xxh3_64:
+    """Add these bytes of the image; the digest is of what was put into the file."""
+    digest, end = xxhash.xxh3_64(), at + size
+    while at < end:
+        room = file.room()[: end - at]
+        shard.read_into(room, at)
+        digest.update(room)
+        file.take(len(room))
+        at += len(room)
+    return digest

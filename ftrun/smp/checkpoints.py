@@ -15,6 +15,7 @@ from pathlib import Path
 from ftrun.errors import CheckpointError, MemoryTooSmall
 from ftrun.ids import Rank, RunId, version
 from ftrun.smp.checkpoint import CheckpointWriter, Written
+from ftrun.smp.checkpoint_files import Retention
 from ftrun.smp.checkpoint_folders import sweep_run
 from ftrun.smp.checkpoint_load import Loaded, load_checkpoint
 from ftrun.smp.checkpoint_parts import PartOrder, PartWriter
@@ -23,6 +24,7 @@ from ftrun.smp.client import Client
 from ftrun.smp.jobs import Finish, Jobs
 from ftrun.smp.limits import available_memory
 from ftrun.smp.memory import ArenaMemory
+from ftrun.smp.pace import Throttle
 from ftrun.wire import checkpoint_messages, messages
 
 _BUG = "a bug in ftrun; the SMP's log has it"
@@ -46,8 +48,9 @@ class Checkpoints:
         self._memory = memory
         self._loaded = loaded
         self._stop = threading.Event()
-        self._writer = CheckpointWriter(run_id, free_bytes=_free_bytes, stop=self._stop)
-        self._parts = PartWriter(run_id, free_bytes=_free_bytes, stop=self._stop)
+        self._throttle = Throttle(self._stop)
+        self._writer = CheckpointWriter(run_id, free_bytes=_free_bytes, throttle=self._throttle)
+        self._parts = PartWriter(run_id, free_bytes=_free_bytes, throttle=self._throttle)
 
     def write(
         self,
@@ -60,6 +63,7 @@ class Checkpoints:
 
         Without one, all ranks of the world are here, and it is the newest that all hold.
         """
+        self._throttle.bytes_per_s = body.bytes_per_s
         fds = {
             rank: [os.dup(arena.fd) for arena in self._memory.of(rank)]
             for rank in self._memory.ranks
@@ -77,6 +81,10 @@ class Checkpoints:
             failed=partial(client.tell, messages.Refused(_BUG)),
         )
 
+    def hurry(self) -> None:
+        """Write what is being written as fast as it goes."""
+        self._throttle.bytes_per_s = 0.0
+
     def stop(self) -> None:
         """Give up what is being written."""
         self._stop.set()
@@ -89,15 +97,15 @@ class Checkpoints:
         world_size: int,
         ranks: tuple[Rank, ...],
     ) -> Finish:
-        directory = Path(body.directory)
+        directory, retention = Path(body.directory), Retention(body.keep, body.keep_s)
         try:
             if body.version is None:
                 done = self._writer.write(
-                    fds, world_size=world_size, directory=directory, keep=body.keep
+                    fds, world_size=world_size, directory=directory, retention=retention
                 )
             else:
                 order = PartOrder(
-                    version(*body.version), ranks, world_size, directory, body.keep, body.token
+                    version(*body.version), ranks, world_size, directory, retention, body.token
                 )
                 done = self._parts.write(fds, order)
         except CheckpointError as error:

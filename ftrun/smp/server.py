@@ -51,6 +51,7 @@ _ALLOWED: dict[Role, tuple[type[message.Message], ...]] = {
         smp_messages.Adopt,
         smp_messages.KeepRunState,
         checkpoint_messages.WriteCheckpoint,
+        checkpoint_messages.HurryCheckpoint,
         checkpoint_messages.LoadCheckpoint,
         messages.AskStatus,
         smp_messages.Shutdown,
@@ -314,6 +315,9 @@ class Server:
                 return keeper.keep_run_state(body)
             case checkpoint_messages.WriteCheckpoint() as body:
                 keeper.write_checkpoint(client, body)
+                return None
+            case checkpoint_messages.HurryCheckpoint():
+                keeper.checkpoints.hurry()
                 return None
             case checkpoint_messages.LoadCheckpoint() as body:
                 keeper.checkpoints.load(client, body)

@@ -18,12 +18,20 @@ class WriteCheckpoint(Message, frozen=True):
             nodes: each is asked for the same, in any order, again where need be.
         token: with a version: equal on all nodes that write it together and different in another
             life of the run or another generation; parts with different ones never mix.
+        keep_s: those written longer ago go as well; the newest never goes. 0: none goes by age.
+        bytes_per_s: written at the most, on this node; 0: as fast as it goes.
     """
 
     directory: str
     keep: int
     version: tuple[int, int] | None = None
     token: str = ""
+    keep_s: float = 0.0
+    bytes_per_s: float = 0.0
+
+
+class HurryCheckpoint(Message, frozen=True):
+    """Agent -> SMP: the run ends, write what is being written as fast as it goes. No answer."""
 
 
 class CheckpointWritten(Message, frozen=True):

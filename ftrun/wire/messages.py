@@ -13,6 +13,7 @@ from ftrun.wire.checkpoint_messages import (
     CheckpointLoaded,
     CheckpointRefused,
     CheckpointWritten,
+    HurryCheckpoint,
     LoadCheckpoint,
     WriteCheckpoint,
 )
@@ -131,6 +132,7 @@ AnyMessage = (
     | Adopt
     | KeepRunState
     | WriteCheckpoint
+    | HurryCheckpoint
     | CheckpointWritten
     | CheckpointRefused
     | LoadCheckpoint

@@ -3,6 +3,7 @@
 import fcntl
 import os
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,8 +13,10 @@ import xxhash
 from ftrun.errors import CheckpointError, MemoryTooSmall
 from ftrun.ids import Rank, RunId, version
 from ftrun.smp.checkpoint import TRIES, CheckpointWriter
+from ftrun.smp.checkpoint_files import Retention, prune
 from ftrun.smp.checkpoint_index import read_index
 from ftrun.smp.checkpoint_load import Loaded, load_checkpoint
+from ftrun.smp.pace import Throttle
 from ftrun.snapshot.layout import PAGE_BYTES, Entry, When, make_layout
 from ftrun.wire.arena import (
     Arena,
@@ -77,12 +80,12 @@ def writer(*, free_bytes: int = 1 << 40, stop: bool = False) -> CheckpointWriter
     event = threading.Event()
     if stop:
         event.set()
-    return CheckpointWriter(RunId("run"), free_bytes=lambda: free_bytes, stop=event)
+    return CheckpointWriter(RunId("run"), free_bytes=lambda: free_bytes, throttle=Throttle(event))
 
 
 def write(arenas: Arenas, directory: Path, *, keep: int = 3, free_bytes: int = 1 << 40) -> Path:
     found = writer(free_bytes=free_bytes).write(
-        arenas.fds, world_size=2, directory=directory, keep=keep
+        arenas.fds, world_size=2, directory=directory, retention=Retention(keep)
     )
     return found.path
 
@@ -241,6 +244,22 @@ def test_old_checkpoints_and_what_a_killed_writer_left_are_removed(
     ]
 
 
+def test_those_that_are_too_old_go_but_never_the_newest(arenas: Arenas, tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        arenas.seal(step)
+        write(arenas, tmp_path, keep=9)
+    hour_ago_s = time.time() - 3600
+    for step in (1, 3):
+        os.utime(tmp_path / f"step-0000000{step}-g0" / "index.json", (hour_ago_s, hour_ago_s))
+    newest = tmp_path / "step-00000003-g0"
+    assert prune(tmp_path, Retention(9, 7200.0), newest=newest) == []
+    assert prune(tmp_path, Retention(9, 600.0), newest=newest) == [tmp_path / "step-00000001-g0"]
+    assert sorted(path.name for path in tmp_path.glob("step-*")) == [
+        "step-00000002-g0",
+        "step-00000003-g0",
+    ]
+
+
 def test_a_name_that_is_taken_is_not_written_over(arenas: Arenas, tmp_path: Path) -> None:
     arenas.seal(4)
     first = write(arenas, tmp_path)
@@ -274,9 +293,10 @@ def test_a_slot_that_is_overwritten_again_and_again_is_given_up(
         arenas.seal(next(steps))
         return free_bytes
 
-    busy = CheckpointWriter(RunId("run"), free_bytes=train_on_meanwhile, stop=threading.Event())
+    throttle = Throttle(threading.Event())
+    busy = CheckpointWriter(RunId("run"), free_bytes=train_on_meanwhile, throttle=throttle)
     with pytest.raises(CheckpointError) as caught:
-        busy.write(arenas.fds, world_size=2, directory=tmp_path, keep=1)
+        busy.write(arenas.fds, world_size=2, directory=tmp_path, retention=Retention(1))
     assert "overwritten" in str(caught.value)
     assert list(tmp_path.iterdir()) == []
     assert next(steps) == 2 + TRIES
@@ -298,5 +318,7 @@ def test_another_run_in_the_same_directory_is_refused(arenas: Arenas, tmp_path: 
 def test_a_write_is_given_up_when_the_run_is_stopped(arenas: Arenas, tmp_path: Path) -> None:
     arenas.seal(4)
     with pytest.raises(CheckpointError):
-        writer(stop=True).write(arenas.fds, world_size=2, directory=tmp_path, keep=1)
+        writer(stop=True).write(
+            arenas.fds, world_size=2, directory=tmp_path, retention=Retention(1)
+        )
     assert list(tmp_path.iterdir()) == []
