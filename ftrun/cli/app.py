@@ -327,6 +327,59 @@ def _show_profile(
     show_profile(name, with_origin=origin)
 
 
+_snapshots_app = typer.Typer(
+    help="List, verify and prune the checkpoints in a directory.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+app.add_typer(_snapshots_app, name="snapshots")
+
+_DirectoryArgument = Annotated[
+    str, typer.Argument(metavar="DIR", help="as --checkpoint-dir had it")
+]
+_AsJson = Annotated[bool, typer.Option("--json", help="as one JSON document")]
+
+
+@_snapshots_app.command("list")
+def _list_snapshots(directory: _DirectoryArgument, as_json: _AsJson = False) -> None:
+    """Show what is there, the one written last first."""
+    from ftrun.cli.snapshots import list_checkpoints
+
+    raise typer.Exit(list_checkpoints(directory, as_json=as_json))
+
+
+@_snapshots_app.command("verify")
+def _verify_snapshots(
+    directory: _DirectoryArgument,
+    names: Annotated[
+        list[str] | None, typer.Argument(metavar="[NAME]...", help="or latest; not given: all")
+    ] = None,
+    as_json: _AsJson = False,
+) -> None:
+    """Read every byte, and compare it with what was written."""
+    from ftrun.cli.snapshots import verify
+
+    raise typer.Exit(verify(directory, names or [], as_json=as_json))
+
+
+@_snapshots_app.command("prune")
+def _prune_snapshots(
+    directory: _DirectoryArgument,
+    keep: Annotated[int, typer.Option("--keep", metavar="N", help="so many newest ones stay")],
+    older_than: Annotated[
+        str | None,
+        typer.Option("--older-than", metavar="T", help="and of them none older: 7d, 12h"),
+    ] = None,
+    is_dry: Annotated[bool, typer.Option("--dry-run", help="only say what would go")] = False,
+    as_json: _AsJson = False,
+) -> None:
+    """Remove old ones; the latest always stays."""
+    from ftrun.cli.snapshots import prune
+
+    found = prune(directory, keep=keep, older_than=older_than, is_real=not is_dry, as_json=as_json)
+    raise typer.Exit(found)
+
+
 def main() -> NoReturn:
     """Console script. The one place where an error becomes a message and an exit code."""
     try:

@@ -219,13 +219,17 @@ class Retention:
     keep_s: float = 0.0
 
 
-def prune(directory: Path, retention: Retention, *, newest: Path) -> list[Path]:
-    """Remove the others; of several nodes that prune at once, each skips what is gone."""
+def to_prune(directory: Path, retention: Retention, *, newest: Path) -> list[Path]:
+    """Those that are not to stay."""
     others = [folder for folder, _ in read_indexes(directory) if folder != newest]
     spare = max(0, retention.keep - 1)
-    doomed = others[spare:]
-    if retention.keep_s:
-        doomed += [one for one in others[:spare] if _age_s(one) > retention.keep_s]
+    old = [one for one in others[:spare] if _age_s(one) > retention.keep_s > 0]
+    return others[spare:] + old
+
+
+def prune(directory: Path, retention: Retention, *, newest: Path) -> list[Path]:
+    """Remove the others; of several nodes that prune at once, each skips what is gone."""
+    doomed = to_prune(directory, retention, newest=newest)
     for folder in doomed:
         remove_whole(folder)
     return doomed

@@ -1,0 +1,111 @@
+"""Whether a checkpoint on disk is what was written: every byte of it.
+
+Runs in:  the process of ftrun.smp.shelf; a few threads, as hashing needs no interpreter lock.
+Takes in: a checkpoint's folder.
+Gives:    what is wrong with it, in words: the file, the piece, the tensors that lie there.
+"""
+
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import xxhash
+
+from ftrun.errors import CheckpointError, LayoutUnknown
+from ftrun.smp.checkpoint_index import Index, ShardFile, read_index
+from ftrun.snapshot.layout import PLAIN_NAME, Layout, Piece, parse_header
+
+_MOST = 3
+"""Damaged pieces of a file that are named; the rest is counted."""
+_THREADS = 4
+_HEADER_LENGTH_BYTES = 8
+_LONGEST_HEADER = 1 << 30
+
+
+def verify_folder(folder: Path) -> tuple[Index | None, list[str]]:
+    """Read all of it; its index, and what is wrong.
+
+    Args:
+        folder: of one checkpoint.
+    """
+    try:
+        index = read_index(folder)
+    except CheckpointError as error:
+        return None, [str(error)]
+    problems = _missing(index)
+    with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as pool:
+        for found in pool.map(lambda shard: _verify_shard(folder, shard), index.shards):
+            problems += found
+    return index, problems
+
+
+def _missing(index: Index) -> list[str]:
+    there = {shard.rank for shard in index.shards}
+    missing = [rank for rank in range(index.world_size) if rank not in there]
+    return [f"its index has no rank {rank}" for rank in missing]
+
+
+def _verify_shard(folder: Path, shard: ShardFile) -> list[str]:
+    try:
+        return list(_problems_of(folder, shard))
+    except OSError as error:
+        return [f"{shard.file} is not readable: {error.strerror or error}"]
+
+
+def _problems_of(folder: Path, shard: ShardFile) -> Iterator[str]:
+    table = (folder / shard.digests).read_bytes()
+    if f"{xxhash.xxh3_64_intdigest(table):016x}" != shard.table_digest:
+        yield f"{shard.digests}: {len(table)} bytes that are not the digests that were written"
+        return
+    digests = memoryview(table).cast("Q")
+    with (folder / shard.file).open("rb", buffering=0) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size != shard.num_bytes:
+            yield f"{shard.file} has {size:,} bytes of {shard.num_bytes:,}"
+            return
+        header = _read_header(file.fileno(), size)
+        if xxhash.xxh3_64_hexdigest(header) != shard.header_digest:
+            yield f"{shard.file}: its header is not the one that was written"
+            return
+        try:
+            layout, start = parse_header(memoryview(header), image_bytes=size)
+        except LayoutUnknown as error:
+            yield f"{shard.file}: {error}"
+            return
+        yield from _damaged(file.fileno(), shard, layout, start, digests)
+
+
+def _read_header(fd: int, size: int) -> bytes:
+    length = int.from_bytes(os.pread(fd, _HEADER_LENGTH_BYTES, 0), "little")
+    return os.pread(fd, _HEADER_LENGTH_BYTES + min(length, size, _LONGEST_HEADER), 0)
+
+
+def _damaged(
+    fd: int, shard: ShardFile, layout: Layout, start: int, digests: Sequence[int]
+) -> Iterator[str]:
+    count = 0
+    for index, piece in enumerate(layout.pieces):
+        data = os.pread(fd, piece.num_bytes, start + piece.offset)
+        if index < len(digests) and xxhash.xxh3_64_intdigest(data) == digests[index]:
+            continue
+        count += 1
+        if count <= _MOST:
+            yield (
+                f"{shard.file}: piece {index} of {len(layout.pieces)} is damaged "
+                f"({piece.num_bytes:,} bytes at {start + piece.offset:,}: {_names(layout, piece)})"
+            )
+    if count > _MOST:
+        yield f"{shard.file}: {count - _MOST} more pieces are damaged"
+
+
+def _names(layout: Layout, piece: Piece) -> str:
+    """The tensors that lie there."""
+    end = piece.offset + piece.num_bytes
+    names = [
+        "plain values" if entry.name == PLAIN_NAME else entry.name
+        for entry in layout.entries
+        if entry.offset < end and entry.offset + entry.num_bytes > piece.offset
+    ]
+    rest = f" and {len(names) - _MOST} more" if len(names) > _MOST else ""
+    return ", ".join(names[:_MOST]) + rest

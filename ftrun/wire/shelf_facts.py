@@ -1,0 +1,38 @@
+"""What is said of checkpoints on disk, by the process that reads them to the operator's terminal.
+
+Runs in: the process of ftrun.smp.shelf, which says it, and cli, which shows it. Pure.
+"""
+
+import msgspec
+
+
+class CheckpointFacts(msgspec.Struct, frozen=True):
+    """One checkpoint, or what looks like one."""
+
+    name: str
+    path: str
+    is_latest: bool = False
+    run_id: str = ""
+    generation: int = -1
+    step: int = -1
+    world_size: int = 0
+    num_bytes: int = 0
+    """Of all its files."""
+    written_s: float = 0.0
+    """Wall time; 0: not known."""
+    problems: tuple[str, ...] = ()
+    """Why it cannot be used, each in words; none: nothing was found."""
+
+
+class ShelfFacts(msgspec.Struct, frozen=True):
+    """A directory of checkpoints, the one written last first."""
+
+    directory: str
+    checkpoints: list[CheckpointFacts]
+    unfinished: int = 0
+    """Folders in which a checkpoint was begun; a later one removes them."""
+    checked_bytes: int = 0
+    seconds: float = 0.0
+    removed: tuple[str, ...] = ()
+    problem: str = ""
+    """Why nothing could be done, in words."""

@@ -1,0 +1,117 @@
+"""`ftrun snapshots` says what is on the shelf, finds every damaged byte, and prunes."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.integration.test_checkpoint_files import Arenas, arenas, load, write
+
+__all__ = ["arenas"]
+
+NEWEST, OLDER = "step-00000003-g0", "step-00000002-g0"
+
+
+def ftrun(*words: str, code: int = 0) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", "ftrun", "snapshots", *words],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == code, (done.stdout, done.stderr)
+    return done.stdout + done.stderr
+
+
+@pytest.fixture
+def shelf(arenas: Arenas, tmp_path: Path) -> Path:
+    for step in (1, 2, 3):
+        arenas.seal(step)
+        write(arenas, tmp_path)
+    return tmp_path
+
+
+def test_list_tells_what_is_there_and_what_is_not_whole(shelf: Path) -> None:
+    (shelf / OLDER / "rank-00001.safetensors").unlink()
+    (shelf / ".tmp-step-00000004-g0-00000000-00000000").mkdir()
+    found = json.loads(ftrun("list", str(shelf), "--json", code=1))
+    assert [one["name"] for one in found["checkpoints"]] == [NEWEST, OLDER, "step-00000001-g0"]
+    assert [one["is_latest"] for one in found["checkpoints"]] == [True, False, False]
+    assert [bool(one["problems"]) for one in found["checkpoints"]] == [False, True, False]
+    assert {one["world_size"] for one in found["checkpoints"]} == {2}
+    size = sum(path.stat().st_size for path in (shelf / NEWEST).glob("rank-*"))
+    assert found["checkpoints"][0]["num_bytes"] == size
+    assert found["unfinished"] == 1
+    text = ftrun("list", str(shelf), code=1)
+    assert "rank-00001.safetensors" in text
+    assert "1 begun and not finished" in text
+
+
+def test_every_byte_is_looked_at(shelf: Path) -> None:
+    """A flipped bit anywhere in any file is found, and named with its file."""
+    folder = shelf / NEWEST
+    assert "ok       step-00000003-g0: whole" in ftrun("verify", str(shelf), "latest")
+    for path in sorted(folder.iterdir()):
+        data = path.read_bytes()
+        for at in (0, len(data) // 2, len(data) - 1):
+            path.write_bytes(data[:at] + bytes([data[at] ^ 4]) + data[at + 1 :])
+            told = ftrun("verify", str(shelf), NEWEST, code=1)
+            assert f"DAMAGED  {NEWEST}: " in told
+            assert path.name in told or path.name == "index.json"
+        path.write_bytes(data)
+    assert "DAMAGED" not in ftrun("verify", str(shelf))
+
+
+def test_damage_is_told_with_the_tensors_that_lie_there(shelf: Path) -> None:
+    path = shelf / NEWEST / "rank-00000.safetensors"
+    data = bytearray(path.read_bytes())
+    start = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:start])
+    name = next(name for name in header if name != "__metadata__")
+    data[start + header[name]["data_offsets"][0]] ^= 1
+    path.write_bytes(bytes(data))
+    told = ftrun("verify", str(shelf), NEWEST, code=1)
+    assert name in told
+    assert "piece 0 of" in told
+
+
+def test_prune_leaves_the_newest_and_what_is_not_a_checkpoint(shelf: Path) -> None:
+    (shelf / "notes").touch()
+    assert "would be removed  step-00000001-g0" in ftrun(
+        "prune", str(shelf), "--keep", "2", "--dry-run"
+    )
+    assert (shelf / "step-00000001-g0").is_dir()
+    hour_ago_s = time.time() - 3600
+    os.utime(shelf / OLDER / "index.json", (hour_ago_s, hour_ago_s))
+    told = ftrun("prune", str(shelf), "--keep", "3", "--older-than", "30m")
+    assert "removed  step-00000002-g0" in told
+    assert "1 removed, 2 left" in told
+    assert "1 removed, 1 left" in ftrun("prune", str(shelf), "--keep", "1")
+    assert sorted(one.name for one in shelf.iterdir() if one.name != ".lock") == [
+        "latest", "notes", NEWEST,
+    ]  # fmt: skip
+    found = load(shelf)
+    assert found is not None
+    assert found.version.step == 3
+    for fd in found.fds:
+        os.close(fd)
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "told"),
+    [
+        (["list", "/nowhere"], 1, "/nowhere is not a directory"),
+        (["verify", "SHELF", "step-9"], 1, "no checkpoint step-9"),
+        (["prune", "SHELF", "--keep", "0"], 2, "at least 1 stays"),
+        (["prune", "SHELF", "--keep", "1", "--older-than", "soon"], 2, "30m, 12h or 7d"),
+    ],
+)
+def test_a_mistake_is_told(shelf: Path, words: list[str], code: int, told: str) -> None:
+    said = ftrun(*(str(shelf) if word == "SHELF" else word for word in words), code=code)
+    assert told in said
+    assert "Traceback" not in said
