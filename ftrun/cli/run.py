@@ -16,6 +16,7 @@ import re
 import shutil
 import signal
 import sys
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NoReturn
@@ -62,6 +63,7 @@ def run(line: CommandLine, *, variables: Mapping[str, str]) -> NoReturn:
             "ftrun.attach runs here under plain python, without snapshots"
         )
     spec = build_spec(line, variables=variables)
+    check_checkpoint_directory(spec)
     sweep()
     node_id = spec.nodes.node_id if spec.nodes is not None and spec.nodes.is_named else None
     folder, lock_fd = take_folder(RunId(spec.run_id), script=spec.script, node_id=node_id)
@@ -106,6 +108,35 @@ def build_spec(line: CommandLine, *, variables: Mapping[str, str]) -> RunSpec:
     )
 
 
+def check_checkpoint_directory(spec: RunSpec) -> None:
+    """That checkpoints cannot be written is to be known now, not after hours of training.
+
+    Raises:
+        UsageError: with what is wrong.
+    """
+    directory = spec.checkpoint_directory
+    if directory is None:
+        return
+    if is_url(spec.profile.checkpoint.directory or ""):
+        raise UsageError(
+            f"--checkpoint-dir {spec.profile.checkpoint.directory} is a URL, and only directories "
+            "are written. Mount it, or name a directory and copy from there"
+        )
+    try:
+        Path(directory).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory):
+            pass
+    except OSError as error:
+        raise UsageError(
+            f"--checkpoint-dir {directory} cannot be written: {error.strerror or error}. Name "
+            "another one, or make it writable; nothing was started"
+        ) from error
+
+
+def is_url(text: str) -> bool:
+    return re.match(r"[a-z][a-z0-9+.-]+://", text) is not None
+
+
 def resolve_options(line: CommandLine, *, variables: Mapping[str, str]) -> Resolved:
     """The profile of the run, with flags and environment applied."""
     name = line.own_value("profile") or variables.get("FTRUN_PROFILE")
@@ -125,7 +156,7 @@ def settings_of(line: CommandLine) -> list[Setting]:
         text = line.own_value(flag)
         if text is not None:
             value = text if flag in _TEXT_FLAGS else plain_value(text)
-            if flag in _PATH_FLAGS:
+            if flag in _PATH_FLAGS and not is_url(text):
                 value = str(Path(text).absolute())
             found.append(Setting(section, key, value, f"--{flag}"))
     if line.own_value("snapshot-required"):

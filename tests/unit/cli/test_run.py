@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ftrun.cli.command_line import parse
-from ftrun.cli.run import build_spec, sweep, take_folder
+from ftrun.cli.run import build_spec, check_checkpoint_directory, sweep, take_folder
 from ftrun.config import Profile, RunSpec
 from ftrun.errors import RunIdTaken, UsageError
 from ftrun.ids import RunId
@@ -173,3 +173,17 @@ def test_number_of_ranks_is_looked_at_before_anything_starts() -> None:
         spec(f"--nproc-per-node={right} train.py")
     assert "PET_NPROC_PER_NODE" in refused("train.py", {"PET_NPROC_PER_NODE": "two"})
     spec("--nproc-per-node 2 train.py", {"PET_NPROC_PER_NODE": "two"})
+
+
+def test_a_directory_for_checkpoints_is_tried_before_anything_starts(place: Path) -> None:
+    check_checkpoint_directory(spec("train.py"))
+    check_checkpoint_directory(spec("--checkpoint-dir new/folder train.py"))
+    assert list((place / "new" / "folder").iterdir()) == []
+    (place / "file").touch()
+    for words, told in (
+        ("file/below", "cannot be written: Not a directory"),
+        ("/proc/here", "cannot be written: No such file or directory"),
+        ("s3://bucket/run", "is a URL, and only directories are written"),
+    ):
+        with pytest.raises(UsageError, match=told):
+            check_checkpoint_directory(spec(f"--checkpoint-dir {words} train.py"))

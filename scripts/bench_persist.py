@@ -1,0 +1,262 @@
+#!/usr/bin/env python3
+"""How fast committed snapshots become checkpoints on disk, beside dd, torch.save and dcp.save.
+
+    python scripts/bench_persist.py --gb 2 --dir /data --json persist.json
+
+All write the same bytes to the same file system, in turns, and each counts until its files are on
+disk (fsync); what was written is removed before the next turn. Each ratio is the median of the
+ratios in one turn.
+
+ftrun       the SMP's writer: two ranks' arenas, digests compared on the way, index, renames
+dd          dd oflag=direct conv=fsync of the same bytes, from memory; where the file system
+            refuses that, without oflag
+torch.save  two files, one after the other, and fsync
+dcp.save    torch.distributed.checkpoint with its file writer, which syncs
+read back   the SMP's loader: into fresh arenas, all digests compared; over a warm copy
+"""
+
+import os
+import shutil
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import xxhash
+from bench_common import (
+    BenchError,
+    Deadline,
+    conditions,
+    parser_of,
+    run_bench,
+    scratch,
+    show_conditions,
+    show_table,
+    spread,
+    write_json,
+)
+
+from ftrun.ids import Rank, RunId
+from ftrun.smp.checkpoint import CheckpointWriter
+from ftrun.smp.checkpoint_files import Retention
+from ftrun.smp.checkpoint_load import load_checkpoint
+from ftrun.smp.pace import Throttle
+from ftrun.snapshot.layout import Entry, Layout, When, make_layout
+from ftrun.wire.arena import (
+    Arena,
+    ArenaShape,
+    SlotHeader,
+    SlotState,
+    create_memfd,
+    table_digest,
+)
+
+RANKS = 2
+TENSORS = 32
+WAYS = ("ftrun", "dd", "torch.save", "dcp.save")
+_FREE = 4
+"""So many times the bytes must be free on disk and in memory."""
+
+
+def main() -> int:
+    parser = parser_of(__doc__, timeout_s=900)
+    parser.add_argument("--gb", type=float, default=2.0, help="in all (default %(default)s)")
+    parser.add_argument("--dir", type=Path, default=Path.cwd(), help="on the disk to measure")
+    parser.add_argument("--rounds", type=int, default=5, help="turns (default %(default)s)")
+    args = parser.parse_args()
+    deadline, found = Deadline(args.timeout), conditions()
+    num_bytes = int(args.gb * 1e9)
+    if shutil.disk_usage(args.dir).free < _FREE * num_bytes:
+        raise BenchError(f"{args.dir} has less than {_FREE} times {args.gb:g} GB free")
+    with scratch(args.dir) as disk, scratch() as memory, arenas(num_bytes // RANKS) as fds:
+        figures = measure(fds, disk, memory, rounds=args.rounds, deadline=deadline)
+    show(figures)
+    show_conditions(found)
+    write_json(args.json, {"conditions": found, **figures})
+    return 0
+
+
+# --- the ways ---------------------------------------------------------------------------------
+
+
+def measure(
+    fds: dict[Rank, list[int]], disk: Path, memory: Path, *, rounds: int, deadline: Deadline
+) -> dict[str, Any]:
+    """Every way in turn; GB/s of each, and the ratios."""
+    source = memory / "bytes"
+    images = [Arena(fd[0], writable=False).image(0) for fd in fds.values()]
+    with source.open("wb") as file:
+        for image in images:
+            file.write(image)
+    total = sum(len(image) for image in images)
+    states = [state_of(image, Arena(fd[0], writable=False).shape) for image, fd in
+              zip(images, fds.values(), strict=True)]  # fmt: skip
+    turns: list[dict[str, float]] = []
+    for turn in range(rounds + 1):
+        rates: dict[str, float] = {}
+        for way in WAYS:
+            deadline.check(way)
+            folder = disk / way.replace(".", "-")
+            folder.mkdir()
+            rates[way] = total / seconds(
+                lambda way=way, at=folder: write(way, at, fds, source, states)
+            )
+            if way == "ftrun":
+                rates["read back"] = total / seconds(lambda at=folder: read_back(at))
+            shutil.rmtree(folder)
+            os.sync()
+        rates["memcpy"] = total / seconds(lambda: copy(images))
+        if turn:  # the first one makes memory and finds the disk's blocks
+            turns.append(rates)
+    ratio = lambda a, b: median(turn[a] / turn[b] for turn in turns)  # noqa: E731
+    return {
+        "gb_per_s": {way: spread([turn[way] / 1e9 for turn in turns]) for way in turns[0]},
+        "write_over_dd": ratio("ftrun", "dd"),
+        "write_over_torch_save": ratio("ftrun", "torch.save"),
+        "write_over_dcp_save": ratio("ftrun", "dcp.save"),
+        "restore_over_memcpy": ratio("read back", "memcpy"),
+        "total_bytes": total,
+    }
+
+
+def seconds(act: Callable[[], None]) -> float:
+    began_s = time.perf_counter()
+    act()
+    return time.perf_counter() - began_s
+
+
+def write(
+    way: str, folder: Path, fds: dict[Rank, list[int]], source: Path, states: list[dict[str, Any]]
+) -> None:
+    """One turn of one way; on disk when it returns."""
+    if way == "ftrun":
+        writer = CheckpointWriter(
+            RunId("bench"), free_bytes=lambda: 0, throttle=Throttle(threading.Event())
+        )
+        writer.write(fds, world_size=RANKS, directory=folder, retention=Retention(1))
+    elif way == "dd":
+        dd(source, folder / "file")
+    elif way == "torch.save":
+        import torch
+
+        for rank, state in enumerate(states):
+            with (folder / f"{rank}.pt").open("wb") as file:
+                torch.save(state, file)
+                file.flush()
+                os.fsync(file.fileno())
+    else:
+        import torch.distributed.checkpoint as dcp
+
+        both = {f"{rank}.{name}": one for rank, state in enumerate(states)
+                for name, one in state.items()}  # fmt: skip
+        dcp.save(both, checkpoint_id=folder, no_dist=True)
+
+
+def dd(source: Path, target: Path) -> None:
+    command = ["dd", f"if={source}", f"of={target}", "bs=8M", "conv=fsync", "status=none"]
+    if subprocess.run([*command, "oflag=direct"], capture_output=True, check=False).returncode:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise BenchError(f"dd: {done.stderr.strip()}")
+
+
+def read_back(folder: Path) -> None:
+    """As after a restart of the machine, but for what the page cache has kept."""
+    ranks = [Rank(rank) for rank in range(RANKS)]
+    loaded = load_checkpoint(folder, world_size=RANKS, ranks=ranks, check=lambda _: None)
+    if loaded is None:
+        raise BenchError("what was written cannot be read")
+    for fd in loaded.fds:
+        os.close(fd)
+
+
+def copy(images: list[memoryview]) -> None:
+    for image in images:
+        target = _COPIES.setdefault(len(image), bytearray(len(image)))
+        memoryview(target)[:] = image
+
+
+_COPIES: dict[int, bytearray] = {}
+
+
+# --- what is written --------------------------------------------------------------------------
+
+
+@contextmanager
+def arenas(image_bytes: int) -> Iterator[dict[Rank, list[int]]]:
+    """One arena for each rank, with a sealed version of random bytes."""
+    layout = layout_of(image_bytes)
+    made: dict[Rank, list[int]] = {}
+    try:
+        for rank in range(RANKS):
+            shape = ArenaShape(rank, RANKS, layout.image_bytes, len(layout.pieces), 1)
+            made[Rank(rank)] = [create_memfd(shape)]
+            fill(made[Rank(rank)][0], layout)
+        yield made
+    finally:
+        for fds in made.values():
+            for fd in fds:
+                os.close(fd)
+
+
+def layout_of(image_bytes: int) -> Layout:
+    items = image_bytes // TENSORS // 4
+    entries = [Entry(f"weight.{at}", "F32", (items,), When.LAZY) for at in range(TENSORS)]
+    return make_layout(entries, plain_bytes=1000)
+
+
+def fill(fd: int, layout: Layout) -> None:
+    arena = Arena(fd, writable=True)
+    image, table, start = arena.image(0), arena.table(0), len(layout.header)
+    image[:start] = layout.header
+    block = os.urandom(1 << 24)
+    for at in range(start, len(image), len(block)):
+        image[at : at + len(block)] = block[: len(image) - at]
+    for index, piece in enumerate(layout.pieces):
+        at = start + piece.offset
+        table[index] = xxhash.xxh3_64_intdigest(image[at : at + piece.num_bytes])
+    header = SlotHeader(SlotState.SEALED, 0, 1, len(image), table_digest(table), 1)
+    arena.write_header(0, header)
+    del image, table
+    arena.close()
+
+
+def state_of(image: memoryview, shape: ArenaShape) -> dict[str, Any]:
+    """The same bytes as tensors."""
+    import torch
+
+    layout = layout_of(shape.image_bytes)
+    start = len(layout.header)
+    return {
+        entry.name: torch.frombuffer(
+            image, dtype=torch.uint8, count=entry.num_bytes, offset=start + entry.offset
+        )
+        for entry in layout.entries
+        if entry.num_bytes
+    }
+
+
+def show(figures: dict[str, Any]) -> None:
+    rates = figures["gb_per_s"]
+    dd_rate = rates["dd"]["median"]
+    rows = [
+        (way, f"{one['median']:.2f}", f"{one['min']:.2f} to {one['max']:.2f}",
+         f"{one['median'] / dd_rate:.2f}")
+        for way, one in rates.items()
+    ]  # fmt: skip
+    gb = figures["total_bytes"] / 1e9
+    show_table(f"{gb:.2f} GB, on disk", ("way", "GB/s", "range", "over dd"), rows)
+    print(
+        f"\n  writing over dd {figures['write_over_dd']:.2f}, over torch.save "
+        f"{figures['write_over_torch_save']:.2f}, over dcp.save "
+        f"{figures['write_over_dcp_save']:.2f}; reading over a warm copy "
+        f"{figures['restore_over_memcpy']:.2f}"
+    )
+
+
+if __name__ == "__main__":
+    run_bench(main)
