@@ -80,6 +80,8 @@ class Generations:
         self._kept = KeptState()
         self._decided_s = 0.0
         self._restored: Version | None = None
+        self._old_world_size = 0
+        """So many ranks took what is restored; 0: as many as there are now."""
 
     @property
     def is_member(self) -> bool:
@@ -114,7 +116,7 @@ class Generations:
         agent.close_generation()
         node = plan.member(self._node_id)
         ranks = node.ranks if node is not None else range(0)
-        self._workers.prepare(plan, ranks, self._restored)
+        self._workers.prepare(plan, ranks, self._restored, old_world_size=self._old_world_size)
         self.tell_smp()
         crash_point("agent.restart.smp_told")
         # Before it is accepted: the next agent of this node proves by it what this one knew.
@@ -157,7 +159,10 @@ class Generations:
         # In the middle of a generation it is the newest commit that has to be protected again.
         versions = [one for one in (self._restored, self._smp.committed) if one is not None]
         newest = max(versions, default=None)
-        body = begin_generation(self.plan, self._node_id, self._spec, newest, self._smp)
+        old_world_size = self._old_world_size if newest == self._restored else 0
+        body = begin_generation(
+            self.plan, self._node_id, self._spec, newest, self._smp, old_world_size=old_world_size
+        )
         try:
             self._smp.begin_generation(body, self._workers.command_fd)
         except PeerError as error:
@@ -212,6 +217,7 @@ class Generations:
     def _restore_point(self, plan: Plan) -> Version | None:
         found = version(*plan.restore) if plan.restore is not None else None
         why = plan.restore_why
+        self._old_world_size = plan.restore_world_size if plan.is_resized else 0
         directory = self._spec.checkpoint_directory
         if found is None and directory:
             found, why = self._load_checkpoint(directory, plan)
@@ -234,6 +240,7 @@ class Generations:
             return None, "a spare loads none"
         answer = self._smp.load_checkpoint(directory, plan.world_size, list(node.ranks))
         if isinstance(answer, checkpoint_messages.CheckpointLoaded):
+            self._old_world_size = answer.world_size
             why = "; ".join([f"checkpoint {answer.path}", *answer.notes])
             return version(answer.generation, answer.step), why
         if answer is None:

@@ -15,9 +15,24 @@ from ftrun.wire.smp_messages import BeginGeneration
 
 
 def begin_generation(
-    plan: Plan, node_id: str, spec: RunSpec, restored: Version | None, smp: SmpLink
+    plan: Plan,
+    node_id: str,
+    spec: RunSpec,
+    restored: Version | None,
+    smp: SmpLink,
+    *,
+    old_world_size: int,
 ) -> BeginGeneration:
-    """What the SMP of this node is to know of a generation."""
+    """What the SMP of this node is to know of a generation.
+
+    Args:
+        plan: the generation.
+        node_id: this node.
+        spec: of the run.
+        restored: what it starts from, or the newest commit in the middle of it.
+        smp: what this node holds.
+        old_world_size: so many ranks took the restored version; 0: as many as there are now.
+    """
     node = plan.member(node_id)
     ranks = list(node.ranks) if node is not None else []
     group = next((ids for ids in plan.groups if node_id in ids), [])
@@ -31,7 +46,7 @@ def begin_generation(
         parity=plan.parity,
         small_state_bytes=spec.profile.erasure.small_state_bytes,
         restored=version,
-        restored_world_size=plan.restore_world_size if version == plan.restore else 0,
+        restored_world_size=old_world_size,
         protected_in=plan.protected_in(node_id),
         restore_from=_sources(plan, ranks, restored, smp),
     )

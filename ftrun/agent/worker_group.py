@@ -64,11 +64,20 @@ class WorkerGroup:
 
     # --- a generation's life ------------------------------------------------------------------
 
-    def prepare(self, plan: Plan, ranks: range, restored: Version | None) -> None:
-        """Make pages and variables for the workers to come."""
+    def prepare(
+        self, plan: Plan, ranks: range, restored: Version | None, *, old_world_size: int
+    ) -> None:
+        """Make pages and variables for the workers to come.
+
+        Args:
+            plan: the generation.
+            ranks: of this node.
+            restored: what they start from.
+            old_world_size: so many ranks took that; 0: as many as there are now.
+        """
         self.generation, self.restored = plan.generation, restored
         self.first_rank = ranks.start
-        self._old_world_size = plan.restore_world_size if plan.is_resized else 0
+        self._old_world_size = old_world_size
         self._skip_batches = plan.skip_batches if restored is not None else 0
         self._close_places()
         self.is_held = False
