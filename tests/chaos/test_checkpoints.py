@@ -1,7 +1,9 @@
 """What the SMP has written is what the next run goes on from."""
 
 import os
+import re
 import signal
+from collections.abc import Callable
 
 import pytest
 
@@ -74,12 +76,64 @@ def test_finished_run_is_saved_and_not_repeated(start: Start, train: tuple[str, 
     assert first_step(again) == STEPS
 
 
-def test_other_world_size_is_refused_with_both_numbers(
-    start: Start, train: tuple[str, ...]
+MOVES = """
+import hashlib, sys
+import torch
+import torch.distributed as dist
+from torch import nn
+import ftrun
+
+kind, steps = sys.argv[1], int(sys.argv[2])
+dist.init_process_group("gloo")
+rank, size = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(1)
+model = nn.Sequential(nn.Linear(13, 64), nn.GELU(), nn.Linear(64, 5))
+if kind == "ddp":
+    model = nn.parallel.DistributedDataParallel(model)
+else:
+    from torch.distributed.fsdp import fully_shard
+    fully_shard(model)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+session = ftrun.attach(model=model, optimizer=optimizer)
+
+def whole(tensor):
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+def digest():
+    found = hashlib.sha256()
+    for parameter in model.parameters():
+        state = optimizer.state.get(parameter, {})
+        for one in (parameter, state.get("exp_avg"), state.get("exp_avg_sq")):
+            if one is not None:
+                found.update(whole(one.detach()).numpy().tobytes())
+    return found.hexdigest()
+
+print(f"begins step={session.step} digest={digest()}\\n", end="", flush=True)
+for step in session.steps(steps):
+    optimizer.zero_grad()
+    torch.manual_seed(step * 100 + rank)
+    model(torch.randn(4, 13)).square().mean().backward()
+    optimizer.step()
+print(f"ends step={session.step} digest={digest()}\\n", end="", flush=True)
+dist.destroy_process_group()
+"""
+
+
+def told(text: str, word: str) -> set[str]:
+    """What the ranks have said, which should be the same."""
+    return set(re.findall(rf"{word} (step=.*)", text))
+
+
+def test_another_number_of_ranks_and_another_way_to_share_goes_on_from_disk(
+    start: Start, script: Callable[..., str]
 ) -> None:
-    run = start(*KEPT, *train[:-1], "0")
-    assert run.wait() == 0, run.text
-    other = start(*KEPT, "--nproc-per-node", "1", *train[2:-1], "0")
-    assert other.wait() == 77
-    assert "2" in other.text
-    assert "1" in other.text
+    name, last = script(MOVES), set[str]()
+    for number, (ranks, kind) in enumerate(((2, "ddp"), (3, "fsdp"), (1, "ddp"), (2, "fsdp"))):
+        steps = str(20 * (number + 1))
+        run = start(*KEPT, "--nproc-per-node", str(ranks), name, kind, steps)
+        assert run.wait() == 0, run.text
+        if number:
+            assert told(run.text, "begins") == last, run.text
+        last = told(run.text, "ends")
+        assert len(last) == 1, run.text
+        assert next(iter(last)).startswith(f"step={steps} ")
