@@ -290,7 +290,7 @@ class SmpLink:
     ) -> checkpoint_messages.CheckpointLoaded | str | None:
         """Fill the arenas from a checkpoint; or why that is not possible; None: there is none."""
         answer = self._ask(
-            checkpoint_messages.LoadCheckpoint(directory, world_size, ranks, any_world_size=True),
+            checkpoint_messages.LoadCheckpoint(directory, world_size, ranks),
             deadline_s=CHECKPOINT_WAIT_S,
         ).body
         if isinstance(answer, checkpoint_messages.CheckpointLoaded):

@@ -8,8 +8,8 @@ Gives:    a `Loaded` with one fresh arena per rank, or a `CheckpointError` in wo
 set aside on the way is noted, and nothing whose digests do not match is ever offered. The loaded
 version has generation -1: older than anything that generation 0 of the new run will take.
 
-A node loads its own ranks only. Of another world size, where that is allowed, it loads all ranks
-there were, as arenas of the old world: nobody can tell yet which parts its workers will read.
+A node loads its own ranks only. Of another world size it loads all ranks there were, as arenas of
+the old world: nobody can tell yet which parts its workers will read.
 """
 
 import os
@@ -51,7 +51,6 @@ def load_checkpoint(
     world_size: int,
     ranks: Sequence[Rank],
     check: Check,
-    any_world_size: bool = False,
     only: str = "",
 ) -> Loaded | None:
     """Fill arenas from the newest usable checkpoint; None where there is none at all.
@@ -61,8 +60,6 @@ def load_checkpoint(
         world_size: of this run.
         ranks: the node's own.
         check: raises MemoryTooSmall where so many bytes do not fit.
-        any_world_size: all ranks of a checkpoint of another world size are loaded; else it is
-            an error.
         only: name of the one checkpoint that may be used; empty: any.
 
     Raises:
@@ -78,12 +75,8 @@ def load_checkpoint(
             index = read_index(folder)
             wanted = ranks
             if index.world_size != world_size:
-                if not any_world_size:
-                    raise _wrong_world(folder, index, world_size)
                 wanted = [Rank(rank) for rank in range(index.world_size)]
             fds = _load(folder, index, wanted, check)
-        except _WrongWorld as error:
-            raise CheckpointError(str(error)) from error
         except (CheckpointError, SnapshotCorrupt, LayoutUnknown) as error:
             notes.append(str(error))
             continue
@@ -96,17 +89,6 @@ def load_checkpoint(
     raise CheckpointError(
         f"no checkpoint in {directory} can be used: {'; '.join(notes)}. Name another "
         "--checkpoint-dir to start from the beginning"
-    )
-
-
-class _WrongWorld(CheckpointError):
-    """An older checkpoint would not do either; the user has to choose."""
-
-
-def _wrong_world(folder: Path, index: Index, world_size: int) -> _WrongWorld:
-    return _WrongWorld(
-        f"{folder} was written by {index.world_size} ranks and this run has {world_size}. "
-        f"Start {index.world_size} ranks, or name another --checkpoint-dir to begin anew"
     )
 
 

@@ -122,7 +122,6 @@ class Checkpoints:
                 world_size=body.world_size,
                 ranks=[Rank(rank) for rank in body.local_ranks],
                 check=check_available,
-                any_world_size=body.any_world_size,
                 only=body.only,
             )
         except (CheckpointError, MemoryTooSmall) as error:

@@ -66,10 +66,9 @@ class LoadCheckpoint(Message, frozen=True):
 
     Args:
         directory: absolute.
-        world_size: of this run.
+        world_size: of this run. Of a checkpoint of another one all ranks are loaded, on each node
+            that is asked, as arenas of the old world: OpenImages serves them.
         local_ranks: those of this node; their arenas are filled.
-        any_world_size: a checkpoint of another world size will do. All its ranks are then loaded,
-            on each node that is asked, as arenas of the old world: OpenImages serves them.
         only: name of the one checkpoint that will do (the end of `CheckpointLoaded.path`); empty:
             the newest usable. For nodes that found different ones usable.
     """
@@ -77,7 +76,6 @@ class LoadCheckpoint(Message, frozen=True):
     directory: str
     world_size: int
     local_ranks: list[int]
-    any_world_size: bool = False
     only: str = ""
 
 
