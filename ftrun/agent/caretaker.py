@@ -45,6 +45,8 @@ class Caretaker:
         self.smp_is_starting = False
         self.smp_given_up = ""
         """Why there is no SMP any more; empty while there is one."""
+        self.not_written = ""
+        """Why the last checkpoint was not; empty where it was."""
         self.last_commit: Version | None = None
         """On several nodes: the newest version that the lead has called committed."""
         self._spec = spec
@@ -162,9 +164,9 @@ class Caretaker:
         if self._smp.refused:
             self._journal.write("checkpoint_not_written", why=self._smp.refused)
             _log.warning("no checkpoint was written: %s", self._smp.refused)
-            self._smp.refused = ""
+            self.not_written, self._smp.refused = self._smp.refused, ""
         if written is not None and self._smp.num_checkpoints != self._checkpoints_seen:
-            self._checkpoints_seen = self._smp.num_checkpoints
+            self._checkpoints_seen, self.not_written = self._smp.num_checkpoints, ""
             self._journal.write(
                 "CheckpointWritten",
                 generation=written.generation,

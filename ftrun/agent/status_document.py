@@ -223,4 +223,5 @@ def _checkpoint(run: RunLoop, now_s: float) -> dict[str, Any] | None:
         "directory": settings.directory,
         "step": written.step if written else None,
         "age_s": now_s - run.smp.last_checkpoint_s if written else None,
+        "not_written": run.caretaker.not_written,
     }

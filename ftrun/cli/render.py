@@ -292,6 +292,8 @@ def _other_lines(document: Mapping[str, Any]) -> list[str]:
         what = "none yet" if step is None else f"step {step}"
         age = "" if age_s is None else f", {duration(age_s)} old"
         lines.append(f"checkpoint  {what}{age}; {checkpoint.get('directory')}")
+        if why := checkpoint.get("not_written"):
+            lines.append(f"            the one after it was NOT WRITTEN: {why}")
     if processes := document.get("processes"):
         known = (f"{name} {pid}" for name, pid in processes.items() if pid)
         lines.append(f"processes   {', '.join(known)}")

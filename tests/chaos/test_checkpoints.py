@@ -76,6 +76,28 @@ def test_finished_run_is_saved_and_not_repeated(start: Start, train: tuple[str, 
     assert first_step(again) == STEPS
 
 
+def test_where_none_can_be_written_the_run_goes_on_and_status_says_so(
+    start: Start, train: tuple[str, ...], undisturbed: Checked
+) -> None:
+    run = start(*KEPT, "--checkpoint-every", "0.2", *train[:-1], "0.08")
+    saved, aside = run.folder / "saved", run.folder / "aside"
+    run.wait_until("a checkpoint is there", (saved / "latest").is_symlink)
+    saved.rename(aside)
+    saved.touch()
+    run.wait_until("status says why", lambda: "is not written" in told_of_checkpoint(run))
+    saved.unlink()
+    aside.rename(saved)
+    run.wait_until("the next one is written", lambda: not told_of_checkpoint(run))
+    assert run.wait() == 0, run.text
+    assert run.text.count("no checkpoint was written") >= 1
+    undisturbed.check(run)
+
+
+def told_of_checkpoint(run: Run) -> str:
+    found = run.status().get("checkpoint")
+    return str(found["not_written"]) if isinstance(found, dict) else ""
+
+
 MOVES = """
 import hashlib, sys
 import torch
