@@ -85,7 +85,7 @@ def steps_for(part: RunPart, trials: Sequence[Trial]) -> int:
     """So many that the faults of a run fit in, in whole epochs of the job."""
     step_s = part.step_s or (_GPT_STEP_S if part.job == "gpt" else max(part.pace, 0.01))
     lasting = sum(max(min(trial.lasts_s, 600.0), _goes_on_s(trial)) / step_s for trial in trials)
-    between = max(part.steps_between, 1) * len(trials)
+    between = max(part.steps_between, 1) * (len(trials) + 1)
     named = max((trial.step for trial in trials), default=0)
     steps = _STEPS_AT_LEAST + _STEPS_PER_FAULT * len(trials) + between + lasting + named
     return math.ceil(steps / 10) * 10

@@ -106,13 +106,14 @@ class DrillRun:
         return [str(word) for word in (*words, *part.flags)]
 
     def ready(self) -> None:
-        """Wait until every rank makes steps.
+        """Wait until every rank makes steps, and what is usual can be told by them.
 
         Raises:
             RunFailed: it has ended, or the time is over.
         """
         if self.job.notes:
-            self._wait(f"step {FIRST_STEP}", lambda: self.last_step() >= FIRST_STEP, _START_S)
+            first = max(FIRST_STEP, self.part.steps_between)
+            self._wait(f"step {first}", lambda: self.last_step() >= first, _START_S)
         else:
             self._wait("the first step of every rank", self._runs, _START_S)
 

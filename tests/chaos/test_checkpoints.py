@@ -51,6 +51,7 @@ def test_sigkill_of_everything_loses_what_came_after_the_last_checkpoint(
     undisturbed.check(again)
 
 
+@pytest.mark.full
 def test_rank_killed_right_after_a_resume_falls_back_to_it(
     start: Start, train: tuple[str, ...], undisturbed: Checked
 ) -> None:
@@ -68,6 +69,7 @@ def test_rank_killed_right_after_a_resume_falls_back_to_it(
     undisturbed.check(again)
 
 
+@pytest.mark.full
 def test_finished_run_is_saved_and_not_repeated(start: Start, train: tuple[str, ...]) -> None:
     run = start(*KEPT, *train[:-1], "0")
     assert run.wait() == 0, run.text

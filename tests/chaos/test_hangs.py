@@ -24,7 +24,7 @@ KINDS = {
     "spin": "busy loop",
     "lock": "hang in computation",
 }
-ALWAYS = ("sleep", "leave", "skip")
+ALWAYS = ("sleep", "skip")
 """The others in scripts/test --full."""
 
 pytestmark = [pytest.mark.chaos, pytest.mark.slow, pytest.mark.launch]

@@ -28,9 +28,6 @@ ALWAYS = [
     ("power-off", "fsdp2"),
     ("lead-power-off", "ddp"),
     ("rank-kill", "fsdp2"),
-    ("stale-rejoin", "fsdp2"),
-    ("agent-kill", "ddp"),
-    ("one-by-one", "ddp"),
 ]
 IN_FULL = [(name, kind) for name in FAULTS for kind in KINDS if (name, kind) not in ALWAYS]
 

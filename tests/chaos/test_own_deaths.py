@@ -14,14 +14,14 @@ from tests.integration.conftest import Run, Start, is_gone
 
 PARTS = ("rank", "smp", "zygote", "agent")
 KILL_AT = 30
-ALWAYS = {("rank", "smp"), ("smp", "agent")}
-"""Of the pairs; the others in scripts/test --full."""
+ALWAYS = {("rank",), ("agent",), ("smp", "agent")}
+"""The others in scripts/test --full."""
 
 TOGETHER = [
     pytest.param(
         parts,
         id="+".join(parts),
-        marks=[] if len(parts) == 1 or parts in ALWAYS else [pytest.mark.full],
+        marks=[] if parts in ALWAYS else [pytest.mark.full],
     )
     for parts in [*((part,) for part in PARTS), *combinations(PARTS, 2)]
 ]

@@ -85,7 +85,13 @@ def test_wrong_expectation_of_an_own_script_fails_the_drill(tmp_path: Path) -> N
     assert "1 of 1 faults failed" in done.stdout
 
 
-@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGKILL], ids=["hup", "kill"])
+@pytest.mark.parametrize(
+    "number",
+    [
+        pytest.param(signal.SIGHUP, id="hup", marks=pytest.mark.full),
+        pytest.param(signal.SIGKILL, id="kill"),
+    ],
+)
 def test_nothing_is_left_of_a_drill_that_is_ended(tmp_path: Path, number: signal.Signals) -> None:
     (tmp_path / "plan.yaml").write_text(json.dumps({"faults": [{"kind": "hang"}]}))
     (tmp_path / "runtime").mkdir()

@@ -198,7 +198,14 @@ def test_one_process_with_shuffled_data_resumes_bitwise(tmp_path: Path) -> None:
     assert_same_as_undisturbed(tmp_path, "batchnorm", die_at=(1, 13))
 
 
-@pytest.mark.parametrize("kind", ["workers", "persistent", "stateful"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "workers",
+        pytest.param("persistent", marks=pytest.mark.full),
+        pytest.param("stateful", marks=pytest.mark.full),
+    ],
+)
 def test_each_kind_of_loader_resumes_bitwise(tmp_path: Path, kind: str) -> None:
     switches = ("workers", "persistent") if kind == "persistent" else (kind,)
     assert_same_as_undisturbed(tmp_path, *switches, die_at=(14,))

@@ -763,8 +763,8 @@ def test_a_checkpoint_survives_the_death_of_everything(world: World, tmp_path: P
     assert sorted(path.name for path in directory.iterdir()) == ["latest", Path(third.path).name]
 
 
-def load(directory: Path, world_size: int = WORLD) -> checkpoint_messages.LoadCheckpoint:
-    return checkpoint_messages.LoadCheckpoint(str(directory), world_size, list(range(world_size)))
+def load(directory: Path) -> checkpoint_messages.LoadCheckpoint:
+    return checkpoint_messages.LoadCheckpoint(str(directory), WORLD, list(range(WORLD)))
 
 
 def check_loaded(fd: int, at: Version) -> None:
@@ -864,9 +864,12 @@ def test_what_cannot_be_written_or_loaded_is_refused_in_words(world: World, tmp_
         checkpoint_messages.WriteCheckpoint(str(directory), keep=1),
         checkpoint_messages.CheckpointWritten,
     )
-    refused = world.ask(agent, load(directory, world_size=4), messages.Refused)
-    assert "2 ranks" in refused.why
-    assert "4" in refused.why
+    broken = tmp_path / "broken" / "step-00000001-g0"
+    broken.mkdir(parents=True)
+    (broken / "index.json").write_text("{}")
+    refused = world.ask(agent, load(broken.parent), messages.Refused)
+    assert "can be used" in refused.why
+    assert "its index is not one" in refused.why
     assert offered(world.ask(agent, smp_messages.TakeInventory(), smp_messages.Inventory)) == {
         (0, 0, 1),
         (1, 0, 1),

@@ -222,6 +222,7 @@ def test_killed_stub_leaves_only_memory_which_stop_frees(start: Callable[..., Ru
     assert run.nothing_is_left()
 
 
+@pytest.mark.full
 def test_killed_stub_is_followed_by_the_same_command(start: Callable[..., Run]) -> None:
     run = start()
     run.wait_alive(0)
