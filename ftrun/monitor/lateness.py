@@ -89,6 +89,11 @@ class Series:
         self.old_s.clear()
         self.noise_s, self.count, self.named = 0.0, 0, None
 
+    def forget_newest(self) -> None:
+        """What is judged was made by something else; the past stays."""
+        self.values_s.clear()
+        self.named = None
+
     @property
     def is_known(self) -> bool:
         return len(self.values_s) >= WINDOWS

@@ -42,7 +42,8 @@ COVER = 0.8
 """Of the cells of a row or column that must be hot."""
 PROBE_EVERY_S = 10.0
 """For one pair, at the most."""
-PROBE_LASTS_S = 30.0
+PROBE_LASTS_S = 12.0
+"""One is asked for again before that; an older one may be of before the link was mended."""
 
 
 @dataclass(frozen=True, slots=True)

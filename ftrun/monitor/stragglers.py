@@ -19,10 +19,12 @@ Rule 2: many small waits that add up (a collective in each layer) are judged as 
 Rule 3: all ranks of a node are named together only where none of them is named alone.
 Rule 4: where somebody was late from the beginning and is so no more, all begin anew: beside that
         rank the others were early, and would now be late against their own past.
+Rule 5: what was seen beside a slow link is judged by nobody: once the link is well again, windows
+        are counted anew, against the same past.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, median
 
@@ -96,6 +98,7 @@ class Stragglers:
         """Of the window that is not full yet."""
         self._has_caught_up = False
         """Who was late from the beginning is so no more."""
+        self._is_beside_slow_link = False
 
     def look(
         self,
@@ -121,6 +124,11 @@ class Stragglers:
         for meeting in self._arrivals.take():
             if self.step_s > 0:
                 self._meet(meeting)
+        if self._is_beside_slow_link and not is_link_slow:  # rule 5
+            self._waiting, self._parts = [], []
+            for series in self._all_series():
+                series.forget_newest()
+        self._is_beside_slow_link = is_link_slow
         return self._verdict(may_name=not is_link_slow)
 
     def lateness(self) -> dict[int, Lateness]:
@@ -176,9 +184,8 @@ class Stragglers:
         of_node = self._judge(lambda record: record.of_node, may_name=may_name)
         if self._has_caught_up:  # rule 4
             self._has_caught_up = False
-            for record in self._ranks.values():
-                for series in (record.alone, record.added, record.of_node):
-                    series.begin_anew()
+            for series in self._all_series():
+                series.begin_anew()
             return None
         together = self._whole_nodes(of_node, set(alone) | set(added))
         for found, how in ((alone, "alone"), (added, "added"), (together, "of_node")):
@@ -186,6 +193,10 @@ class Stragglers:
             if found and len(found) < len(self._ranks):
                 return self._say(found, how)
         return None
+
+    def _all_series(self) -> Iterator[Series]:
+        for record in self._ranks.values():
+            yield from (record.alone, record.added, record.of_node)
 
     def _judge(self, series_of: Callable[[_Record], Series], *, may_name: bool) -> dict[int, Sure]:
         noises_s = [series_of(one).noise_s for one in self._ranks.values()]

@@ -259,10 +259,24 @@ def test_beside_a_slow_link_nobody_new_is_named() -> None:
     world.slow[2] = 2.0
     for looks in world.run(30):
         assert eyes.look(looks, world.groups, is_link_slow=True) is None
-    verdict = watched(world, 10, eyes)[-1][1]
+    verdict = watched(world, 24, eyes)[-1][1]
     assert verdict.culprits == (2,)
     for looks in world.run(5):
         assert eyes.look(looks, world.groups, is_link_slow=True) is not None
+
+
+def test_what_was_late_beside_a_slow_link_is_nobody_once_that_is_mended() -> None:
+    world, eyes = ddp_world(4), Stragglers()
+    watched(world, WARM_STEPS, eyes)
+    world.slow[2] = 2.0
+    for looks in world.run(30):
+        assert eyes.look(looks, world.groups, is_link_slow=True) is None
+    world.slow.clear()
+    for looks in world.run(2):  # the link is seen to be well a moment after it is
+        assert eyes.look(looks, world.groups, is_link_slow=True) is None
+    assert watched(world, 40, eyes) == []
+    world.slow[2] = 2.0
+    assert watched(world, 30, eyes)[-1][1].culprits == (2,)
 
 
 def test_within_the_error_of_the_clocks_nobody_is_named() -> None:
