@@ -188,7 +188,8 @@ class Links:
         for pair, cell in self._cells.items():
             agrees = self._agrees(pair)
             factor = SUSPECT if agrees else HOT
-            if self._sustained(pair, factor):
+            # Of a link that was mended the cells become quick one after the other.
+            if self._sustained(pair, factor) and self._ratios[pair][-1] >= COLD:
                 found[pair] = cell
         return found
 
