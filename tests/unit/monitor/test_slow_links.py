@@ -375,3 +375,20 @@ def test_networks_that_are_built_unevenly_are_left_alone() -> None:
         if (int(one[1]) < 3) != (int(other[1]) < 3):
             network.slow[one, other] = 4.0
     assert network.looks(40) == [None] * 40
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_while_a_link_gets_well_cell_by_cell_no_other_place_is_named(seed: int) -> None:
+    network = learnt(3, seed=seed)
+    cells = both(network, "n1")
+    network.slow = dict.fromkeys(cells, 300.0)
+    named = [one for one in network.looks(6) if one is not None]
+    assert {one.nodes for one in named} == {("n1",)}
+    random.Random(seed).shuffle(cells)
+    after = []
+    for pair in cells:
+        del network.slow[pair]
+        after.append(network.look())
+    after += network.looks(6)
+    assert {one.nodes for one in after if one is not None} <= {("n1",)}
+    assert after[-1] is None
