@@ -384,7 +384,7 @@ def test_the_last_cell_of_a_link_that_gets_well_is_not_named(last: int) -> None:
     network.slow = dict.fromkeys(cells, 300.0)
     assert {one.nodes for one in network.looks(6) if one is not None} == {("n1",)}
     network.slow = {cells[last]: 300.0}
-    while_it_heals = network.looks(2)
+    while_it_heals = network.looks(1)
     network.slow.clear()
     after = [*while_it_heals, *network.looks(4)]
     assert {one.nodes for one in after if one is not None} <= {("n1",)}
