@@ -45,7 +45,7 @@ from ftrun.smp.checkpoint import CheckpointWriter
 from ftrun.smp.checkpoint_files import Retention
 from ftrun.smp.checkpoint_load import load_checkpoint
 from ftrun.smp.pace import Throttle
-from ftrun.snapshot.layout import Entry, Layout, When, make_layout
+from ftrun.snapshot.layout import Entry, Layout, When, make_layout, parse_header
 from ftrun.wire.arena import (
     Arena,
     ArenaShape,
@@ -93,8 +93,7 @@ def measure(
         for image in images:
             file.write(image)
     total = sum(len(image) for image in images)
-    states = [state_of(image, Arena(fd[0], writable=False).shape) for image, fd in
-              zip(images, fds.values(), strict=True)]  # fmt: skip
+    states = [state_of(image) for image in images]
     turns: list[dict[str, float]] = []
     for turn in range(rounds + 1):
         rates: dict[str, float] = {}
@@ -225,12 +224,11 @@ def fill(fd: int, layout: Layout) -> None:
     arena.close()
 
 
-def state_of(image: memoryview, shape: ArenaShape) -> dict[str, Any]:
+def state_of(image: memoryview) -> dict[str, Any]:
     """The same bytes as tensors."""
     import torch
 
-    layout = layout_of(shape.image_bytes)
-    start = len(layout.header)
+    layout, start = parse_header(image)
     return {
         entry.name: torch.frombuffer(
             image, dtype=torch.uint8, count=entry.num_bytes, offset=start + entry.offset
