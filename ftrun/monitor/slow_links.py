@@ -12,6 +12,8 @@ What is somewhat slower is only suspected: a probe decides, as a rank that reads
 senders slow as well. A probe between agents does not wait for any rank.
 
 Rule 1: a cell that costs less than a twentieth of the time is left alone, however slow it is.
+Rule 2: a link that was mended gets well cell by cell, and its figures are taken over some looks;
+        what is left of a named place meanwhile is not another place.
 """
 
 from collections import deque
@@ -40,6 +42,8 @@ SUSTAINED = 2
 LOOKS = 3
 COVER = 0.8
 """Of the cells of a row or column that must be hot."""
+WELL_LOOKS = 16
+"""After a named place was last found whole: its cells get no other name before that."""
 PROBE_EVERY_S = 10.0
 """For one pair, at the most."""
 PROBE_LASTS_S = 12.0
@@ -88,6 +92,11 @@ class Links:
         self._found: Verdict | None = None
         """What the last look has found; it counts when the next one finds the same."""
         self._verdict: Verdict | None = None
+        self._named = ""
+        """The place that was last told, for as long as Rule 2 asks for."""
+        self._named_cells: set[Pair] = set()
+        self._named_looks = 0
+        """Since it was last found whole."""
 
     def look(
         self, looks: Iterable[NodeLook], hosts: Mapping[str, str], *, now_s: float
@@ -104,9 +113,13 @@ class Links:
         self._probes = {
             pair: one for pair, one in self._probes.items() if now_s - one.at_s <= PROBE_LASTS_S
         }
-        before, self._found = self._found, self._judge()
-        if _place(before) == _place(self._found) or self._found is None:
-            self._verdict = self._found
+        hot = self._hot()
+        found = self._judge(hot)
+        if self._is_getting_well(found, hot):
+            return self._verdict
+        before, self._found = self._found, found
+        if _place(before) == _place(found) or found is None:
+            self._tell(found, hot)
         return self._verdict
 
     def table(self) -> list[MatrixCell]:
@@ -167,9 +180,23 @@ class Links:
 
     # --- judging ------------------------------------------------------------------------------
 
-    def _judge(self) -> Verdict | None:
+    def _tell(self, found: Verdict | None, hot: Iterable[Pair]) -> None:
+        self._verdict = found
+        if found is not None:
+            is_same = self._named == found.fingerprint
+            self._named_cells = (self._named_cells if is_same else set()) | set(hot)
+            self._named = found.fingerprint
+
+    def _is_getting_well(self, found: Verdict | None, hot: Mapping[Pair, Cell]) -> bool:
+        """Whether what was found is only what is left of the place that was named; see Rule 2."""
+        self._named_looks = 0 if _place(found) == self._named else self._named_looks + 1
+        if self._named_looks > WELL_LOOKS:
+            self._named, self._named_cells = "", set()
+        is_other = found is not None and found.fingerprint != self._named
+        return is_other and bool(hot) and set(hot) <= self._named_cells
+
+    def _judge(self, hot: Mapping[Pair, Cell]) -> Verdict | None:
         """Which link is slow now, if any."""
-        hot = self._hot()
         if hot:
             return self._say(hot)
         return self._say_all() if self._all_slow >= SUSTAINED else None

@@ -12,6 +12,7 @@ from ftrun.monitor.slow_links import (
     LOOKS,
     PROBE_EVERY_S,
     PROBE_LASTS_S,
+    WELL_LOOKS,
     Links,
     Probe,
     place_of,
@@ -389,3 +390,35 @@ def test_the_last_cell_of_a_link_that_gets_well_is_not_named(last: int) -> None:
     after = [*while_it_heals, *network.looks(4)]
     assert {one.nodes for one in after if one is not None} <= {("n1",)}
     assert after[-1] is None
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    nodes=st.integers(3, 4),
+    well_at=st.lists(st.integers(0, WELL_LOOKS - LOOKS - 2), min_size=6, max_size=6),
+    seed=st.integers(0, 99),
+)
+def test_a_link_that_gets_well_cell_by_cell_has_one_name(
+    nodes: int, well_at: list[int], seed: int
+) -> None:
+    network = learnt(nodes, seed=seed)
+    network.slow = dict.fromkeys(both(network, "n1"), 300.0)
+    (place,) = {one.fingerprint for one in network.looks(8) if one is not None}
+    waits = dict(zip(sorted(network.slow), well_at, strict=False))
+    said = []
+    for look in range(WELL_LOOKS + LOOKS):
+        network.slow = {pair: 300.0 for pair, wait in waits.items() if look < wait}
+        said.append(network.look())
+    assert {one.fingerprint for one in said if one is not None} <= {place}
+    assert said[-1] is None
+
+
+def test_what_stays_slow_of_a_named_place_gets_its_own_name() -> None:
+    network = learnt(4)
+    network.slow = dict.fromkeys(both(network, "n1"), 300.0)
+    network.looks(8)
+    network.slow = {("n1", "n2"): 300.0}
+    assert network.looks(WELL_LOOKS)[-1] is not None
+    last = network.looks(LOOKS + 2)[-1]
+    assert last is not None
+    assert last.nodes == ("n1", "n2")
