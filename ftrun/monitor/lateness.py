@@ -71,6 +71,8 @@ class Series:
     count: int = 0
     named: Sure | None = None
     """What the last `judge` has said."""
+    named_s: float = 0.0
+    """So much later than before it was when it was named."""
 
     def add(self, value_s: float) -> None:
         """One window more."""
@@ -119,6 +121,7 @@ class Series:
             self.named = None
         elif self.named is None:
             self.named = self._judge_anew(step_s, floor_s, noise_s) if may_name else None
+            self.named_s = self.lateness().more_s
         elif not self._is_late_still(step_s, floor_s):
             self.named = None
         return self.named
@@ -144,7 +147,10 @@ class Series:
         """What has been seen once is given up only when it is gone, not when it is less clear."""
         limit_s = max(SHARE_OF_STEP * step_s, floor_s)
         before_s = self.lateness().before_s or 0.0
-        above_s = (before_s if self.named is Sure.LIKELY else 0.0) + limit_s / 2
+        # What is no more than the noise is gone, or chance would keep the name for ever.
+        above_s = max(limit_s / 2, min(self.noise_s, self.named_s / 2))
+        if self.named is Sure.LIKELY:
+            above_s += before_s
         return _count(self._newest(), above_s) >= ENOUGH
 
     def _newest(self) -> list[float]:

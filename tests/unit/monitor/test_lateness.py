@@ -1,0 +1,35 @@
+"""A name is given for what is more than noise, and taken back when no more than noise is left."""
+
+from ftrun.monitor.lateness import LEARNT, LEFT_OUT, WINDOWS, Series
+from ftrun.monitor.verdicts import Sure
+
+STEP_S = 0.14
+FLOOR_S = 0.003
+NOISY_MS = [7, -38, 10, 33, -34, 15, 17, -21, 25, -13, 5, 31]
+"""Of a rank on a machine with other work, before it was slow."""
+SLOW_MS = [60, 133, 177, 132, 121, 182, 149, 146, 134, 119, 211, 188]
+AFTERWARDS_MS = [18, -26, -21, 48, 72, 11, 8, 5, 25, 13, -18, 7, 12, 9, 16, 20]
+"""More often late than early, by no more than before."""
+
+
+def fed(series: Series, values_ms: list[int]) -> list[Sure | None]:
+    said = []
+    for value in values_ms:
+        series.add(value / 1000)
+        said.append(series.judge(STEP_S, FLOOR_S, 0.02, may_name=True))
+    return said
+
+
+def test_what_is_left_in_the_noise_is_gone() -> None:
+    series = Series()
+    assert set(fed(series, (NOISY_MS * 3)[: LEFT_OUT + LEARNT + WINDOWS])) == {None}
+    assert fed(series, SLOW_MS)[-1] is Sure.LIKELY
+    assert fed(series, AFTERWARDS_MS)[WINDOWS] is None
+    assert fed(series, SLOW_MS)[-1] is Sure.LIKELY
+
+
+def test_who_is_less_late_than_before_keeps_its_name() -> None:
+    series = Series()
+    fed(series, (NOISY_MS * 3)[: LEFT_OUT + LEARNT + WINDOWS])
+    assert fed(series, SLOW_MS)[-1] is Sure.LIKELY
+    assert set(fed(series, [value * 2 // 3 for value in SLOW_MS])) == {Sure.LIKELY}
