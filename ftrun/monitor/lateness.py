@@ -124,6 +124,8 @@ class Series:
             self.named_s = self.lateness().more_s
         elif not self._is_late_still(step_s, floor_s):
             self.named = None
+            # What is over speaks for nothing new.
+            self.values_s = deque(self._newest(), maxlen=STANDING)
         return self.named
 
     def _judge_anew(self, step_s: float, floor_s: float, noise_s: float) -> Sure | None:
