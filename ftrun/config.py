@@ -175,6 +175,12 @@ class CheckpointConfig(_Section):
     """Committed snapshots on disk, written by the SMP."""
 
     directory: str | None = Field(default=None, description="where; none: no checkpoints")
+    resume: str = Field(
+        default="auto",
+        min_length=1,
+        description="auto: from the newest there; never: from the beginning; else the path of a "
+        "checkpoint, or of a directory of them",
+    )
     every_s: float = Field(default=600.0, gt=0, description="seconds between two")
     keep: int = Field(default=2, ge=1, description="how many of them stay")
     keep_s: float = Field(
@@ -402,3 +408,9 @@ class RunSpec(BaseModel):
         """Absolute: the SMP does not share our working directory."""
         directory = self.profile.checkpoint.directory
         return os.path.join(self.cwd, directory) if directory else None
+
+    @property
+    def resume_path(self) -> str | None:
+        """Absolute: what `checkpoint.resume` names; None: nothing in particular."""
+        wish = self.profile.checkpoint.resume
+        return None if wish in ("auto", "never") else os.path.join(self.cwd, wish)

@@ -13,8 +13,12 @@ dd          dd oflag=direct conv=fsync of the same bytes, from memory; where the
 torch.save  two files, one after the other, and fsync
 dcp.save    torch.distributed.checkpoint with its file writer, which syncs
 read back   the SMP's loader: into fresh arenas, all digests compared; over a warm copy
+
+Then a training of two ranks runs, and every few seconds a checkpoint is written at a limit of
+--limit-mb a second: what a step takes meanwhile, over what it takes between two.
 """
 
+import argparse
 import os
 import shutil
 import subprocess
@@ -28,15 +32,21 @@ from typing import Any
 
 import xxhash
 from bench_common import (
+    ROOT,
     BenchError,
     Deadline,
     conditions,
+    ftrun_command,
+    launched,
     parser_of,
+    read_journal,
+    read_lines,
     run_bench,
     scratch,
     show_conditions,
     show_table,
     spread,
+    wait_for,
     write_json,
 )
 
@@ -58,6 +68,9 @@ from ftrun.wire.arena import (
 RANKS = 2
 TENSORS = 32
 WAYS = ("ftrun", "dd", "torch.save", "dcp.save")
+WORKER = ROOT / "scripts" / "bench_steps_worker.py"
+WRITING_S = 4.0
+"""So long a checkpoint is written beside a training, and so long there is none."""
 _FREE = 4
 """So many times the bytes must be free on disk and in memory."""
 
@@ -67,6 +80,15 @@ def main() -> int:
     parser.add_argument("--gb", type=float, default=2.0, help="in all (default %(default)s)")
     parser.add_argument("--dir", type=Path, default=Path.cwd(), help="on the disk to measure")
     parser.add_argument("--rounds", type=int, default=5, help="turns (default %(default)s)")
+    parser.add_argument(
+        "--limit-mb", type=float, default=100.0, help="a second (default %(default)s)"
+    )
+    parser.add_argument(
+        "--step-seconds",
+        type=float,
+        default=90.0,
+        help="of training (default %(default)s)",
+    )
     args = parser.parse_args()
     deadline, found = Deadline(args.timeout), conditions()
     num_bytes = int(args.gb * 1e9)
@@ -74,6 +96,9 @@ def main() -> int:
         raise BenchError(f"{args.dir} has less than {_FREE} times {args.gb:g} GB free")
     with scratch(args.dir) as disk, scratch() as memory, arenas(num_bytes // RANKS) as fds:
         figures = measure(fds, disk, memory, rounds=args.rounds, deadline=deadline)
+    if args.step_seconds > 0:
+        with scratch(args.dir) as disk, scratch() as memory:
+            figures |= beside_steps(disk, memory, args, deadline)
     show(figures)
     show_conditions(found)
     write_json(args.json, {"conditions": found, **figures})
@@ -117,7 +142,7 @@ def measure(
         "write_over_dd": ratio("ftrun", "dd"),
         "write_over_torch_save": ratio("ftrun", "torch.save"),
         "write_over_dcp_save": ratio("ftrun", "dcp.save"),
-        "restore_over_memcpy": ratio("read back", "memcpy"),
+        "read_over_memcpy": ratio("read back", "memcpy"),
         "total_bytes": total,
     }
 
@@ -180,6 +205,46 @@ def copy(images: list[memoryview]) -> None:
 
 
 _COPIES: dict[int, bytearray] = {}
+
+
+# --- beside a training ------------------------------------------------------------------------
+
+
+def beside_steps(
+    disk: Path, folder: Path, args: argparse.Namespace, deadline: Deadline
+) -> dict[str, Any]:
+    """What steps take while a checkpoint is written, over what they take between two."""
+    run_id = f"bench-persist-{os.getpid()}"
+    half_mb = args.limit_mb * WRITING_S / RANKS
+    settings = [
+        f"checkpoint.bytes_per_s={args.limit_mb * 1e6}",
+        f"checkpoint.every_s={2 * WRITING_S}",
+    ]
+    flags = ["--nproc-per-node", RANKS, "--run-id", run_id, "--checkpoint-dir", disk / "saved"]
+    flags += ["--snapshot-every", 25, *(word for one in settings for word in ("--set", one))]
+    words = [WORKER, "--folder", folder, "--state-mb", half_mb, "--attach", 1]
+    with launched("training", ftrun_command(*flags, *words), folder) as launcher:
+        end_s = time.monotonic() + args.step_seconds
+        wait_for("the training", lambda: time.monotonic() > end_s, [launcher], deadline)
+        (folder / "go").touch()
+        wait_for("its end", lambda: launcher.process.poll() is not None, [], deadline)
+        written = [
+            one for one in read_journal(folder, run_id) if one["kind"] == "CheckpointWritten"
+        ]
+    times_s = [one["ns"] / 1e9 for one in read_lines(folder / "rank0.jsonl") if "step" in one]
+    spans = [(one["mono_s"] - one["seconds"], one["mono_s"]) for one in written[:-1]]
+    ratios = [
+        mean_step_s(times_s, *spans[at]) / mean_step_s(times_s, spans[at][1], spans[at + 1][0])
+        for at in range(1, len(spans) - 1)
+    ]
+    if len(ratios) < 2:
+        raise BenchError(f"only {len(written)} checkpoints were written; more --step-seconds")
+    return {"step_slowdown": median(ratios) - 1, "step_ratios": spread(ratios)}
+
+
+def mean_step_s(times_s: list[float], begin_s: float, end_s: float) -> float:
+    inside = [at for at in times_s if begin_s <= at <= end_s]
+    return (inside[-1] - inside[0]) / (len(inside) - 1)
 
 
 # --- what is written --------------------------------------------------------------------------
@@ -252,8 +317,14 @@ def show(figures: dict[str, Any]) -> None:
         f"\n  writing over dd {figures['write_over_dd']:.2f}, over torch.save "
         f"{figures['write_over_torch_save']:.2f}, over dcp.save "
         f"{figures['write_over_dcp_save']:.2f}; reading over a warm copy "
-        f"{figures['restore_over_memcpy']:.2f}"
+        f"{figures['read_over_memcpy']:.2f}"
     )
+    if "step_slowdown" in figures:
+        ratios = figures["step_ratios"]
+        print(
+            f"  steps while one is written, over those between two: {ratios['median']:.3f} "
+            f"({ratios['min']:.3f} to {ratios['max']:.3f})"
+        )
 
 
 if __name__ == "__main__":

@@ -91,7 +91,8 @@ class Caretaker:
             self._smp.finish_checkpoint(limit_s, is_cancelled)
             if self._spec.nodes is None:
                 settings = self._spec.profile.checkpoint
-                self._smp.begin_checkpoint(directory, settings, is_urgent=True)
+                life = self._generations.life
+                self._smp.begin_checkpoint(directory, settings, life=life, is_urgent=True)
             elif self.last_commit is not None:
                 self.write_part(self.last_commit, is_urgent=True)
             self._smp.finish_checkpoint(limit_s, is_cancelled)
@@ -111,7 +112,14 @@ class Caretaker:
             return
         settings, token = self._spec.profile.checkpoint, self._generations.token
         try:
-            self._smp.begin_checkpoint(directory, settings, wanted, token, is_urgent=is_urgent)
+            self._smp.begin_checkpoint(
+                directory,
+                settings,
+                wanted,
+                token,
+                life=self._generations.life,
+                is_urgent=is_urgent,
+            )
         except PeerError as error:
             self._journal.write("checkpoint_not_written", why=str(error))
 
@@ -154,7 +162,7 @@ class Caretaker:
         if directory and is_due and self._smp.committed:
             self._checkpoint_due_s = now_s + settings.every_s
             try:
-                self._smp.begin_checkpoint(directory, settings)
+                self._smp.begin_checkpoint(directory, settings, life=self._generations.life)
             except PeerError as error:
                 self._journal.write("checkpoint_not_written", why=str(error))
         self._tell_checkpoint()

@@ -17,6 +17,7 @@ import xxhash
 from ftrun import clock
 from ftrun.agent.elastic import FtrunElasticAgent
 from ftrun.agent.kept_state import KeptState
+from ftrun.agent.resume import sources_of
 from ftrun.agent.smp_link import SmpLink
 from ftrun.agent.smp_places import begin_generation
 from ftrun.agent.stub_link import StubLink
@@ -100,6 +101,11 @@ class Generations:
             return ""
         lives = " ".join(str(card.incarnation) for card in plan.voters)
         return xxhash.xxh3_64_hexdigest(f"{plan.generation} {lives}".encode())
+
+    @property
+    def life(self) -> str:
+        """Equal on every node, in all generations of this run and in no other run."""
+        return self.plan.life if self.plan is not None else ""
 
     def adopt(self, agent: FtrunElasticAgent, plan: Plan) -> Version | None:
         """Get ready: void what is later, load a checkpoint if need be, tell the SMP.
@@ -218,9 +224,8 @@ class Generations:
         found = version(*plan.restore) if plan.restore is not None else None
         why = plan.restore_why
         self._old_world_size = plan.restore_world_size if plan.is_resized else 0
-        directory = self._spec.checkpoint_directory
-        if found is None and directory:
-            found, why = self._load_checkpoint(directory, plan)
+        if found is None:
+            found, why = self._load_checkpoint(plan, why)
         runs_ranks = plan.member(self._node_id) is not None
         if found is None and runs_ranks and self._smp.committed is not None:
             # Never begin anew in silence where there was something to go on from.
@@ -234,20 +239,32 @@ class Generations:
         self._journal.write("restore_point", version=str(found), why=why, voided_slots=voided)
         return found
 
-    def _load_checkpoint(self, directory: str, plan: Plan) -> tuple[Version | None, str]:
+    def _load_checkpoint(self, plan: Plan, why: str) -> tuple[Version | None, str]:
+        """The version that disk had, and why this one; None where there is none to go on from."""
         node = plan.member(self._node_id)
+        had = self._smp.committed is not None
+        sources = sources_of(self._spec, plan.life, has_committed=had)
+        if not sources:
+            return None, why
         if node is None:
             return None, "a spare loads none"
-        answer = self._smp.load_checkpoint(directory, plan.world_size, list(node.ranks))
-        if isinstance(answer, checkpoint_messages.CheckpointLoaded):
-            self._old_world_size = answer.world_size
-            why = "; ".join([f"checkpoint {answer.path}", *answer.notes])
-            return version(answer.generation, answer.step), why
-        if answer is None:
-            return None, f"no checkpoint in {directory} yet"
-        raise SnapshotError(
-            f"{answer}. Give another --checkpoint-dir to start anew; nothing there was changed"
-        )
+        for source in sources:
+            answer = self._smp.load_checkpoint(
+                source.directory,
+                plan.world_size,
+                list(node.ranks),
+                only=source.only,
+                life=source.life,
+            )
+            if isinstance(answer, checkpoint_messages.CheckpointLoaded):
+                self._old_world_size = answer.world_size
+                why = "; ".join([f"checkpoint {answer.path}", *answer.notes])
+                return version(answer.generation, answer.step), why
+            if answer is not None:
+                raise SnapshotError(f"{answer}. Nothing there was changed")
+        if path := self._spec.resume_path:
+            raise SnapshotError(f"--resume {path}: there is no checkpoint there; name another one")
+        return None, sources[0].why_none
 
     def keep_arenas(self) -> None:
         """Give the stub whatever memory has come or gone; cheap when nothing has."""

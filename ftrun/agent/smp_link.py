@@ -243,6 +243,7 @@ class SmpLink:
         part_of: Version | None = None,
         token: str = "",
         *,
+        life: str,
         is_urgent: bool = False,
     ) -> None:
         """Have the newest committed version written; the answer comes with `collect`.
@@ -253,6 +254,7 @@ class SmpLink:
             part_of: on several nodes: the version of which this node writes its part.
             token: equal on all nodes that write it together, and in no other generation.
             is_urgent: as fast as it goes.
+            life: of the run, for the index.
         """
         if self.channel is not None and not self.writing:
             pair = (part_of.generation, part_of.step) if part_of is not None else None
@@ -263,6 +265,7 @@ class SmpLink:
                 token,
                 keep_s=settings.keep_s,
                 bytes_per_s=0.0 if is_urgent else settings.bytes_per_s,
+                life=life,
             )
             self.channel.send(body)
             self.writing = True
@@ -286,11 +289,11 @@ class SmpLink:
             void_slots(fd, lambda found: found == wanted)
 
     def load_checkpoint(
-        self, directory: str, world_size: int, ranks: list[int]
+        self, directory: str, world_size: int, ranks: list[int], *, only: str = "", life: str = ""
     ) -> checkpoint_messages.CheckpointLoaded | str | None:
         """Fill the arenas from a checkpoint; or why that is not possible; None: there is none."""
         answer = self._ask(
-            checkpoint_messages.LoadCheckpoint(directory, world_size, ranks),
+            checkpoint_messages.LoadCheckpoint(directory, world_size, ranks, only, life),
             deadline_s=CHECKPOINT_WAIT_S,
         ).body
         if isinstance(answer, checkpoint_messages.CheckpointLoaded):

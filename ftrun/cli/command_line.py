@@ -36,6 +36,12 @@ OWN_FLAGS: tuple[Flag, ...] = (
     Flag("no-snapshots", "take none", group=_SNAPSHOTS),
     Flag("orphan", "keep them so long without a launcher", "SECONDS", group=_SNAPSHOTS),
     Flag("checkpoint-dir", "write them there, and resume from there", "DIR", group=_CHECKPOINTS),
+    Flag(
+        "resume",
+        "from the newest there (auto), from the beginning (never), from this one",
+        "auto|never|PATH",
+        group=_CHECKPOINTS,
+    ),
     Flag("checkpoint-every", "time between two (default 600)", "SECONDS", group=_CHECKPOINTS),
     Flag("checkpoint-keep", "how many stay (default 2)", "N", group=_CHECKPOINTS),
     Flag("spares", "nodes beside --nnodes that stand by, warm", "S", group=_NODES),

@@ -29,12 +29,14 @@ from ftrun.cli.stub import answers, python_command
 from ftrun.config import NodesSpec, RunSpec
 from ftrun.errors import NotSupportedHere, RunIdTaken, UsageError
 from ftrun.ids import RunId
+from ftrun.wire.checkpoint_messages import INDEX_NAME
 from ftrun.wire.run_folder import RunFolder, all_run_folders, check_run_id, run_folder
 
 _KEY_OF_FLAG = {
     "snapshot-every": ("snapshot", "every"),
     "orphan": ("smp", "orphan_s"),
     "checkpoint-dir": ("checkpoint", "directory"),
+    "resume": ("checkpoint", "resume"),
     "checkpoint-every": ("checkpoint", "every_s"),
     "checkpoint-keep": ("checkpoint", "keep"),
     "start": ("start", "mode"),
@@ -45,7 +47,7 @@ _KEY_OF_FLAG = {
     "metrics-port": ("metrics", "port"),
 }
 _PATH_FLAGS = ("checkpoint-dir", "secret-file")
-_TEXT_FLAGS = (*_PATH_FLAGS, "start", "erasure")
+_TEXT_FLAGS = (*_PATH_FLAGS, "start", "erasure", "resume")
 _FAULT_FLAGS = ("allow-faults", "allow-network-faults")
 _LOCK_ATTEMPTS = 100
 _KINDS_OF_DEVICE = ("auto", "cpu", "gpu", "xpu")
@@ -64,6 +66,7 @@ def run(line: CommandLine, *, variables: Mapping[str, str]) -> NoReturn:
         )
     spec = build_spec(line, variables=variables)
     check_checkpoint_directory(spec)
+    check_resume(spec)
     sweep()
     node_id = spec.nodes.node_id if spec.nodes is not None and spec.nodes.is_named else None
     folder, lock_fd = take_folder(RunId(spec.run_id), script=spec.script, node_id=node_id)
@@ -133,6 +136,32 @@ def check_checkpoint_directory(spec: RunSpec) -> None:
         ) from error
 
 
+def check_resume(spec: RunSpec) -> None:
+    """That there is a checkpoint where one was named.
+
+    Raises:
+        UsageError: with what is there instead.
+    """
+    path = spec.resume_path
+    if path is None:
+        return
+    wish = f"--resume {spec.profile.checkpoint.resume}"
+    if not spec.profile.snapshot.enabled:
+        raise UsageError(f"{wish} needs snapshots, and there are none with --no-snapshots")
+    found = Path(path)
+    if not found.is_dir():
+        what = "is a file" if found.exists() else "is not there"
+        raise UsageError(
+            f"{wish}: {path} {what}. Name a checkpoint (DIR/step-...), a directory of them, or say "
+            "auto or never; ftrun snapshots list DIR shows what there is"
+        )
+    if not (found / INDEX_NAME).exists() and not any(found.glob(f"step-*/{INDEX_NAME}")):
+        raise UsageError(
+            f"{wish}: there is no checkpoint of ftrun in {path}, neither {INDEX_NAME} nor "
+            "step-.../. Nothing was started"
+        )
+
+
 def is_url(text: str) -> bool:
     return re.match(r"[a-z][a-z0-9+.-]+://", text) is not None
 
@@ -156,6 +185,8 @@ def settings_of(line: CommandLine) -> list[Setting]:
         text = line.own_value(flag)
         if text is not None:
             value = text if flag in _TEXT_FLAGS else plain_value(text)
+            if flag == "resume" and text not in ("auto", "never"):
+                value = str(Path(text).absolute())
             if flag in _PATH_FLAGS and not is_url(text):
                 value = str(Path(text).absolute())
             found.append(Setting(section, key, value, f"--{flag}"))

@@ -89,6 +89,7 @@ def make_plan(
         decided_by=ballot.decided_by(),
         committed=_pair(choice.committed if choice.version is not None else None),
         ancestry=ancestry(choice.version, previous),
+        life=previous.life if previous is not None else f"{places.members[0].incarnation:x}",
     )
 
 

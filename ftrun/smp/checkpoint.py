@@ -39,7 +39,7 @@ from ftrun.smp.checkpoint_files import (
     temporary_name,
 )
 from ftrun.smp.checkpoint_folders import sweep_alone
-from ftrun.smp.checkpoint_index import INDEX_NAME, make_index, seal
+from ftrun.smp.checkpoint_index import make_index, seal
 from ftrun.smp.checkpoint_shard import (
     ArenaFds,
     Shard,
@@ -49,6 +49,7 @@ from ftrun.smp.checkpoint_shard import (
     write_shard,
 )
 from ftrun.smp.pace import Throttle
+from ftrun.wire.checkpoint_messages import INDEX_NAME
 from ftrun.wire.crash_points import crash_point
 
 TRIES = 5
@@ -86,20 +87,35 @@ class CheckpointWriter:
         self._free_bytes = free_bytes
         self._pace = throttle
         self._last: tuple[Path, Version, Path] | None = None
+        self._life = ""
 
     def remember(self, directory: Path, version: Version, path: Path) -> None:
         """This version is in this directory already: written by us, or loaded from it."""
         self._last = (directory, version, path)
 
     def write(
-        self, fds: ArenaFds, *, world_size: int, directory: Path, retention: Retention
+        self,
+        fds: ArenaFds,
+        *,
+        world_size: int,
+        directory: Path,
+        retention: Retention,
+        life: str = "",
     ) -> Written:
         """Write the newest version that all ranks hold.
+
+        Args:
+            fds: of all arenas of each rank.
+            world_size: of the run.
+            directory: of checkpoints; made where it is not there.
+            retention: which of them stay.
+            life: of the run, for the index.
 
         Raises:
             CheckpointError: why it was not written.
         """
         started_s = clock.now_s()
+        self._life = life
         try:
             with locked(directory) as folder_fd:
                 found = self._write(fds, world_size, directory, folder_fd)
@@ -178,6 +194,7 @@ class CheckpointWriter:
             step=version.step,
             world_size=world_size,
             shards=files,
+            life=self._life,
         )
         with replaced(folder / INDEX_NAME) as write:
             write(seal(index))

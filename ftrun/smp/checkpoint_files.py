@@ -27,8 +27,9 @@ from pathlib import Path
 from ftrun import clock
 from ftrun.errors import CheckpointError
 from ftrun.ids import Version
-from ftrun.smp.checkpoint_index import INDEX_NAME, read_indexes
+from ftrun.smp.checkpoint_index import read_indexes
 from ftrun.smp.disk_file import DiskFile, Pace
+from ftrun.wire.checkpoint_messages import INDEX_NAME
 from ftrun.wire.crash_points import crash_point
 
 LATEST_NAME = "latest"

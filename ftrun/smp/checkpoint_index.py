@@ -17,8 +17,8 @@ import msgspec
 import xxhash
 
 from ftrun.errors import CheckpointError
+from ftrun.wire.checkpoint_messages import INDEX_NAME
 
-INDEX_NAME = "index.json"
 FORMAT = 1
 _NAME = re.compile(r"step-\d{8,}-g\d+(\.\d+)?")
 _T = TypeVar("_T", "Index", "Part")
@@ -64,6 +64,8 @@ class Index(msgspec.Struct, frozen=True):
     step: int
     world_size: int
     shards: list[ShardFile]
+    life: str = ""
+    """Of the run that wrote it; see `Plan.life`."""
 
 
 class Part(msgspec.Struct, frozen=True):
@@ -76,6 +78,7 @@ class Part(msgspec.Struct, frozen=True):
     step: int
     world_size: int
     shards: list[ShardFile]
+    life: str = ""
 
     @property
     def key(self) -> tuple[str, str, int, int, int]:
@@ -104,6 +107,7 @@ def make_index(
     step: int,
     world_size: int,
     shards: Sequence[ShardFile],
+    life: str,
 ) -> Index:
     """The index of the next checkpoint in this directory."""
     return Index(
@@ -114,6 +118,7 @@ def make_index(
         step=step,
         world_size=world_size,
         shards=sorted(shards, key=lambda shard: shard.rank),
+        life=life,
     )
 
 

@@ -52,6 +52,7 @@ def load_checkpoint(
     ranks: Sequence[Rank],
     check: Check,
     only: str = "",
+    life: str = "",
 ) -> Loaded | None:
     """Fill arenas from the newest usable checkpoint; None where there is none at all.
 
@@ -61,6 +62,7 @@ def load_checkpoint(
         ranks: the node's own.
         check: raises MemoryTooSmall where so many bytes do not fit.
         only: name of the one checkpoint that may be used; empty: any.
+        life: of the run that must have written it; empty: any. See `Plan.life`.
 
     Raises:
         CheckpointError: there are checkpoints, and none of them can be used.
@@ -70,6 +72,9 @@ def load_checkpoint(
     candidates = _candidates(directory, notes)
     if only:
         candidates = [directory / only]
+    if life:
+        candidates = [folder for folder in candidates if _life_of(folder) == life]
+        notes.clear()
     for folder in candidates:
         try:
             index = read_index(folder)
@@ -88,7 +93,7 @@ def load_checkpoint(
         return None
     raise CheckpointError(
         f"no checkpoint in {directory} can be used: {'; '.join(notes)}. Name another "
-        "--checkpoint-dir to start from the beginning"
+        "--checkpoint-dir, or start from the beginning with --resume never"
     )
 
 
@@ -109,6 +114,14 @@ def _candidates(directory: Path, notes: list[str]) -> list[Path]:
             with suppress(OSError):
                 _note_unreadable(folder, notes)
     return found
+
+
+def _life_of(folder: Path) -> str | None:
+    """None: it cannot be read, so it is nobody's."""
+    try:
+        return read_index(folder).life
+    except (CheckpointError, OSError):
+        return None
 
 
 def _note_unreadable(folder: Path, notes: list[str]) -> None:

@@ -23,7 +23,6 @@ from ftrun.smp.checkpoint_files import (
 )
 from ftrun.smp.checkpoint_folders import part_folders, sweep_finished
 from ftrun.smp.checkpoint_index import (
-    INDEX_NAME,
     Index,
     Part,
     ShardFile,
@@ -31,6 +30,7 @@ from ftrun.smp.checkpoint_index import (
     read_part,
     seal,
 )
+from ftrun.wire.checkpoint_messages import INDEX_NAME
 from ftrun.wire.crash_points import crash_point
 
 
@@ -63,6 +63,7 @@ def look(
         step=like.step,
         world_size=like.world_size,
         shards=list(found.values()),
+        life=like.life,
     )
     with replaced(folder / INDEX_NAME) as write:
         write(seal(index))

@@ -56,6 +56,7 @@ class PartOrder:
         directory: the same one on all nodes.
         retention: which checkpoints stay.
         token: equal on all nodes that write this together, and on no others.
+        life: of the run, for the index.
     """
 
     version: Version
@@ -64,6 +65,7 @@ class PartOrder:
     directory: Path
     retention: Retention
     token: str = ""
+    life: str = ""
 
 
 class PartWriter:
@@ -142,6 +144,7 @@ class PartWriter:
             step=order.version.step,
             world_size=order.world_size,
             shards=shards,
+            life=order.life,
         )
 
     def _contents(self, order: PartOrder, shards: Sequence[Shard], blank: Part) -> set[Content]:

@@ -101,11 +101,21 @@ class Checkpoints:
         try:
             if body.version is None:
                 done = self._writer.write(
-                    fds, world_size=world_size, directory=directory, retention=retention
+                    fds,
+                    world_size=world_size,
+                    directory=directory,
+                    retention=retention,
+                    life=body.life,
                 )
             else:
                 order = PartOrder(
-                    version(*body.version), ranks, world_size, directory, retention, body.token
+                    version(*body.version),
+                    ranks,
+                    world_size,
+                    directory,
+                    retention,
+                    body.token,
+                    body.life,
                 )
                 done = self._parts.write(fds, order)
         except CheckpointError as error:
@@ -123,6 +133,7 @@ class Checkpoints:
                 ranks=[Rank(rank) for rank in body.local_ranks],
                 check=check_available,
                 only=body.only,
+                life=body.life,
             )
         except (CheckpointError, MemoryTooSmall) as error:
             return partial(client.tell, messages.Refused(str(error)))

@@ -18,8 +18,9 @@ import msgspec
 from ftrun import clock
 from ftrun.errors import CheckpointError
 from ftrun.smp.checkpoint_files import LATEST_NAME, Retention, locked_shortly, prune, to_prune
-from ftrun.smp.checkpoint_index import INDEX_NAME, Index, read_index, read_indexes
+from ftrun.smp.checkpoint_index import Index, read_index, read_indexes
 from ftrun.smp.checkpoint_verify import verify_folder
+from ftrun.wire.checkpoint_messages import INDEX_NAME
 from ftrun.wire.shelf_facts import CheckpointFacts, ShelfFacts
 
 

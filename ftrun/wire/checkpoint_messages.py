@@ -5,6 +5,9 @@ Runs in: agent and SMP. Pure; part of the messages in `messages.py`.
 
 from ftrun.wire.message import Message
 
+INDEX_NAME = "index.json"
+"""The file that makes a folder a checkpoint."""
+
 
 class WriteCheckpoint(Message, frozen=True):
     """Agent -> SMP: write the newest committed version there.
@@ -20,6 +23,7 @@ class WriteCheckpoint(Message, frozen=True):
             life of the run or another generation; parts with different ones never mix.
         keep_s: those written longer ago go as well; the newest never goes. 0: none goes by age.
         bytes_per_s: written at the most, on this node; 0: as fast as it goes.
+        life: of the run, for the index.
     """
 
     directory: str
@@ -28,6 +32,7 @@ class WriteCheckpoint(Message, frozen=True):
     token: str = ""
     keep_s: float = 0.0
     bytes_per_s: float = 0.0
+    life: str = ""
 
 
 class HurryCheckpoint(Message, frozen=True):
@@ -70,13 +75,15 @@ class LoadCheckpoint(Message, frozen=True):
             that is asked, as arenas of the old world: OpenImages serves them.
         local_ranks: those of this node; their arenas are filled.
         only: name of the one checkpoint that will do (the end of `CheckpointLoaded.path`); empty:
-            the newest usable. For nodes that found different ones usable.
+            the newest usable.
+        life: only those will do that this life of the run has written; empty: any.
     """
 
     directory: str
     world_size: int
     local_ranks: list[int]
     only: str = ""
+    life: str = ""
 
 
 class CheckpointLoaded(Message, frozen=True):

@@ -128,6 +128,8 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Which versions of earlier generations this one has come from: of each the last step."""
     roster: int = 0
     """Counts how often other spares were taken in while this generation ran."""
+    life: str = ""
+    """Equal in all generations of a run, and another one where the run is started again."""
 
     @property
     def edition(self) -> Edition:

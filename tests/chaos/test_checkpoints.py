@@ -69,6 +69,29 @@ def test_rank_killed_right_after_a_resume_falls_back_to_it(
     undisturbed.check(again)
 
 
+@pytest.mark.parametrize("wish", ["path", pytest.param("never", marks=pytest.mark.full)])
+def test_resume_says_where_to_begin_and_what_others_left_stays_out(
+    start: Start, train: tuple[str, ...], undisturbed: Checked, wish: str
+) -> None:
+    """A failure before the run's own first checkpoint takes it back to where it began."""
+    run = start(*KEPT, *train)
+    run.wait_for_step(20)
+    run.process.send_signal(signal.SIGTERM)
+    assert run.wait() == 143
+    at = int(run.journal("CheckpointWritten")[-1]["step"])  # type: ignore[call-overload]
+    words = {
+        "path": ("--checkpoint-dir", "elsewhere", "--resume", "saved/latest"),
+        "never": (*KEPT, "--resume", "never"),
+    }[wish]
+    once = {"FTRUN_CRASH_AT": "worker.capture.marked", "FTRUN_CRASH_ONCE": str(run.folder / "once")}
+    again = start(*words, *train, env=once)
+    assert again.wait() == 0, again.text
+    assert (run.folder / "once").exists()
+    assert len(again.journal("StartGeneration")) == 2
+    assert first_step(again) == (at if wish == "path" else 0)
+    undisturbed.check(again)
+
+
 @pytest.mark.full
 def test_finished_run_is_saved_and_not_repeated(start: Start, train: tuple[str, ...]) -> None:
     run = start(*KEPT, *train[:-1], "0")

@@ -8,7 +8,13 @@ from pathlib import Path
 import pytest
 
 from ftrun.cli.command_line import parse
-from ftrun.cli.run import build_spec, check_checkpoint_directory, sweep, take_folder
+from ftrun.cli.run import (
+    build_spec,
+    check_checkpoint_directory,
+    check_resume,
+    sweep,
+    take_folder,
+)
 from ftrun.config import Profile, RunSpec
 from ftrun.errors import RunIdTaken, UsageError
 from ftrun.ids import RunId
@@ -187,3 +193,22 @@ def test_a_directory_for_checkpoints_is_tried_before_anything_starts(place: Path
     ):
         with pytest.raises(UsageError, match=told):
             check_checkpoint_directory(spec(f"--checkpoint-dir {words} train.py"))
+
+
+def test_what_is_to_be_resumed_is_looked_for_before_anything_starts(place: Path) -> None:
+    for wish in ("auto", "never"):
+        check_resume(spec(f"--resume {wish} train.py"))
+    (place / "saved" / "step-00000007-g0").mkdir(parents=True)
+    (place / "file").touch()
+    for words, told in (
+        ("nowhere", "nowhere is not there"),
+        ("file", "file is a file"),
+        ("saved", "there is no checkpoint of ftrun in"),
+        ("saved/step-00000007-g0", "there is no checkpoint of ftrun in"),
+        ("saved --no-snapshots", "there are none with --no-snapshots"),
+    ):
+        with pytest.raises(UsageError, match=told):
+            check_resume(spec(f"--resume {words} train.py"))
+    (place / "saved" / "step-00000007-g0" / "index.json").touch()
+    for right in ("saved", "saved/step-00000007-g0"):
+        check_resume(spec(f"--resume {right} train.py"))

@@ -1,0 +1,124 @@
+#!/usr/bin/env python3
+"""How fast a saved state is taken up by other ranks, beside dcp.load; and by the same ones again.
+
+    python scripts/bench_reshard.py --gb 1 --json reshard.json
+
+FSDP2 parameters with AdamW's moments. For each change of the number of ranks some save and others
+take up: `ftrun.attach` in all, digests compared, from the memory that the SMP holds; and dcp.load
+of the same state from tmpfs, in place, by the same ranks in the same run. What reading the
+checkpoint's files into memory takes before the ranks begin is not in it, as with dcp.load from
+tmpfs. `again`: a killed rank's restore, so many bytes for each rank, over a warm copy of as many
+by all ranks at once.
+"""
+
+import json
+import os
+import statistics
+from pathlib import Path
+from typing import Any
+
+from bench_common import (
+    BenchError,
+    Deadline,
+    conditions,
+    ftrun_command,
+    launched,
+    parser_of,
+    run_bench,
+    scratch,
+    show_conditions,
+    show_table,
+    spread,
+    wait_for,
+    write_json,
+)
+
+WORKER = Path(__file__).with_name("bench_reshard_worker.py")
+CHANGES = ((2, 1), (2, 3), (4, 2))
+AGAIN_RANKS = 2
+
+
+def main() -> int:
+    parser = parser_of(__doc__, timeout_s=1200)
+    parser.add_argument("--gb", type=float, default=1.0, help="of all ranks (default %(default)s)")
+    parser.add_argument(
+        "--gb-again", type=float, default=1.0, help="of each rank (default %(default)s)"
+    )
+    parser.add_argument("--rounds", type=int, default=3, help="turns (default %(default)s)")
+    args = parser.parse_args()
+    deadline, found = Deadline(args.timeout), conditions()
+    changes = [change(before, after, args, deadline) for before, after in CHANGES]
+    again = [restored_again(args, deadline) for _ in range(args.rounds)]
+    figures: dict[str, Any] = {
+        "changes": changes,
+        "speedup_over_dcp_load": min(one["speedup"]["median"] for one in changes),
+        "restore_over_memcpy": statistics.median(one["copy_s"] / one["attach_s"] for one in again),
+        "again": again,
+    }
+    show(figures, args)
+    show_conditions(found)
+    write_json(args.json, {"conditions": found, **figures})
+    return 0
+
+
+def change(before: int, after: int, args: Any, deadline: Deadline) -> dict[str, Any]:
+    """Saved once, taken up some times."""
+    with scratch() as folder:
+        started(folder, before, "save", args.gb, deadline)
+        turns = [started(folder, after, "load", args.gb, deadline) for _ in range(args.rounds)]
+    return {
+        "before": before,
+        "after": after,
+        "attach_s": spread([one["attach_s"] for one in turns]),
+        "dcp_load_s": spread([one["dcp_load_s"] for one in turns]),
+        "speedup": spread([one["dcp_load_s"] / one["attach_s"] for one in turns]),
+    }
+
+
+def restored_again(args: Any, deadline: Deadline) -> dict[str, float]:
+    with scratch() as folder:
+        return started(folder, AGAIN_RANKS, "again", args.gb_again * AGAIN_RANKS, deadline)
+
+
+def started(folder: Path, ranks: int, what: str, gb: float, deadline: Deadline) -> dict[str, float]:
+    """One run to its end; what its rank 0 has measured, where it measures."""
+    figures = folder / "figures.json"
+    figures.unlink(missing_ok=True)
+    flags = ["--nproc-per-node", ranks, "--run-id", f"bench-reshard-{os.getpid()}"]
+    flags += ["--snapshot-every", 1]
+    if what == "save":
+        flags += ["--checkpoint-dir", folder / "checkpoints"]
+    elif what == "load":
+        flags += ["--resume", folder / "checkpoints"]
+    words = [WORKER, what, "--gb", gb, "--folder", folder]
+    with launched(f"{what}-{ranks}", ftrun_command(*flags, *words), folder) as launcher:
+        wait_for("the end of it", lambda: launcher.process.poll() is not None, [], deadline)
+        if launcher.process.returncode != 0:
+            raise BenchError(f"{what} with {ranks} ranks:\n{launcher.last_output()}")
+    found: dict[str, float] = json.loads(figures.read_text()) if figures.exists() else {}
+    return found
+
+
+def show(figures: dict[str, Any], args: Any) -> None:
+    rows = [
+        (
+            f"{one['before']} to {one['after']}",
+            f"{one['attach_s']['median']:.2f}",
+            f"{one['dcp_load_s']['median']:.2f}",
+            f"{one['speedup']['median']:.1f}",
+        )
+        for one in figures["changes"]
+    ]
+    show_table(
+        f"{args.gb:g} GB taken up by other ranks, in seconds",
+        ("ranks", "ftrun", "dcp.load", "dcp.load / ftrun"),
+        rows,
+    )
+    print(
+        f"\n  {args.gb_again:g} GB of each of {AGAIN_RANKS} ranks again, over a warm copy: "
+        f"{figures['restore_over_memcpy']:.2f}"
+    )
+
+
+if __name__ == "__main__":
+    run_bench(main)

@@ -1,0 +1,59 @@
+"""Where a generation looks for a checkpoint: its own first, what others left only with auto."""
+
+from pathlib import Path
+
+import pytest
+
+from ftrun.agent.resume import Source, sources_of
+from ftrun.config import Profile, RunSpec
+
+LIFE = "1f2e3d"
+
+
+def spec(place: Path, *, resume: str, directory: str | None = "saved") -> RunSpec:
+    profile = Profile()
+    wish = {"directory": directory, "resume": resume}
+    checkpoint = profile.checkpoint.model_copy(update=wish)
+    return RunSpec(
+        run_id="r",
+        script="train.py",
+        torchrun_argv=["train.py"],
+        max_restarts=None,
+        log_folder=str(place / "logs"),
+        cwd=str(place),
+        profile=profile.model_copy(update={"checkpoint": checkpoint}),
+    )
+
+
+def test_auto_takes_whatever_is_there(tmp_path: Path) -> None:
+    (found,) = sources_of(spec(tmp_path, resume="auto"), LIFE, has_committed=True)
+    assert found == Source(str(tmp_path / "saved"))
+    assert not sources_of(spec(tmp_path, resume="auto", directory=None), LIFE, has_committed=False)
+
+
+def test_never_takes_what_the_run_has_written(tmp_path: Path) -> None:
+    (found,) = sources_of(spec(tmp_path, resume="never"), LIFE, has_committed=False)
+    assert found == Source(str(tmp_path / "saved"), life=LIFE)
+    assert "this run has written no checkpoint" in found.why_none
+
+
+def test_a_path_comes_after_what_the_run_has_written(tmp_path: Path) -> None:
+    old = tmp_path / "old" / "step-00000003-g0"
+    old.mkdir(parents=True)
+    own = Source(str(tmp_path / "saved"), life=LIFE)
+    found = sources_of(spec(tmp_path, resume="old"), LIFE, has_committed=True)
+    assert found == [own, Source(str(tmp_path / "old"))]
+    (old / "index.json").touch()
+    (tmp_path / "old" / "latest").symlink_to(old.name)
+    for wish in ("old/latest", "old/step-00000003-g0/"):
+        found = sources_of(spec(tmp_path, resume=wish), LIFE, has_committed=True)
+        assert found == [own, Source(str(tmp_path / "old"), only=old.name)]
+
+
+@pytest.mark.parametrize("has_committed", [False, True])
+def test_without_a_directory_a_path_is_only_where_the_run_begins(
+    tmp_path: Path, has_committed: bool
+) -> None:
+    wanted = spec(tmp_path, resume="old", directory=None)
+    found = sources_of(wanted, LIFE, has_committed=has_committed)
+    assert found == ([] if has_committed else [Source(str(tmp_path / "old"))])
