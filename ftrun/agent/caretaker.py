@@ -85,7 +85,9 @@ class Caretaker:
             is_cancelled: asked again and again; whether somebody wants it to end now.
         """
         directory = self._spec.checkpoint_directory
-        if not directory or self._smp.committed is None:
+        # A run may end so soon after its first snapshot that word of the commit comes later.
+        is_late = self._spec.nodes is None and self._smp.has_whole_version
+        if not directory or (self._smp.committed is None and not is_late):
             return
         try:
             self._smp.finish_checkpoint(limit_s, is_cancelled)

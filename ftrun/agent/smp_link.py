@@ -225,6 +225,18 @@ class SmpLink:
             for header in read_slot_headers(fd)
         )
 
+    @property
+    def has_whole_version(self) -> bool:
+        """All ranks here have sealed one, whether word of its commit has come yet or not."""
+        ranks = list(self._local_ranks)
+        sealed = [
+            header.version
+            for fd in (self.arenas.get(ranks[0], []) if ranks else [])
+            for header in read_slot_headers(fd)
+            if header.state is SlotState.SEALED
+        ]
+        return any(all(self.holds(rank, one) for rank in ranks) for one in sealed)
+
     def void_after(self, newest: Version) -> int:
         """Make sure that no later version ever comes back; the workers must be dead."""
         if self.channel is not None:

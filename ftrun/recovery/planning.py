@@ -70,10 +70,7 @@ def make_plan(
         generation=ballot.generation,
         lead=lead,
         why=ballot.why,
-        members=[
-            PlanNode(card, rank)
-            for card, rank in zip(places.members, places.first_ranks, strict=True)
-        ],
+        members=[*map(PlanNode, places.members, places.first_ranks)],
         spares=list(places.spares),
         restore=_pair(choice.version),
         restore_why=_why(choice, problem, previous),

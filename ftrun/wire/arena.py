@@ -236,6 +236,21 @@ def table_digest(table: memoryview) -> int:
     return xxhash.xxh3_64_intdigest(table)
 
 
+def open_slot(arena: Arena, slot: int, *, what: str) -> tuple[Layout, memoryview, memoryview]:
+    """A slot's layout, its data, and the table of their digests, of which only itself is checked.
+
+    Raises:
+        SnapshotCorrupt: the table is not what its digest says.
+        LayoutUnknown: the image has no readable header.
+    """
+    header = arena.header(slot)
+    table = arena.table(slot)
+    layout, start = parse_header(arena.image(slot))
+    if len(layout.pieces) != len(table) or table_digest(table) != header.table_digest:
+        raise SnapshotCorrupt(what=f"{what}, digest table", piece=0, pieces=len(table))
+    return layout, arena.image(slot)[start:], table
+
+
 def verify(arena: Arena, slot: int, *, what: str) -> tuple[Layout, memoryview]:
     """Check every digest of a slot; its layout and its data.
 
@@ -243,13 +258,8 @@ def verify(arena: Arena, slot: int, *, what: str) -> tuple[Layout, memoryview]:
         SnapshotCorrupt: a digest does not match.
         LayoutUnknown: the image has no readable header.
     """
-    header = arena.header(slot)
-    table = arena.table(slot)
-    layout, start = parse_header(arena.image(slot))
-    data = arena.image(slot)[start:]
+    layout, data, table = open_slot(arena, slot, what=what)
     pieces = layout.pieces
-    if len(pieces) != len(table) or table_digest(table) != header.table_digest:
-        raise SnapshotCorrupt(what=f"{what}, digest table", piece=0, pieces=len(table))
     for index, piece in enumerate(pieces):
         found = xxhash.xxh3_64_intdigest(data[piece.offset : piece.offset + piece.num_bytes])
         if found != table[index]:

@@ -15,18 +15,13 @@ from typing import Any, Protocol
 import torch
 
 from ftrun import clock
-from ftrun.errors import LayoutUnknown, ShapeChanged, SnapshotCorrupt
-from ftrun.ids import Version
-from ftrun.snapshot import plain
-from ftrun.snapshot.layout import PLAIN_NAME, Entry
-from ftrun.snapshot.plain import TensorRef
-from ftrun.wire.arena import Arena, verify
+from ftrun.errors import ShapeChanged
 from ftrun.wire.crash_points import crash_point
 from ftrun.wire.pages import Beat
 from ftrun.worker import rng
 from ftrun.worker.attached import Attached, named_parts
 from ftrun.worker.context import WorkerContext
-from ftrun.worker.copying import entry_view
+from ftrun.worker.saved_shard import SavedShard, Sharded
 from ftrun.worker.state_tree import Lasting, StateTree
 
 _NOTHING = "nothing"
@@ -54,37 +49,8 @@ class Restorable(Protocol):
         ...
 
 
-class SavedState:
-    """One verified version of this rank's shard."""
-
-    def __init__(self, arena: Arena, wanted: Version, context: WorkerContext) -> None:
-        """Check every digest.
-
-        Raises:
-            SnapshotCorrupt: one does not match; the page names the slot, so that the agent sets
-                it aside and restores another version.
-            LayoutUnknown: the version is not there, or not readable.
-        """
-        self.version = wanted
-        slot = arena.find(wanted)
-        if slot is None:
-            raise LayoutUnknown(f"rank {context.rank}'s arena does not hold {wanted}")
-        try:
-            layout, data = verify(arena, slot, what=f"{wanted} of rank {context.rank}")
-        except (SnapshotCorrupt, LayoutUnknown) as error:
-            context.page.note = str(error)
-            context.page.set(Beat.CORRUPT_SLOT, 1 + slot)
-            raise
-        self._data = torch.frombuffer(data, dtype=torch.uint8)
-        self._entries = {entry.name: entry for entry in layout.entries}
-        at = self._entries[PLAIN_NAME].offset
-        length = int.from_bytes(data[at : at + 8], "little")
-        self._parts: dict[str, bytes] = plain.decode(data[at + 8 : at + 8 + length])
-        self._used: set[str] = set()
-
-    def part(self, name: str) -> Any:
-        """A part of the plain values, with its tensors; each tensor is a copy of its own."""
-        return plain.decode(self._parts[name], deref=self._deref)
+class SavedState(SavedShard):
+    """One version of this rank's shard, to be put into what is attached."""
 
     def load(self, tree: StateTree, context: WorkerContext) -> None:
         reload(self, tree, context)
@@ -97,49 +63,6 @@ class SavedState:
 
     def close(self) -> None:
         """Nothing: the arena is this rank's own, and goes on being used."""
-
-    def tensor(self, name: str) -> torch.Tensor:
-        """A tensor that shares the arena's memory: to copy from at once."""
-        self._used.add(name)
-        return entry_view(self._data, self._entries[name])
-
-    def entry(self, name: str) -> Entry | None:
-        return self._entries.get(name)
-
-    def check_all_used(self) -> None:
-        """Nothing that was saved has been left behind.
-
-        Raises:
-            ShapeChanged: names the first tensor that nobody wanted.
-        """
-        for name, entry in self._entries.items():
-            if name not in self._used and not name.startswith("ftrun."):
-                raise ShapeChanged(key=name, saved=str(entry), present=_NOTHING)
-
-    def _deref(self, ref: TensorRef) -> object:
-        copied = self.tensor(ref.name).clone()
-        if ref.kind == "array":
-            return copied.numpy()
-        return _Sharded(copied) if ref.kind == "sharded" else copied
-
-
-class _Sharded:
-    """The local part of a DTensor whose mesh only its parameter knows."""
-
-    def __init__(self, local: torch.Tensor) -> None:
-        self.local = local
-
-    def like(self, parameter: Any) -> torch.Tensor:
-        from torch.distributed.tensor import DTensor
-
-        return DTensor.from_local(
-            self.local.to(parameter.device),
-            parameter.device_mesh,
-            parameter.placements,
-            run_check=False,
-            shape=parameter.shape,
-            stride=parameter.stride(),
-        )
 
 
 def reload(saved: SavedState, tree: StateTree, context: WorkerContext) -> None:
@@ -184,6 +107,7 @@ def _load_tensors(saved: SavedState, lasting: Lasting, attached: Attached) -> No
     wanted = {*lasting.names.values(), *attached.tensors}
     targets = []
     sources = []
+    large = []
     for source in lasting.sources:
         if source.name in wanted:
             entry = saved.entry(source.name)
@@ -192,11 +116,16 @@ def _load_tensors(saved: SavedState, lasting: Lasting, attached: Attached) -> No
                 raise ShapeChanged(
                     key=source.name, saved=str(entry) if entry else _NOTHING, present=str(now)
                 )
-            targets.append(source.tensor)
-            sources.append(saved.tensor(source.name))
-    if targets:
-        with torch.no_grad():
+            if entry.is_small:
+                targets.append(source.tensor)
+                sources.append(saved.tensor(source.name))
+            else:
+                large.append(source)
+    with torch.no_grad():
+        if targets:
             torch._foreach_copy_(targets, sources)
+        for source in large:
+            saved.copy_into(source.name, source.tensor)
     freeze(saved.part("frozen"), lasting)
 
 
@@ -280,7 +209,7 @@ def _shard_like(parameter: torch.Tensor | None, values: Any) -> Any:
     if not isinstance(values, dict):
         return values
     return {
-        key: value.like(parameter) if isinstance(value, _Sharded) else value
+        key: value.like(parameter) if isinstance(value, Sharded) else value
         for key, value in values.items()
     }
 

@@ -3,12 +3,16 @@
 import os
 import re
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 
 from tests.chaos.conftest import STEPS, Checked
-from tests.integration.conftest import Run, Start
+from tests.integration.conftest import WAIT_S, Run, Start, free_port
 
 pytestmark = [pytest.mark.chaos, pytest.mark.slow]
 
@@ -184,3 +188,54 @@ def test_another_number_of_ranks_and_another_way_to_share_goes_on_from_disk(
         last = told(run.text, "ends")
         assert len(last) == 1, run.text
         assert next(iter(last)).startswith(f"step={steps} ")
+
+
+@pytest.mark.full
+def test_another_number_of_nodes_goes_on_from_a_shared_directory(
+    script: Callable[..., str], tmp_path: Path
+) -> None:
+    name, last = script(MOVES), set[str]()
+    moves = ((2, 1, "ddp"), (1, 3, "fsdp"), (2, 2, "fsdp"), (3, 1, "ddp"))
+    for number, (nodes, ranks, kind) in enumerate(moves):
+        steps = str(20 * (number + 1))
+        words = ("--nproc-per-node", str(ranks), name, kind, steps)
+        text = text_of_nodes(tmp_path, nodes, f"moves-{os.getpid()}-{number}", *words)
+        if number:
+            assert told(text, "begins") == last, text
+        last = told(text, "ends")
+        assert len(last) == 1, text
+        assert next(iter(last)).startswith(f"step={steps} ")
+
+
+def text_of_nodes(folder: Path, nodes: int, run_id: str, *words: str) -> str:
+    """What a run has said that had all its nodes on this machine; it must have ended well."""
+    endpoint = f"127.0.0.1:{free_port()}"
+    outputs = [folder / f"{run_id}.{node}.out" for node in range(nodes)]
+    with ExitStack() as ends:
+        started = []
+        for node, output in enumerate(outputs):
+            flags = ["--nnodes", str(nodes), "--rdzv-endpoint", endpoint, "--node-id", f"n{node}"]
+            file = ends.enter_context(output.open("w"))
+            process = subprocess.Popen(
+                [sys.executable, "-m", "ftrun", "--run-id", run_id, *flags, *KEPT, *words],
+                cwd=folder,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+            )
+            ends.callback(end, process)
+            started.append(process)
+        codes = [process.wait(WAIT_S) for process in started]
+    text = "\n".join(output.read_text() for output in outputs)
+    assert not any(codes), text
+    return text
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait(30)

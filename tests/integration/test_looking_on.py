@@ -26,7 +26,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.integration.conftest import WAIT_S, Run, Start
+from tests.integration.conftest import WAIT_S, Run, Start, free_port
 
 TRAIN = """
 import os, sys, time
@@ -64,11 +64,6 @@ dist.destroy_process_group()
 FTRUN = [sys.executable, "-m", "ftrun"]
 
 pytestmark = [pytest.mark.slow]
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 def until(what: str, condition: Callable[[], object]) -> None:

@@ -1,0 +1,165 @@
+"""The bytes of one version of this rank's shard, checked while they are read.
+
+Runs in:  worker, training thread, inside `attach`.
+Takes in: this rank's arena, as it outlived the last worker, and the version to restore.
+Gives:    tensors and plain values; an error that names the slot where a digest does not match.
+
+A piece is compared with its digest when it is first read. Of a large tensor that is right before
+it is copied, while the piece is in the processor's cache: the two together take little longer than
+the copy (scripts/bench_reshard.py). What was put into the model before a digest failed does not
+matter: the process ends, and the next one restores another version.
+"""
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+from ftrun.errors import LayoutUnknown, ShapeChanged, SnapshotCorrupt
+from ftrun.ids import Version
+from ftrun.kernel import advise_huge_pages
+from ftrun.snapshot import plain
+from ftrun.snapshot.layout import PLAIN_NAME, Entry
+from ftrun.snapshot.plain import TensorRef
+from ftrun.wire.arena import Arena, open_slot
+from ftrun.wire.pages import Beat
+from ftrun.worker.context import WorkerContext
+from ftrun.worker.copying import can_be_cut, digest_of, entry_view
+from ftrun.worker.tensors import DTYPES, byte_view
+
+
+class SavedShard:
+    """One version, read only."""
+
+    def __init__(self, arena: Arena, wanted: Version, context: WorkerContext) -> None:
+        """Check the table of digests and the plain values.
+
+        Raises:
+            SnapshotCorrupt: a digest does not match, here or later; the page names the slot, so
+                that the agent sets it aside and restores another version.
+            LayoutUnknown: the version is not there, or not readable.
+        """
+        self.version = wanted
+        self._what = f"{wanted} of rank {context.rank}"
+        self._page = context.page
+        slot = arena.find(wanted)
+        if slot is None:
+            raise LayoutUnknown(f"rank {context.rank}'s arena does not hold {wanted}")
+        self._slot = slot
+        with self._telling_the_agent():
+            layout, data, table = open_slot(arena, slot, what=self._what)
+        self._table = table.tolist()
+        self._data = torch.frombuffer(data, dtype=torch.uint8)
+        self._bytes = np.frombuffer(data, dtype=np.uint8)
+        self._pieces = layout.pieces
+        self._starts = [piece.offset for piece in layout.pieces]
+        self._unchecked = {index for index, piece in enumerate(self._pieces) if piece.num_bytes}
+        self._entries = {entry.name: entry for entry in layout.entries}
+        self._used: set[str] = set()
+        at = self._entries[PLAIN_NAME].offset
+        self._check_entry(self._entries[PLAIN_NAME])
+        length = int.from_bytes(data[at : at + 8], "little")
+        self._parts: dict[str, bytes] = plain.decode(data[at + 8 : at + 8 + length])
+
+    def part(self, name: str) -> Any:
+        """A part of the plain values, with its tensors; each tensor is a copy of its own."""
+        return plain.decode(self._parts[name], deref=self._deref)
+
+    def entry(self, name: str) -> Entry | None:
+        return self._entries.get(name)
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """A checked tensor that shares the arena's memory: to copy from at once."""
+        self._used.add(name)
+        self._check_entry(self._entries[name])
+        return entry_view(self._data, self._entries[name])
+
+    def copy_into(self, name: str, target: torch.Tensor) -> None:
+        """Put a tensor into one of the same dtype and shape."""
+        entry = self._entries[name]
+        if entry.is_small or not can_be_cut(target):
+            target.copy_(self.tensor(name))
+            return
+        self._used.add(name)
+        into = byte_view(target)
+        with self._telling_the_agent():
+            for index in self._pieces_of(entry):
+                piece = self._pieces[index]
+                begin, end = piece.offset, piece.offset + piece.num_bytes
+                self._check_piece(index)
+                into[begin - entry.offset : end - entry.offset].copy_(self._data[begin:end])
+
+    def check_all_used(self) -> None:
+        """Nothing that was saved has been left behind, and nothing unchecked.
+
+        Raises:
+            ShapeChanged: names the first tensor that nobody wanted.
+        """
+        for name, entry in self._entries.items():
+            if name not in self._used and not name.startswith("ftrun."):
+                raise ShapeChanged(key=name, saved=str(entry), present="nothing")
+        with self._telling_the_agent():
+            for index in sorted(self._unchecked):
+                self._check_piece(index)
+
+    # --- digests ------------------------------------------------------------------------------
+
+    def _pieces_of(self, entry: Entry) -> range:
+        """Those that its bytes lie in, by index."""
+        first = bisect_right(self._starts, entry.offset) - 1
+        return range(first, bisect_left(self._starts, entry.offset + entry.num_bytes))
+
+    def _check_entry(self, entry: Entry) -> None:
+        with self._telling_the_agent():
+            for index in self._pieces_of(entry):
+                self._check_piece(index)
+
+    def _check_piece(self, index: int) -> None:
+        if index not in self._unchecked:
+            return
+        piece = self._pieces[index]
+        view = self._bytes[piece.offset : piece.offset + piece.num_bytes]
+        if digest_of(view) != self._table[index]:
+            raise SnapshotCorrupt(what=self._what, piece=index, pieces=len(self._pieces))
+        self._unchecked.discard(index)
+
+    @contextmanager
+    def _telling_the_agent(self) -> Iterator[None]:
+        try:
+            yield
+        except (SnapshotCorrupt, LayoutUnknown) as error:
+            self._page.note = str(error)
+            self._page.set(Beat.CORRUPT_SLOT, 1 + self._slot)
+            raise
+
+    def _deref(self, ref: TensorRef) -> object:
+        entry = self._entries[ref.name]
+        copied = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
+        # New memory: page by page it would take longer than the copy.
+        advise_huge_pages(copied.data_ptr(), entry.num_bytes)
+        self.copy_into(ref.name, copied)
+        if ref.kind == "array":
+            return copied.numpy()
+        return Sharded(copied) if ref.kind == "sharded" else copied
+
+
+class Sharded:
+    """The local part of a DTensor whose mesh only its parameter knows."""
+
+    def __init__(self, local: torch.Tensor) -> None:
+        self.local = local
+
+    def like(self, parameter: Any) -> torch.Tensor:
+        from torch.distributed.tensor import DTensor
+
+        return DTensor.from_local(
+            self.local.to(parameter.device),
+            parameter.device_mesh,
+            parameter.placements,
+            run_check=False,
+            shape=parameter.shape,
+            stride=parameter.stride(),
+        )
