@@ -15,8 +15,6 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_DUMPABLE = 4
 _PR_SET_NAME = 15
 _PR_SET_CHILD_SUBREAPER = 36
-_MADV_HUGEPAGE = 14
-_HUGE_PAGE_BYTES = 1 << 21
 OOM_SCORE = 500
 """Under memory pressure a worker goes before anything of ftrun."""
 
@@ -76,15 +74,6 @@ def _prctl(option: int, value: int | bytes) -> None:
     argument = ctypes.c_char_p(value) if isinstance(value, bytes) else ctypes.c_ulong(value)
     if libc.prctl(ctypes.c_int(option), argument, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), f"prctl {option}")
-
-
-def advise_huge_pages(address: int, num_bytes: int) -> None:
-    """Let the kernel back this memory with pages of 2 MB, where it can; else nothing happens."""
-    begin = -(-address // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
-    end = (address + num_bytes) // _HUGE_PAGE_BYTES * _HUGE_PAGE_BYTES
-    if end > begin:
-        libc = ctypes.CDLL(None, use_errno=True)
-        libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), _MADV_HUGEPAGE)
 
 
 def ignore_user_signals() -> None:

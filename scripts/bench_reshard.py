@@ -4,11 +4,11 @@
     python scripts/bench_reshard.py --gb 1 --json reshard.json
 
 FSDP2 parameters with AdamW's moments. For each change of the number of ranks some save and others
-take up: `ftrun.attach` in all, digests compared, from the memory that the SMP holds; and dcp.load
-of the same state from tmpfs, in place, by the same ranks in the same run. What reading the
-checkpoint's files into memory takes before the ranks begin is not in it, as with dcp.load from
-tmpfs. `again`: a killed rank's restore, so many bytes for each rank, over a warm copy of as many
-by all ranks at once.
+take up, from a new model and optimizer: `ftrun.attach` in all, digests compared, from the memory
+that the SMP holds; and, in the next run, get_state_dict, dcp.load of the same state from tmpfs,
+and set_state_dict. What reading ftrun's files into memory takes before its ranks begin is not in
+it, as the files of dcp.load lie in memory. `again`: a killed rank's restore, so many bytes for
+each rank, over a warm copy of as many by all ranks at once.
 """
 
 import json
@@ -65,7 +65,11 @@ def change(before: int, after: int, args: Any, deadline: Deadline) -> dict[str, 
     """Saved once, taken up some times."""
     with scratch() as folder:
         started(folder, before, "save", args.gb, deadline)
-        turns = [started(folder, after, "load", args.gb, deadline) for _ in range(args.rounds)]
+        turns = [
+            started(folder, after, "load", args.gb, deadline)
+            | started(folder, after, "dcp", args.gb, deadline)
+            for _ in range(args.rounds)
+        ]
     return {
         "before": before,
         "after": after,

@@ -2,8 +2,9 @@
 
 The state is FSDP2's: parameters and AdamW's two moments. `save` makes a step, so that ftrun's
 checkpoint is written when it ends, and writes the same state with dcp.save. `load` attaches, which
-restores, and then has dcp.load read what dcp.save has written, in place. `again` is killed once,
-restores what its own arena has, and copies as much from warm memory to warm memory.
+restores; `dcp` gets the state's places, has dcp.load fill them, and sets them: both from a model
+and an optimizer that are new. `again` is killed once, restores what its own arena has, and copies
+as much from warm memory to warm memory.
 """
 
 import argparse
@@ -19,7 +20,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
 
 import ftrun
@@ -33,13 +34,17 @@ COMMITTED_S = 2.0
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=("save", "load", "again"))
+    parser.add_argument("what", choices=("save", "load", "dcp", "again"))
     parser.add_argument("--gb", type=float, required=True, help="of state, of all ranks")
     parser.add_argument("--folder", type=Path, required=True)
     args = parser.parse_args()
     dist.init_process_group("gloo")
     model, optimizer = training(round(args.gb * 1e9 / STATES / 4 / WIDTH**2))
     figures: dict[str, float] = {"bytes_of_rank": STATES * bytes_here(model)}
+    if args.what == "dcp":
+        figures["dcp_load_s"] = timed(lambda: load(model, optimizer, args.folder / "dcp"))
+        note(args.folder, figures)
+        return
     found: list[Any] = []
     figures["attach_s"] = timed(
         lambda: found.append(ftrun.attach(model=model, optimizer=optimizer))
@@ -50,13 +55,14 @@ def main() -> None:
     if args.what == "save":
         dcp.save(state_of(model, optimizer), checkpoint_id=args.folder / "dcp")
         return
-    state = state_of(model, optimizer)
-    if args.what == "load":
-        figures["dcp_load_s"] = timed(lambda: dcp.load(state, checkpoint_id=args.folder / "dcp"))
-    else:
+    if args.what == "again":
         figures["copy_s"] = warm_copy_s(int(figures["bytes_of_rank"]))
+    note(args.folder, figures)
+
+
+def note(folder: Path, figures: dict[str, float]) -> None:
     if dist.get_rank() == 0:
-        (args.folder / "figures.json").write_text(json.dumps(figures))
+        (folder / "figures.json").write_text(json.dumps(figures))
 
 
 def training(layers: int) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -84,6 +90,17 @@ def make_steps(
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     of_model, of_optimizer = get_state_dict(model, optimizer)
     return {"model": of_model, "optimizer": of_optimizer}
+
+
+def load(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
+    state = state_of(model, optimizer)
+    dcp.load(state, checkpoint_id=folder)
+    set_state_dict(
+        model,
+        optimizer,
+        model_state_dict=state["model"],
+        optim_state_dict=state["optimizer"],
+    )
 
 
 def bytes_here(model: nn.Module) -> int:

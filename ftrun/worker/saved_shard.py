@@ -20,7 +20,6 @@ import torch
 
 from ftrun.errors import LayoutUnknown, ShapeChanged, SnapshotCorrupt
 from ftrun.ids import Version
-from ftrun.kernel import advise_huge_pages
 from ftrun.snapshot import plain
 from ftrun.snapshot.layout import PLAIN_NAME, Entry
 from ftrun.snapshot.plain import TensorRef
@@ -138,8 +137,6 @@ class SavedShard:
     def _deref(self, ref: TensorRef) -> object:
         entry = self._entries[ref.name]
         copied = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
-        # New memory: page by page it would take longer than the copy.
-        advise_huge_pages(copied.data_ptr(), entry.num_bytes)
         self.copy_into(ref.name, copied)
         if ref.kind == "array":
             return copied.numpy()
