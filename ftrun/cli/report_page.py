@@ -30,6 +30,11 @@ _SHARES = (1.0, 0.5, 0.2, 0.05)
 """Of the usual length of texts and lists; the first with which a page fits is taken."""
 
 
+def style_sheet() -> str:
+    """That of the pages, for a picture that is a file of its own."""
+    return (_TEMPLATES / "report.css").read_text(encoding="utf-8")
+
+
 def incident_name(number: int) -> str:
     """The file that an incident's page is written to."""
     return f"incident-{number:04d}.html"
