@@ -246,7 +246,7 @@ def _assumptions(made: Estimate) -> list[dict[str, Any]]:
         {
             "flag": flag_of(field.name),
             "value": getattr(made.given, field.name),
-            "unit": ABOUT[field.name].unit.lower(),
+            "unit": ABOUT[field.name].unit,
             "meaning": ABOUT[field.name].meaning,
             "origin": made.origins[field.name],
         }

@@ -76,7 +76,7 @@ def _groups() -> dict[str, dict[str, str]]:
         value = default_words(name)
         default = f"Default {value} ({about.source})" if value else f"Default: {about.source}"
         words = f"{about.meaning}. {default}"
-        found.setdefault(about.group, {})[f"{flag_of(name)} {about.unit}"] = words
+        found.setdefault(about.group, {})[f"{flag_of(name)} {about.unit.upper()}"] = words
     return found
 
 
@@ -102,7 +102,7 @@ def _parameters() -> Iterator[inspect.Parameter]:
         yield _parameter(name, default, kind if kind is bool else kind | None, option)
     for field in fields(Assumptions):
         about = ABOUT[field.name]
-        option = typer.Option(flag_of(field.name), metavar=about.unit, help=about.meaning)
+        option = typer.Option(flag_of(field.name), metavar=about.unit.upper(), help=about.meaning)
         kind = int if field.type is int else float
         yield _parameter(field.name, None, kind | None, option)
 

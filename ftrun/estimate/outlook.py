@@ -127,7 +127,7 @@ class Outlook:
     window_s: float
     """From the loss of a node until the state is protected again."""
     in_repair: float
-    """Nodes in repair, on average."""
+    """Nodes in repair, on average, of those that are lost by themselves."""
     spares: int
     too_few: float
     """The part of the time in which more nodes are in repair than there are spares."""
@@ -143,13 +143,13 @@ def outlook(nodes: int, given: Assumptions, decided: Decided) -> Outlook:
     window_s = _node_dead_s(given) + interval_s + given.one_snapshot_s + given.transfer_s
     codes = _codes(nodes, given, m_s, window_s, decided.code)
     code = _chosen(codes, given.risk)
-    in_repair = 0.0 if math.isinf(m_s) else _lost_share(given) / m_s * given.repair_s
+    in_repair = given.node_share * given.repair_s / m_s
     spares = decided.spares if decided.spares is not None else best_spares(nodes, in_repair)
     return Outlook(
         nodes=nodes,
         mtbf_s=m_s,
         failures=given.days * DAY_S / m_s,
-        periodic=_periodic(given, m_s, given.periodic_detect_s),
+        periodic=_periodic(given, m_s),
         noticed=_noticed(given, m_s),
         ftrun=_ftrun(given, m_s, interval_s, code.share),
         every=every,
@@ -172,8 +172,9 @@ def _longest_s(given: Assumptions) -> float:
     return given.days * DAY_S
 
 
-def _periodic(given: Assumptions, m_s: float, detect_s: float) -> Way:
-    return _saved_on_disk(given, m_s, [Kind(1.0, detect_s + given.periodic_restart_s)])
+def _periodic(given: Assumptions, m_s: float) -> Way:
+    dead_s = given.periodic_detect_s + given.periodic_restart_s
+    return _saved_on_disk(given, m_s, [Kind(1.0, dead_s)])
 
 
 def _noticed(given: Assumptions, m_s: float) -> Way:
@@ -198,16 +199,18 @@ def _ftrun(given: Assumptions, m_s: float, interval_s: float, lost: float) -> Wa
     """With the failures that cost the snapshots, which go back to the disk."""
     on_disk = min(1.0, given.disk_share + lost)
     kinds = ftrun_kinds(given, on_disk)
+    # What is written to the disk is a snapshot.
+    disk_every_s = max(given.disk_every_s, interval_s)
     memory = goodput(interval_s=interval_s, save_s=given.one_snapshot_s, mtbf_s=m_s, kinds=kinds)
     found = over_disk(
         memory,
-        every_s=given.disk_every_s,
+        every_s=disk_every_s,
         blocks_s=given.disk_blocks_s,
         share=on_disk,
         recovery_s=life_s(mtbf_s=m_s, kinds=kinds),
     )
     redone_s = interval_s / 2 + sum(kind.share * kind.lag_s for kind in kinds)
-    redone_s += on_disk * given.disk_every_s / 2
+    redone_s += on_disk * disk_every_s / 2
     return Way(interval_s, found, _mean_dead_s(kinds), redone_s)
 
 

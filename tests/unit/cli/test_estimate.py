@@ -62,15 +62,14 @@ def test_each_assumption_stands_on_the_page_with_default_and_source() -> None:
     cells = [re.split(r" \| ", line.strip("| ")) for line in PAGE.splitlines() if "| `--" in line]
     told = {cell[0].strip("`"): cell[1:] for cell in cells}
     for name, about in ABOUT.items():
-        unit = about.unit.lower()
         default = default_words(name) or "-"
-        assert told[flag_of(name)] == [unit, default, about.meaning, about.source], name
+        assert told[flag_of(name)] == [about.unit, default, about.meaning, about.source], name
 
 
 def test_each_assumption_stands_in_the_help_with_default_and_source() -> None:
     plain = " ".join(estimate_help().split()).replace("- ", "-")
     for name, about in ABOUT.items():
-        assert f"{flag_of(name)} {about.unit} " in plain
+        assert f"{flag_of(name)} {about.unit.upper()} " in plain
         for told in (about.meaning, about.source, default_words(name)):
             assert " ".join(told.split()).replace("- ", "-") in plain, told
 

@@ -4,12 +4,13 @@ import dataclasses
 import math
 
 import pytest
+from failing_run import Costs, Run, interval_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ftrun.estimate.assumptions import ABOUT, Assumptions, flag_of, problems
 from ftrun.estimate.failure_rates import mtbf_s
-from ftrun.estimate.outlook import Decided, Outlook, best_every, outlook
+from ftrun.estimate.outlook import Decided, Outlook, best_every, ftrun_kinds, outlook
 
 NOTHING_DECIDED = Decided()
 
@@ -107,6 +108,23 @@ def test_extremes_are_no_errors() -> None:
     worst = at(512, rate=1e9, restart_more_s=1e9, state_gb=1e9, transfer_gb_per_s=1e-6)
     assert worst.ftrun.goodput == worst.periodic.goodput == 0.0
     assert worst.code.loss == 1.0
+
+
+def test_a_simulation_of_the_whole_comes_to_the_same() -> None:
+    given_, found = Assumptions(), at(2048)
+    # Seen by the simulation: of each kind the cost, not the formula.
+    kinds = ftrun_kinds(given_, given_.disk_share + found.code.share)
+    *most, disk = [Costs(one.share, one.dead_s, one.lag_s) for one in kinds]
+    run = Run(
+        found.ftrun.interval_s,
+        given_.one_snapshot_s,
+        found.mtbf_s,
+        [*most, dataclasses.replace(disk, needs_disk=True)],
+        given_.disk_every_s,
+    )
+    mean, off = interval_of(lambda dice: run.goodput(dice, lives=400), runs=40, seed=3)
+    assert off < 0.003
+    assert abs(mean - found.ftrun.goodput) <= off
 
 
 # --- the interval -----------------------------------------------------------------------------
