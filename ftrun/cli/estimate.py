@@ -72,23 +72,21 @@ def estimate(wanted: Wanted) -> int:
         UsageError: a value that cannot be so; all that are wrong are named.
         FtrunError: a journal that cannot be read, or a file that cannot be written.
     """
-    made = estimated(wanted)
-    files = [
-        (path, flag) for path, flag in ((wanted.svg, "--svg"), (wanted.html, "--html")) if path
-    ]
-    if sum(_goes_to_stdout(path) for path, _ in files) + wanted.as_json > 1:
+    named = ((wanted.svg, "--svg"), (wanted.html, "--html"))
+    files = [("-" if _is_stdout(path) else path, flag) for path, flag in named if path]
+    has_stdout = [path for path, _ in files].count("-") + wanted.as_json
+    if has_stdout > 1:
         raise UsageError(
-            "one of --json, --svg - and --html - can have stdout. Name files for others"
+            "one of --json, --svg - and --html - can have stdout. Name files for the others"
         )
+    made = estimated(wanted)
     for path, flag in files:
-        text = _svg(made) if flag == "--svg" else _html(made)
-        write_out("-" if _goes_to_stdout(path) else path, text, flag=flag)
+        write_out(path, _svg(made) if flag == "--svg" else _html(made), flag=flag)
     if wanted.as_json:
         write_out(None, json.dumps(_document(made), indent=1) + "\n")
-    elif not any(_goes_to_stdout(path) for path, _ in files):
+    elif not has_stdout:
         _show(made)
-        for path, _ in files:
-            write_out(None, f"{path}\n")
+        write_out(None, "".join(f"{path}\n" for path, _ in files))
     return ExitCode.DONE
 
 
@@ -169,7 +167,7 @@ def _at_least(least: int, value: int | None, flag: str) -> int | None:
     return value
 
 
-def _goes_to_stdout(path: str) -> bool:
+def _is_stdout(path: str) -> bool:
     return path == "-" or is_stdout(path)
 
 

@@ -4,7 +4,7 @@ import math
 
 import pytest
 from failing_run import Costs, Run, interval_of
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ftrun.estimate.goodput import (
@@ -34,6 +34,7 @@ def daly(interval_s: float, save_s: float, dead_s: float, mtbf_s: float) -> floa
 # --- limits -----------------------------------------------------------------------------------
 
 
+@settings(deadline=None)
 @given(seconds, seconds, seconds)
 def test_without_failures_only_saves_are_lost(
     interval_s: float, save_s: float, dead_s: float
@@ -48,6 +49,7 @@ def test_with_failures_that_never_let_a_save_be_made_nothing_is_gained() -> None
     assert goodput(interval_s=1e4, save_s=1e4, mtbf_s=10.0, kinds=one(10.0)) == 0.0
 
 
+@settings(deadline=None)
 @given(seconds, st.floats(0.0, 1e3), st.floats(0.0, 1e3), st.floats(100.0, 1e8))
 def test_one_kind_of_failure_gives_the_formula_of_the_papers(
     interval_s: float, save_s: float, dead_s: float, mtbf_s: float
@@ -58,6 +60,7 @@ def test_one_kind_of_failure_gives_the_formula_of_the_papers(
     assert found == pytest.approx(daly(interval_s, save_s, dead_s, mtbf_s), rel=1e-6)
 
 
+@settings(deadline=None)
 @given(seconds, seconds, seconds, mtbfs)
 def test_kinds_that_cost_the_same_are_one_kind(
     interval_s: float, save_s: float, dead_s: float, mtbf_s: float
@@ -71,6 +74,7 @@ def test_kinds_that_cost_the_same_are_one_kind(
 # --- order ------------------------------------------------------------------------------------
 
 
+@settings(deadline=None)
 @given(seconds, seconds, seconds, mtbfs, st.floats(1.01, 100.0))
 def test_the_more_failures_the_less_goodput(
     interval_s: float, save_s: float, dead_s: float, mtbf_s: float, times: float
@@ -81,6 +85,7 @@ def test_the_more_failures_the_less_goodput(
     assert 0.0 <= found(mtbf_s) <= found(mtbf_s * times) <= 1.0
 
 
+@settings(deadline=None)
 @given(seconds, seconds, seconds, seconds, mtbfs, st.floats(0.1, 1e4))
 def test_whatever_costs_more_is_worse(
     interval_s: float, save_s: float, dead_s: float, lag_s: float, mtbf_s: float, more_s: float
@@ -98,6 +103,7 @@ def test_whatever_costs_more_is_worse(
 # --- the best interval ------------------------------------------------------------------------
 
 
+@settings(deadline=None)
 @given(seconds, st.floats(1.0, 1e8), seconds, st.floats(0.5, 2.0))
 @example(save_s=1e5, mtbf_s=1.0, dead_s=1.0, times=0.9)
 def test_no_other_interval_is_better(
@@ -112,6 +118,7 @@ def test_no_other_interval_is_better(
     assert found(best_s * times) <= found(best_s) * (1 + 1e-9)
 
 
+@settings(deadline=None)
 @given(st.floats(0.1, 100.0), st.floats(1e-6, 1e-3))
 def test_young_and_daly_come_near_where_saves_are_cheap(save_s: float, part: float) -> None:
     mtbf_s = save_s / part
@@ -140,6 +147,7 @@ def test_a_disk_that_is_never_needed_costs_only_its_writing() -> None:
     assert written == pytest.approx(0.9 * 600 / 660)
 
 
+@settings(deadline=None)
 @given(st.floats(1e-3, 1.0), st.floats(1.0, 1e5), st.floats(0.0, 1.0), st.floats(10.0, 1e8))
 def test_going_back_to_the_disk_costs_something(
     memory: float, every_s: float, share: float, recovery_s: float

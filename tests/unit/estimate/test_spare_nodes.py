@@ -5,17 +5,19 @@ import random
 
 import pytest
 from failing_run import interval_of, time_without_enough
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ftrun.estimate.spare_nodes import best_spares, too_few
 
 
+@settings(deadline=None)
 @given(st.floats(1e-6, 500.0), st.integers(0, 600))
 def test_each_spare_helps_and_none_harms(mean: float, spares: int) -> None:
     assert 0.0 <= too_few(mean, spares + 1) <= too_few(mean, spares) + 1e-12 <= 1.0 + 1e-12
 
 
+@settings(deadline=None)
 @given(st.integers(1, 100_000), st.floats(0.0, 200.0))
 def test_one_spare_more_or_less_trains_no_more(nodes: int, mean: float) -> None:
     def used(spares: int) -> float:

@@ -2,15 +2,17 @@
 
 import math
 import random
+from collections import Counter
 
 import pytest
 from failing_run import SURE, Fleet
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from ftrun.erasure.groups import make_groups
 from ftrun.estimate.survival import (
     Losses,
+    Placement,
     at_least,
     loss_per_s,
     lost_within,
@@ -27,6 +29,14 @@ def losses(
     node_per_s: float = 1e-6, *, domains_per_s: float = 0.0, window_s: float = 300.0
 ) -> Losses:
     return Losses(node_per_s, domains_per_s, window_s)
+
+
+def sizes_of(placed: Placement) -> dict[int, int]:
+    """How many groups there are of each number of nodes."""
+    found: Counter[int] = Counter()
+    for (_, parts), count in placed.groups.items():
+        found[sum(parts)] += count
+    return found
 
 
 # --- by hand ----------------------------------------------------------------------------------
@@ -89,6 +99,7 @@ def test_a_last_domain_that_is_smaller_counts_as_one() -> None:
     assert loss_per_s(placed, losses(0.0, domains_per_s=1e-6)) == pytest.approx(1e-6)
 
 
+@settings(deadline=None)
 @given(st.integers(0, 30), st.integers(1, 30), st.floats(0.0, 1.0))
 def test_the_tail_of_a_binomial_and_its_rest_are_all(least: int, of: int, p: float) -> None:
     rest = sum(math.comb(of, n) * p**n * (1 - p) ** (of - n) for n in range(min(least, of + 1)))
@@ -104,6 +115,7 @@ def test_what_never_happens_is_survived() -> None:
 # --- order ------------------------------------------------------------------------------------
 
 
+@settings(deadline=None)
 @given(sizes, parities, st.integers(1, 32), rates, st.floats(1.01, 100.0))
 def test_the_more_losses_the_sooner_the_state_is_lost(
     nodes: int, parity: int, domain_nodes: int, rate: float, times: float
@@ -121,6 +133,7 @@ def test_the_more_losses_the_sooner_the_state_is_lost(
     assert found(together=times) >= least
 
 
+@settings(deadline=None)
 @given(sizes, parities, st.integers(1, 32), rates)
 def test_more_parity_in_groups_of_one_size_is_never_worse(
     nodes: int, parity: int, domain_nodes: int, rate: float
@@ -136,6 +149,7 @@ def test_more_parity_in_groups_of_one_size_is_never_worse(
     assert found[1] <= found[0] * (1 + 1e-9)
 
 
+@settings(deadline=None)
 @given(sizes, parities, st.integers(1, 64))
 def test_no_domain_has_more_of_a_group_when_domains_are_spread(
     nodes: int, parity: int, domain_nodes: int
@@ -144,7 +158,7 @@ def test_no_domain_has_more_of_a_group_when_domains_are_spread(
     apart = spread(nodes, data=8 - parity, parity=parity, domain_nodes=domain_nodes)
     beside = side_by_side(nodes, data=8 - parity, parity=parity, domain_nodes=domain_nodes)
     assert apart.worst <= beside.worst
-    assert apart.groups == beside.groups
+    assert sizes_of(apart) == sizes_of(beside)
 
 
 # --- a simulation -----------------------------------------------------------------------------
