@@ -33,4 +33,4 @@ def mtbf_s(nodes: int, *, per_1000_node_days: float, crowding: float = 0.0) -> f
     rate = nodes * node_rate_per_s(per_1000_node_days)
     if rate == 0.0:
         return math.inf
-    return min(1.0, CROWDED_FROM / nodes) ** crowding / rate
+    return math.pow(min(1.0, CROWDED_FROM / nodes), crowding) / rate
