@@ -112,6 +112,11 @@ def caveats(outlooks: Sequence[Outlook], given: Assumptions) -> list[str]:
             f"below {_SMALL} nodes it is optimistic: small jobs fail more often than their nodes "
             "alone tell, by other causes"
         )
+    if given.restart_more_s == Assumptions().restart_more_s:
+        found.append(
+            f"{duration(given.restart_more_s)} of each restart is a guess (--restart-more); ftrun's "
+            f"own part of it, {duration(given.restart_s)}, was measured on two cores without a GPU"
+        )
     found.append(
         "spares are not in goodput, which counts time; each way needs them alike, and a run "
         "without a node for its ranks is taken to wait"

@@ -188,6 +188,9 @@ def test_the_model_says_where_it_is_too_kind() -> None:
     few, many = (outlook(nodes, given, Decided()) for nodes in (2, 5000))
     assert any("below 16" in one for one in words.caveats([few, many], given))
     assert any("--crowding" in one for one in words.caveats([few, many], given))
+    assert any("--restart-more" in one for one in words.caveats([few], given))
+    known = Assumptions(restart_more_s=20.0)
+    assert not any("--restart-more" in one for one in words.caveats([few], known))
     crowded = Assumptions(crowding=0.9)
     assert not any("--crowding" in one for one in words.caveats([many], crowded))
 
