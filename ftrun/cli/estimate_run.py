@@ -47,9 +47,9 @@ def measured_in(facts: RunFacts) -> dict[str, Measured]:
         ("hang_detect_s", hung, "hang"),
         ("node_detect_s", lost, "lost node"),
     ):
-        if incidents:
-            value = median(max(one.noticed_s, 0.0) for one in incidents)
-            found[name] = Measured(value, f"median of {count(len(incidents), what)}")
+        # 0: nothing in the journal is from before the notice.
+        if took_s := [one.noticed_s for one in incidents if one.noticed_s > 0]:
+            found[name] = Measured(median(took_s), f"median of {count(len(took_s), what)}")
     # A lost node's restart holds the fetch of its state, which is an assumption of its own.
     if restarted := ended + hung or lost:
         how = f"median of {count(len(restarted), 'restart')}"

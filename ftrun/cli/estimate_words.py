@@ -114,8 +114,8 @@ def caveats(outlooks: Sequence[Outlook], given: Assumptions) -> list[str]:
         )
     if given.restart_more_s == Assumptions().restart_more_s:
         found.append(
-            f"{duration(given.restart_more_s)} of each restart is a guess (--restart-more); ftrun's "
-            f"own part of it, {duration(given.restart_s)}, was measured on two cores without a GPU"
+            f"{duration(given.restart_more_s)} of each restart is a guess (--restart-more); the "
+            f"other {duration(given.restart_s)} were measured, on two cores without a GPU"
         )
     found.append(
         "spares are not in goodput, which counts time; each way needs them alike, and a run "

@@ -240,6 +240,13 @@ def test_a_run_that_lost_a_node_tells_how_soon_that_was_known() -> None:
     assert "restart_s" in found
 
 
+def test_a_notice_without_a_first_sign_is_no_measurement() -> None:
+    raw = (JOURNALS / "one-node-two-kills.jsonl").read_bytes().splitlines(keepends=True)
+    found = measured_in(run_facts(raw))
+    assert "crash_detect_s" not in found
+    assert found["restart_s"].how == "median of 2 restarts"
+
+
 def test_a_run_that_tells_too_little_says_so() -> None:
     made = long_run()
     made.entries = [one for one in made.entries if one["kind"] in ("run", "Ballot", "end")]
