@@ -14,7 +14,7 @@ from ftrun.cli.report_words import duration, percent
 from ftrun.estimate.outlook import Outlook
 
 _WIDTH, _HEIGHT = 980.0, 430.0
-_LEFT, _RIGHT, _TOP, _BOTTOM = 64.0, 770.0, 40.0, 362.0
+_LEFT, _RIGHT, _TOP, _BOTTOM = 64.0, 660.0, 40.0, 362.0
 _LINE = 32.0
 """Between the labels of two curves."""
 _TICK_PX = 62.0

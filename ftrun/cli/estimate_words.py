@@ -11,7 +11,7 @@ from ftrun.estimate.assumptions import Assumptions
 from ftrun.estimate.failure_rates import CROWDED_FROM, DAY_S
 from ftrun.estimate.outlook import Code, Outlook
 
-WAYS = ("checkpoints", "and noticed by ftrun", "snapshots under ftrun")
+WAYS = ("checkpoints", "checkpoints, noticed by ftrun", "snapshots under ftrun")
 CODE_HEAD = ("code", "memory for it", "nodes of a group in a domain", "domains spread",
              "neighbours in one group")  # fmt: skip
 _SMALL = 16

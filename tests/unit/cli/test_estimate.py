@@ -18,6 +18,7 @@ from ftrun.cli.estimate_flags import default_words, estimate_help
 from ftrun.cli.estimate_picture import picture
 from ftrun.cli.estimate_run import measured_in, nothing_measured
 from ftrun.cli.report_run import run_facts
+from ftrun.cli.report_svg import width_of
 from ftrun.errors import FtrunError, UsageError
 from ftrun.estimate.assumptions import ABOUT, Assumptions, flag_of
 from ftrun.estimate.outlook import MAX_NODES, Decided, outlook
@@ -287,7 +288,10 @@ def test_all_of_the_picture_is_within_it(nodes: str) -> None:
     root = drawn(nodes, rate=0.0) if nodes == "1" else drawn(nodes)
     width, height = (float(one) for one in root.get("viewBox", "").split()[2:])
     for one in root.iter(f"{SVG}text"):
-        assert 0 <= float(one.get("x", "-1")) <= width
+        x, wide = float(one.get("x", "-1")), width_of(one.text or "", 13)
+        ends = {"middle": wide / 2, "end": 0.0}.get(one.get("text-anchor", ""), wide)
+        assert x - wide + ends >= 0
+        assert x + ends <= width, one.text
         assert 0 <= float(one.get("y", "-1")) <= height
     for one in root.iter(f"{SVG}rect"):
         assert 0 <= float(one.get("y", "-1")) <= height - float(one.get("height", "0"))
