@@ -211,9 +211,9 @@ def _changed(made: Estimate) -> list[str]:
 
 def _svg(made: Estimate) -> str:
     from ftrun.cli.estimate_picture import picture
-    from ftrun.cli.report_page import style_sheet
+    from ftrun.cli.report_page import picture_style
 
-    return f"{picture(made.outlooks, style_sheet())}\n"
+    return f"{picture(made.outlooks, picture_style())}\n"
 
 
 def _html(made: Estimate) -> str:

@@ -91,17 +91,18 @@ def _grid(drawing: Drawing, outlooks: Sequence[Outlook], xs: Sequence[float], le
         y = _y(value, least)
         drawing.line(_LEFT, y, _RIGHT, y, "grid")
         drawing.text(_LEFT - 8, y + 4, f"{100 * value:.4g} %", "tick", "end")
-    before = -math.inf
-    for one, x in zip(outlooks, xs, strict=True):
+    after = math.inf
+    # From the largest, which is always named.
+    for one, x in zip(reversed(outlooks), reversed(xs), strict=True):
         drawing.line(x, _TOP, x, _BOTTOM, "grid")
-        if x - before < _TICK_PX:
+        if after - x < _TICK_PX:
             continue
-        before = x
+        after = x
         drawing.text(x, _BOTTOM + 18, f"{one.nodes:,}", "tick", "middle")
         shown = "never" if math.isinf(one.mtbf_s) else duration(one.mtbf_s)
         drawing.text(x, _BOTTOM + 36, shown, "tick", "middle")
-    drawing.text(_RIGHT + 16, _BOTTOM + 18, "nodes", "tick")
-    drawing.text(_RIGHT + 16, _BOTTOM + 36, "between two failures", "tick")
+    drawing.text(_RIGHT + 32, _BOTTOM + 18, "nodes", "tick")
+    drawing.text(_RIGHT + 32, _BOTTOM + 36, "between two failures", "tick")
 
 
 def _apart(ys: Sequence[float]) -> list[float]:

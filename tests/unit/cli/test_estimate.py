@@ -304,7 +304,8 @@ def test_files_are_whole_and_need_nothing_else(tmp_path: Path) -> None:
     root = ElementTree.fromstring(svg.read_text())
     style = root.find(f"{SVG}style")
     assert style is not None
-    assert ".way-2" in (style.text or "")
+    assert ".way-2{stroke:#2bb08a}" in (style.text or "")
+    assert "var(" not in (style.text or "")
     page = html.read_text()
     assert "<svg" in page
     assert "http" not in page.replace("http://www.w3.org/2000/svg", "").replace("http-equiv", "")
