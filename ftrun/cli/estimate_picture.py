@@ -17,7 +17,7 @@ _WIDTH, _HEIGHT = 980.0, 430.0
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64.0, 660.0, 40.0, 362.0
 _LINE = 32.0
 """Between the labels of two curves."""
-_TICK_PX = 62.0
+_TICK_PX = 78.0
 
 
 def picture(outlooks: Sequence[Outlook], style_sheet: str = "") -> Markup:
