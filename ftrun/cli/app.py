@@ -18,6 +18,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from ftrun import __version__
 from ftrun.cli.command_line import OWN_FLAGS, parse
+from ftrun.cli.estimate_flags import EstimateCommand, estimate_command
 from ftrun.cli.torchrun_flags import TORCHRUN_FLAGS, Flag
 from ftrun.errors import ExitCode, FtrunError, InternalError, UsageError
 
@@ -299,6 +300,8 @@ def _drill_names() -> list[str]:
 
     return drill_plan_names()
 
+
+app.command("estimate", cls=EstimateCommand)(estimate_command)
 
 _profiles_app = typer.Typer(
     help="List profiles, and show where each value comes from.", rich_markup_mode=None

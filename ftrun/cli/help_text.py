@@ -49,7 +49,7 @@ def help_text(commands: Mapping[str, str]) -> str:
     Args:
         commands: each subcommand with its line.
     """
-    width = max(_MIN_WIDTH, min(_MAX_WIDTH, shutil.get_terminal_size().columns))
+    width = help_width()
     general = {
         "--version": "show ftrun's version",
         "--install-completion": "let the shell complete flags and commands",
@@ -59,7 +59,7 @@ def help_text(commands: Mapping[str, str]) -> str:
     parts = [
         _INTRO,
         "Commands (each has its own --help):",
-        *_rows(commands, width),
+        *rows(commands, width),
         "",
         "ftrun's own options",
         *_groups(OWN_FLAGS, width),
@@ -68,17 +68,22 @@ def help_text(commands: Mapping[str, str]) -> str:
         *_groups(TORCHRUN_FLAGS, width),
         "",
         "General",
-        *_rows(general, width),
+        *rows(general, width),
         "",
         _OUTRO.rstrip(),
     ]
     return "\n".join(parts)
 
 
+def help_width() -> int:
+    """Columns of the terminal, within bounds."""
+    return max(_MIN_WIDTH, min(_MAX_WIDTH, shutil.get_terminal_size().columns))
+
+
 def _groups(flags: Sequence[Flag], width: int) -> Iterator[str]:
     for group in dict.fromkeys(flag.group for flag in flags):
         yield f" {group}:"
-        yield from _rows({_left(f): _right(f) for f in flags if f.group == group}, width)
+        yield from rows({_left(f): _right(f) for f in flags if f.group == group}, width)
 
 
 def _left(flag: Flag) -> str:
@@ -96,8 +101,9 @@ def _right(flag: Flag) -> str:
     return f"{flag.help} ({'; '.join(notes)})" if notes else flag.help
 
 
-def _rows(rows: Mapping[str, str], width: int) -> Iterator[str]:
-    for left, right in rows.items():
+def rows(told: Mapping[str, str], width: int) -> Iterator[str]:
+    """What is on the left with its words on the right, wrapped."""
+    for left, right in told.items():
         lines = textwrap.wrap(right, width - _COLUMN)
         if len(left) > _COLUMN - 4:
             yield f"  {left}"

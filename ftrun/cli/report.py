@@ -5,19 +5,18 @@ Takes in: the journal below `ftrun-logs/RUN_ID/`, of a run that is alive or over
 Gives:    `report.html` or `incident-0003.html` beside it, and its one sentence on the terminal.
 """
 
-import contextlib
 import json
-import os
 import sys
 import webbrowser
 from dataclasses import asdict, replace
 from pathlib import Path
 
 from ftrun import clock
+from ftrun.cli.out_files import is_stdout, write_out
 from ftrun.cli.report_facts import IncidentFacts, RunFacts
 from ftrun.cli.report_logs import folder_of, is_alive, last_words, raw_lines
 from ftrun.cli.report_run import incident_by, run_facts
-from ftrun.errors import ExitCode, FtrunError
+from ftrun.errors import ExitCode
 
 MAX_PAGES = 200
 """So many pages of incidents are written along with a run's, the newest."""
@@ -44,7 +43,7 @@ def report(
         UsageError: there is no such run.
         FtrunError: there is no such incident; a file cannot be read or written.
     """
-    if out is not None and _is_stdout(out):
+    if out is not None and is_stdout(out):
         out = "-"
     folder = folder_of(run, below=Path.cwd())
     facts = run_facts(raw_lines(folder), name=folder.name, is_alive=is_alive(folder.name))
@@ -52,7 +51,7 @@ def report(
     if incident is not None:
         chosen = _with_log(facts, incident_by(facts, incident), folder)
     if as_json:
-        _write_out(out, json.dumps(asdict(chosen or facts), indent=1) + "\n")
+        write_out(out, json.dumps(asdict(chosen or facts), indent=1) + "\n")
         return ExitCode.DONE
     written = _write_pages(facts, chosen, folder, out)
     if out == "-":
@@ -89,7 +88,7 @@ def _write_pages(
 
 def _put(out: str | None, usual: Path, page: str) -> Path:
     path = usual if out is None else Path(out)
-    _write_out(str(path), page)
+    write_out(str(path), page)
     return path
 
 
@@ -107,42 +106,3 @@ def _with_log(facts: RunFacts, chosen: IncidentFacts, folder: Path) -> IncidentF
         logs=facts.logs.get(home.name if home is not None else "", ""),
     )
     return replace(chosen, log_title=title, log_lines=lines)
-
-
-def _write_out(out: str | None, text: str) -> None:
-    if out is None or out == "-":
-        sys.stdout.write(text)
-    else:
-        _write(Path(out), text)
-
-
-def _is_stdout(out: str) -> bool:
-    """Such as /dev/stdout; a file that we are redirected into must not be replaced."""
-    try:
-        return os.path.samestat(os.stat(out), os.fstat(sys.stdout.fileno()))
-    except (OSError, ValueError):  # no such file; no stdout
-        return False
-
-
-def _write(path: Path, text: str) -> None:
-    """A file whole or not at all: somebody may be looking at the one before.
-
-    A link stays, and so does what is no file; that is written into.
-    """
-    data = text.encode("utf-8", "replace")
-    draft: Path | None = None
-    try:
-        if path.exists() and not path.is_file():
-            path.write_bytes(data)
-            return
-        target = path.resolve()
-        draft = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-        draft.write_bytes(data)
-        draft.replace(target)
-    except OSError as error:
-        if draft is not None:
-            with contextlib.suppress(OSError):
-                draft.unlink()
-        raise FtrunError(
-            f"{path} cannot be written: {error.strerror}. Name another file with --out"
-        ) from error

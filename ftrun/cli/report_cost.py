@@ -11,7 +11,7 @@ from ftrun.cli.report_facts import Cost
 from ftrun.cli.report_ranks import slow_kind
 from ftrun.cli.report_words import count, duration
 
-_HANGS = (
+HANGS = (
     "hang in computation",
     "hang in communication",
     "skipped collective",
@@ -54,7 +54,7 @@ def cost_of(
     noticed = f"{duration(took_s)} to notice it, as it took here"
     if took_s < 1e-3:
         noticed = "no time to notice it, as here"
-    if kind in _HANGS:
+    if kind in HANGS:
         noticed += (
             ". Without ftrun it lasts until the process group's own timeout, 10 min (NCCL) or 30 "
             "min (gloo) unless it is set; that is not counted"

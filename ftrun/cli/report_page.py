@@ -10,6 +10,7 @@ Rule 3: no script, no address outside of the page; the page says so to the brows
 """
 
 import functools
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,18 @@ _TEMPLATES = Path(__file__).parent / "pages"
 _FEW_NODES = 16
 _SHARES = (1.0, 0.5, 0.2, 0.05)
 """Of the usual length of texts and lists; the first with which a page fits is taken."""
+
+
+def picture_style() -> str:
+    """The pages' rules for a picture that is a file of its own.
+
+    In light colours that are written out: not every program that shows SVG knows variables.
+    """
+    text = (_TEMPLATES / "report.css").read_text(encoding="utf-8")
+    colours = dict(re.findall(r"--([\w-]+):([^;}]+)", text.partition("}")[0]))
+    screen = text.partition("@media print")[0]
+    rules = re.findall(r"(?:svg|\.)[^{}]*\{[^{}]*\}", screen)
+    return re.sub(r"var\(--([\w-]+)\)", lambda seen: colours[seen[1]], "\n".join(rules))
 
 
 def incident_name(number: int) -> str:

@@ -63,13 +63,19 @@ class Drawing:
             )
         )
 
-    def markup(self) -> Markup:
+    def markup(self, style_sheet: str = "") -> Markup:
+        """The picture.
+
+        Args:
+            style_sheet: for one that is a file of its own; on a page the page's holds.
+        """
         width, height = self._size
+        style = Markup("<style>{}</style>").format(style_sheet) if style_sheet else Markup("")
         head = Markup(
             '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {0} {1}" width="{0}" '
             'height="{1}" role="img" aria-labelledby="{2}-t {2}-d">'
         ).format(_px(width), _px(height), self._name)
-        return head + Markup("").join(self._parts) + Markup("</svg>")
+        return head + style + Markup("").join(self._parts) + Markup("</svg>")
 
 
 def _px(value: float) -> str:

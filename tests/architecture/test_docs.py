@@ -42,6 +42,7 @@ def test_every_page_is_there() -> None:
         "architecture.md",
         "benchmarks.md",
         "drills.md",
+        "estimate.md",
         "failure-modes.md",
         "field.md",
         "getting-started.md",

@@ -1,0 +1,1 @@
+"""DECISION: what failures will cost a run, on paper: goodput, survival of snapshots, spares."""
