@@ -33,18 +33,21 @@ def _wrong(value: Any, schema: Mapping[str, Any], at: str) -> Iterator[str]:
     if not isinstance(value, _TYPES[wanted]) or (wanted == "integer" and isinstance(value, bool)):
         yield f"{at}: {value!r} is no {wanted}"
         return
-    if "enum" in schema and value not in schema["enum"]:
-        yield f"{at}: {value!r} is none of {schema['enum']}"
+    yield from _beyond(value, schema, at)
     if isinstance(value, dict):
         yield from _wrong_object(value, schema, at)
     elif isinstance(value, list):
-        if len(value) > schema.get("maxItems", len(value)):
-            yield f"{at}: {len(value)} items, and {schema['maxItems']} may be"
         for place, one in enumerate(value):
             yield from _wrong(one, schema["items"], f"{at}[{place}]")
-    elif isinstance(value, str) and len(value) > schema.get("maxLength", len(value)):
-        yield f"{at}: {len(value)} letters, and {schema['maxLength']} may be"
-    elif isinstance(value, int) and value < schema.get("minimum", value):
+
+
+def _beyond(value: Any, schema: Mapping[str, Any], at: str) -> Iterator[str]:
+    if "enum" in schema and value not in schema["enum"]:
+        yield f"{at}: {value!r} is none of {schema['enum']}"
+    for limit in ("maxItems", "maxLength"):
+        if limit in schema and len(value) > schema[limit]:
+            yield f"{at}: {len(value)} long, and {schema[limit]} may be"
+    if "minimum" in schema and value < schema["minimum"]:
         yield f"{at}: {value} is below {schema['minimum']}"
 
 

@@ -156,11 +156,14 @@ class Volumes:
                 yield {"name": "own", "emptyDir": {"medium": "Memory", "sizeLimit": "1Mi"}}
         if self.place.claim is not None:
             name = self.place.claim.partition(":")[0]
-            yield Said(
-                "On a file system that all pods can write at once (ReadWriteMany): each writes "
-                "its own part of a checkpoint.",
-                {"name": "shared", "persistentVolumeClaim": {"claimName": name}},
-            )
+            volume: Tree = {"name": "shared", "persistentVolumeClaim": {"claimName": name}}
+            if self.job.nodes > 1:
+                volume = Said(
+                    "On a file system that all pods can write at once (ReadWriteMany): each "
+                    "writes its own part of a checkpoint.",
+                    volume,
+                )
+            yield volume
         elif self.place.user:
             yield Said("No --claim: journals go with the pod.", {"name": "logs", "emptyDir": {}})
 

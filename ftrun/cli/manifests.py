@@ -7,7 +7,6 @@ Gives:    a batch script for Slurm, or manifests for Kubernetes, on stdout or in
 
 import itertools
 import os
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -163,19 +162,12 @@ def _give(text: str, out: str | None, *, is_script: bool = False) -> None:
     if out is None or out == "-":
         typer.echo(text, nl=False)
         return
-    path = Path(out)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     try:
-        with path.open("x", encoding="utf-8") as file:
+        fd = os.open(out, flags, 0o777 if is_script else 0o666)
+        with os.fdopen(fd, "w", encoding="utf-8") as file:
             file.write(text)
-        if is_script:
-            path.chmod(path.stat().st_mode | (0o111 & ~_umask()))
     except FileExistsError:
         raise UsageError(f"--out {out} is there already. Remove it, or name another file") from None
     except OSError as error:
         raise FtrunError(f"--out {out} cannot be written: {error.strerror}") from error
-
-
-def _umask() -> int:
-    found = os.umask(0o077)
-    os.umask(found)
-    return found
