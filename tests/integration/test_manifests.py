@@ -262,14 +262,15 @@ def in_a_pod(
     variables |= {"XDG_RUNTIME_DIR": str(runtime), "OMP_NUM_THREADS": "1"}
     here = str(folder)
     assert words[0] == "ftrun"
-    return subprocess.Popen(
-        [sys.executable, "-m", *(word.replace("/pod", here) for word in words)],
-        cwd=folder,
-        env=variables,
-        stdin=subprocess.DEVNULL,
-        stdout=(folder / f"{more.get('NAME', 'pod')}.out").open("wb"),
-        stderr=subprocess.STDOUT,
-    )
+    with (folder / f"{more.get('NAME', 'pod')}.out").open("wb") as output:
+        return subprocess.Popen(
+            [sys.executable, "-m", *(word.replace("/pod", here) for word in words)],
+            cwd=folder,
+            env=variables,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
 
 
 TINY = """

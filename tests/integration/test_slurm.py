@@ -346,7 +346,7 @@ def test_a_job_that_is_out_of_time_goes_on_from_its_checkpoint(step: Step) -> No
     assert "JobState=COMPLETED" in step.slurm.ask("scontrol", "show", "job", job_id)
 
 
-# --- what `ftrun render slurm` writes ---------------------------------------------------------------
+# --- what `ftrun render slurm` writes ------------------------------------------------------------
 
 
 def rendered(step: Step, options: list[object], words: list[object]) -> Path:

@@ -23,7 +23,7 @@ def rendered(words: list[str]) -> str:
 
 def examples() -> list[tuple[str, str]]:
     """Each command of the page that has a block right below it, and the block."""
-    pattern = r"^((?:    .*\\\n)*    .*\n)\n```\w+\n(.*?)^```"
+    pattern = r"^((?:    [^\n]*\\\n)*    [^\n]*\n)\n```\w+\n(.*?)^```"
     found = re.findall(pattern, PAGE.read_text(), re.MULTILINE | re.DOTALL)
     return [(command.replace("\\\n", " ").strip(), text) for command, text in found]
 
