@@ -17,6 +17,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from ftrun import __version__
+from ftrun.cli import manifests
 from ftrun.cli.command_line import OWN_FLAGS, parse
 from ftrun.cli.estimate_flags import EstimateCommand, estimate_command
 from ftrun.cli.torchrun_flags import TORCHRUN_FLAGS, Flag
@@ -336,6 +337,7 @@ _snapshots_app = typer.Typer(
     rich_markup_mode=None,
 )
 app.add_typer(_snapshots_app, name="snapshots")
+app.add_typer(manifests.app, name="render")
 
 _DirectoryArgument = Annotated[
     str, typer.Argument(metavar="DIR", help="as --checkpoint-dir had it")

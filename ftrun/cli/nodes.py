@@ -21,7 +21,7 @@ from ftrun.cli.profile_files import Setting, plain_value
 from ftrun.cli.slurm import SlurmStep
 from ftrun.config import NodesSpec, Profile
 from ftrun.errors import UsageError
-from ftrun.wire.secret import HOW_TO_MAKE, load_secret, shared_secret_file
+from ftrun.wire.secret import HOW_TO_MAKE, forget_shared_secrets, load_secret, shared_secret_file
 from ftrun.wire.tcp import is_local_address
 
 RDZV_PORT = 29400
@@ -81,6 +81,14 @@ def nodes_of(
         erasure_data=data,
         erasure_parity=parity,
     )
+
+
+def num_nodes(line: CommandLine, variables: Mapping[str, str]) -> tuple[int, int, int]:
+    """Smallest and largest number of nodes that train, and spares, outside a Slurm step.
+
+    Raises: UsageError: they make no sense.
+    """
+    return _count(_Given(line, variables), None) or (1, 1, 0)
 
 
 def rdzv_settings(conf: str | None, origin: str) -> list[Setting]:
@@ -285,7 +293,9 @@ def _secret_file(profile: Profile, step: SlurmStep | None) -> tuple[str | None, 
     if step is not None:
         try:
             folder = Path.home() / ".ftrun" / "secrets"
-            return str(shared_secret_file(folder, step.key)), True, ""
+            made = shared_secret_file(folder, step.key)
+            forget_shared_secrets(folder, step.earlier_keys)
+            return str(made), True, ""
         except (UsageError, RuntimeError) as error:
             why = str(error)
     if profile.security.require_secret:

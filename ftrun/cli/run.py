@@ -83,7 +83,7 @@ def run(line: CommandLine, *, variables: Mapping[str, str]) -> NoReturn:
 def build_spec(line: CommandLine, *, variables: Mapping[str, str]) -> RunSpec:
     """Everything checked that can be checked before anything is started."""
     _check_versions(line)
-    _check_num_ranks(line, variables)
+    check_num_ranks(line, variables)
     script = _find_script(line, variables)
     resolved = resolve_options(line, variables=variables)
     step = slurm_step(variables)
@@ -300,7 +300,7 @@ def _check_versions(line: CommandLine) -> None:
             raise UsageError(f"--{flag.name} needs torch {since} or newer, and {text} is installed")
 
 
-def _check_num_ranks(line: CommandLine, variables: Mapping[str, str]) -> None:
+def check_num_ranks(line: CommandLine, variables: Mapping[str, str]) -> None:
     """Its form; whether there are such devices is known with torch."""
     name, text = "--nproc-per-node", line.torchrun_value("nproc-per-node")
     if text is None:

@@ -7,6 +7,10 @@ Gives:    a `SlurmStep` where the step has several nodes and one task on each, e
 Names only are taken, and no numbers of nodes or tasks: a step that is started later on one node
 of the same job has other numbers and an older list. `scontrol` is not needed, so this works in a
 container that has none.
+
+A job that is queued again keeps its id, and so its run keeps its name, journal and checkpoints.
+What is of one life only has the number of the life in it: somebody of the life before, whom
+Slurm could not reach, neither is taken for one of this life nor takes away what is its own.
 """
 
 import itertools
@@ -17,6 +21,7 @@ from dataclasses import dataclass
 from ftrun.errors import UsageError
 
 MAX_HOSTS = 1 << 16
+_MAX_LIVES = 10_000
 _FIRST_PORT, _NUM_PORTS = 15000, 10000  # below Linux's ports for clients, above the well-known
 _GOOD_LIST = re.compile(r"(?:[\w.-]*(?:\[[\d,-]+\])?)+")
 _PART = re.compile(r"\[([^\]]*)\]")
@@ -36,6 +41,9 @@ class SlurmStep:
     node_name: str
     """Of this node; may differ from its host name."""
 
+    restarts: int = 0
+    """How often the job was queued again before."""
+
     @property
     def first_node(self) -> str:
         """Raises: UsageError, where Slurm's list cannot be read."""
@@ -50,13 +58,23 @@ class SlurmStep:
 
     @property
     def key(self) -> str:
-        """Names the step among all of a cluster, or of several that share a home folder."""
-        return f"{self.cluster}-{self.job_id}-{self.step_id}"
+        """Names this life of the step, among all of the clusters that share a home folder."""
+        return self._key_of(self.restarts)
+
+    @property
+    def earlier_keys(self) -> list[str]:
+        """Of the lives before this one, all of which Slurm has ended."""
+        return [self._key_of(life) for life in range(min(self.restarts, _MAX_LIVES))]
 
     @property
     def port(self) -> int:
-        """The same on all nodes, and another one for steps that run beside each other."""
-        return _FIRST_PORT + (self.job_id * 101 + self.step_id) % _NUM_PORTS
+        """The same on all nodes; another one for steps beside each other, and in each life."""
+        number = self.job_id * 101 + self.step_id + self.restarts * 1009
+        return _FIRST_PORT + number % _NUM_PORTS
+
+    def _key_of(self, life: int) -> str:
+        name = f"{self.cluster}-{self.job_id}-{self.step_id}"
+        return f"{name}-r{life}" if life else name
 
 
 def slurm_step(variables: Mapping[str, str]) -> SlurmStep | None:
@@ -72,6 +90,7 @@ def slurm_step(variables: Mapping[str, str]) -> SlurmStep | None:
     job_id, step_id, num_nodes, num_tasks = (int(text) for text in numbers)
     if num_nodes < 2 or num_tasks != num_nodes:
         return None
+    restarts = variables.get("SLURM_RESTART_COUNT", "")
     cluster = re.sub(r"[^A-Za-z0-9_-]+", "-", variables.get("SLURM_CLUSTER_NAME", "")).strip("-_")
     return SlurmStep(
         cluster=cluster or "slurm",
@@ -80,6 +99,7 @@ def slurm_step(variables: Mapping[str, str]) -> SlurmStep | None:
         num_nodes=num_nodes,
         node_list=variables.get("SLURM_STEP_NODELIST", ""),
         node_name=variables.get("SLURMD_NODENAME", ""),
+        restarts=int(restarts) if restarts.isdecimal() else 0,
     )
 
 

@@ -15,6 +15,7 @@ import hmac
 import os
 import re
 import stat
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NoReturn
 
@@ -123,6 +124,13 @@ def shared_secret_file(folder: Path, key: str, *, deadline_s: float = 10.0) -> P
             f"no secret file can be kept in {folder}: {error.strerror}. Make one yourself with "
             f"{HOW_TO_MAKE}, and name it with --secret-file on every node"
         ) from error
+
+
+def forget_shared_secrets(folder: Path, keys: Iterable[str]) -> None:
+    """Remove what runs that are over have left of `shared_secret_file`."""
+    for key in keys:
+        with contextlib.suppress(OSError):
+            (folder / f"{key}.secret").unlink()
 
 
 def _make_file(path: Path) -> None:

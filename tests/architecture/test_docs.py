@@ -50,6 +50,7 @@ def test_every_page_is_there() -> None:
         "many-nodes.md",
         "operations.md",
         "papers.md",
+        "slurm-kubernetes.md",
         "verdicts.md",
     }
 

@@ -13,7 +13,14 @@ from pathlib import Path
 import pytest
 
 from ftrun.errors import UsageError
-from ftrun.wire.secret import HOW_TO_MAKE, Secret, load_secret, make_secret, shared_secret_file
+from ftrun.wire.secret import (
+    HOW_TO_MAKE,
+    Secret,
+    forget_shared_secrets,
+    load_secret,
+    make_secret,
+    shared_secret_file,
+)
 
 PATIENCE_S = 30.0
 CANARY = b"canary-canary-canary-canary-0123"
@@ -110,6 +117,13 @@ def test_secrets_are_equal_by_what_they_are() -> None:
     assert hash(Secret(CANARY)) == hash(Secret(CANARY))
     assert make_secret() != make_secret()
     assert Secret(CANARY) != CANARY
+
+
+def test_what_a_run_has_left_is_removed_and_nothing_else(tmp_path: Path) -> None:
+    kept = shared_secret_file(tmp_path, "job-1-r1")
+    shared_secret_file(tmp_path, "job-1")
+    forget_shared_secrets(tmp_path, ["job-1", "never-there"])
+    assert list(tmp_path.iterdir()) == [kept]
 
 
 def test_a_shared_file_is_made_once_and_privately(tmp_path: Path) -> None:

@@ -346,6 +346,72 @@ def test_a_job_that_is_out_of_time_goes_on_from_its_checkpoint(step: Step) -> No
     assert "JobState=COMPLETED" in step.slurm.ask("scontrol", "show", "job", job_id)
 
 
+# --- what `ftrun render slurm` writes ------------------------------------------------------------
+
+
+def rendered(step: Step, options: list[object], words: list[object]) -> Path:
+    command = [sys.executable, "-m", "ftrun", "render", "slurm", *options, "--", *words]
+    done = subprocess.run(
+        [str(word) for word in command],
+        cwd=step.folder,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    path = step.folder / "rendered.sh"
+    path.write_text(done.stdout)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("options", "nodes"),
+    [
+        ([], ["--nnodes", 2, "--spares", 1]),
+        (["--cpus", 2, "--memory", "500Mi", "--time", "2h"], ["--nnodes", "1:3"]),
+        (["--partition", "main", "--sbatch", "--nice=5", "--name", "a.b_c-1"], []),
+    ],
+)
+def test_sbatch_takes_what_is_rendered(
+    step: Step, options: list[object], nodes: list[object]
+) -> None:
+    path = rendered(step, options, [*nodes, "train.py", "a b", "$HOME"])
+    assert re.search(r"Job \d+ to start at", step.slurm.ask("sbatch", "--test-only", path))
+
+
+def test_a_rendered_job_loses_a_node_and_its_time_and_goes_on(step: Step) -> None:
+    script = step.folder / "attached.py"
+    script.write_text(ATTACHED)
+    directory = step.folder / "checkpoints"
+    words = ["--nnodes", 2, "--spares", 1, "--checkpoint-dir", directory, script, step.folder]
+    path = rendered(step, ["--cpus", 2, "--memory", "500Mi", "--time", "2h"], words)
+    step.start("sbatch", path)
+    assert step.code() == 0, step.text
+    step.wait_for_steps(20)
+    job_id = step.job_id
+    step.slurm.kill("node2")
+    step.wait_for_steps(20, generation=1)
+    step.slurm.revive("node2")
+    step.slurm.ask("scancel", "--signal=USR1", job_id)
+    step.wait_until("again in the queue", lambda: job_state(step) == "PENDING")
+    last = max(note["step"] for note in step.notes(0))
+
+    def lives() -> set[str]:
+        given = [note["given"] for rank in range(2) for note in step.notes(rank, "begun")]
+        return {one.get("SLURM_RESTART_COUNT", "0") for one in given}
+
+    step.wait_until("begun again", lambda: lives() == {"0", "1"})
+    step.wait_until("ranks", lambda: len(step.notes(1, "begun")) >= 3)
+    again = step.notes(1, "begun")[-1]
+    assert again["given"]["TORCHELASTIC_RUN_ID"] == f"attached-{job_id}"
+    assert again["restored"] is True
+    assert last <= again["step"] <= last + 1
+    step.let_end()
+    step.wait_until("done", lambda: not job_state(step))
+    assert "JobState=COMPLETED" in step.slurm.ask("scontrol", "show", "job", job_id)
+    assert not list((step.home / ".ftrun" / "secrets").iterdir())
+
+
 def test_no_process_is_left_on_a_node(step: Step) -> None:
     step.srun(*ONE_TASK_EACH, *ftrun(step))
     step.wait_for_steps(5)

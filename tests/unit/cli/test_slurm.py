@@ -117,6 +117,22 @@ def test_neighbouring_steps_have_other_ports() -> None:
     assert len(ports) == 100
 
 
+def test_each_life_of_a_job_has_what_no_other_has() -> None:
+    lives = [slurm_step({**STEP, "SLURM_RESTART_COUNT": count}) for count in ("", "0", "1", "12")]
+    keys, ports = [], []
+    for step in lives:
+        assert step is not None
+        keys.append(step.key)
+        ports.append(step.port)
+    assert keys == ["big-one-4711-2", "big-one-4711-2", "big-one-4711-2-r1", "big-one-4711-2-r12"]
+    assert len(set(ports)) == 3
+    last = lives[-1]
+    assert last is not None
+    assert last.earlier_keys[:2] == keys[1:3]
+    assert last.key not in last.earlier_keys
+    assert len(last.earlier_keys) == 12
+
+
 @pytest.mark.parametrize(
     "other",
     [

@@ -1,0 +1,146 @@
+"""YAML in which a reader is told why each line is there.
+
+Runs in:  cli. Pure.
+Takes in: a tree of mappings, lists and plain values; any part of it may be a `Said`.
+Gives:    its text: what is said of a part stands as a comment above it.
+
+Rule 1: text is written plain only where every reader of YAML, 1.1 or 1.2, takes it for text.
+        pyyaml does not: it writes `1e-4` plain, and the reader of Kubernetes makes a number of it.
+"""
+
+import re
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TypeAlias, TypeGuard
+
+WIDTH = 100
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """A part of the tree, and what happens without it."""
+
+    why: str
+    value: "Tree"
+
+
+Plain: TypeAlias = bool | int | str
+Tree: TypeAlias = "Plain | Said | list[Tree] | dict[str, Tree]"
+
+_SAFE = re.compile(r"[A-Za-z/]([A-Za-z0-9._/:-]*[A-Za-z0-9._/-])?")
+_NOT_TEXT = {"y", "n", "yes", "no", "on", "off", "true", "false", "null", "none", "nan", "inf"}
+_ESCAPES = {'"': '\\"', "\\": "\\\\", "\n": "\\n", "\t": "\\t"}
+
+
+def to_yaml(documents: list[dict[str, Tree]], *, head: str = "") -> str:
+    """Documents, one after the other; `head` is said above the first."""
+    above = "".join(f"{line}\n" for line in comment(head))
+    parts = ["".join(f"{line}\n" for line in _block(document, 0)) for document in documents]
+    return above + "---\n".join(parts)
+
+
+def plain(tree: Tree) -> object:
+    """The same without what is said: what a reader of the YAML gets."""
+    match tree:
+        case Said(value=value):
+            return plain(value)
+        case dict():
+            return {key: plain(value) for key, value in tree.items()}
+        case list():
+            return [plain(value) for value in tree]
+        case _:
+            return tree
+
+
+def comment(text: str, indent: int = 0) -> Iterator[str]:
+    """Lines that begin with #, no longer than `WIDTH`; each line of the text on one of its own."""
+    space = " " * indent
+    for line in text.splitlines():
+        for part in textwrap.wrap(line, WIDTH - indent - 2) or [""]:
+            yield f"{space}# {part}".rstrip()
+
+
+def _block(tree: Tree, indent: int) -> Iterator[str]:
+    """Lines of a mapping or a list that is not empty."""
+    space = " " * indent
+    if isinstance(tree, dict):
+        for key, said in tree.items():
+            why, value = _taken_apart(said)
+            yield from comment(why, indent)
+            name = f"{space}{scalar(key)}:"
+            if (line := _one_line(value, WIDTH - len(name) - 1)) is not None:
+                yield f"{name} {line}"
+            else:
+                yield name
+                yield from _block(value, indent + (2 if isinstance(value, dict) else 0))
+    elif isinstance(tree, list):
+        for said in tree:
+            why, value = _taken_apart(said)
+            yield from comment(why, indent)
+            yield from _element(value, indent)
+
+
+def _element(value: Tree, indent: int) -> Iterator[str]:
+    """One element of a list, behind its hyphen."""
+    space, room = " " * indent, WIDTH - indent - 2
+    line = _one_line(value, room)
+    if line is None and isinstance(value, dict) and _are_plain(of := list(value.values())):
+        pairs = zip(value, of, strict=True)
+        line = f"{{{', '.join(f'{scalar(key)}: {scalar(one)}' for key, one in pairs)}}}"
+        line = line if len(line) <= room else None
+    if line is not None:
+        yield f"{space}- {line}"
+        return
+    lines = list(_block(value, indent + 2))
+    # No comment can stand between the hyphen and what it is before.
+    while lines[0].lstrip().startswith("#"):
+        yield space + lines.pop(0).lstrip()
+    yield f"{space}- {lines[0].lstrip()}"
+    yield from lines[1:]
+
+
+def _one_line(value: Tree, room: int) -> str | None:
+    """A plain value, or a list of them where it fits; None for all else."""
+    match value:
+        case Said():
+            return None
+        case dict():
+            return None if value else "{}"
+        case list():
+            if not _are_plain(value):
+                return None
+            line = f"[{', '.join(scalar(one) for one in value)}]"
+            return line if len(line) <= room or not value else None
+        case _:
+            return scalar(value)
+
+
+def _are_plain(values: list[Tree]) -> TypeGuard[list[Plain]]:
+    return not any(isinstance(one, dict | list | Said) for one in values)
+
+
+def _taken_apart(tree: Tree) -> tuple[str, Tree]:
+    return (tree.why, tree.value) if isinstance(tree, Said) else ("", tree)
+
+
+def scalar(value: Plain) -> str:
+    """One value, so that no reader takes it for another."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int):
+        return str(value)
+    if _SAFE.fullmatch(value) and value.lower() not in _NOT_TEXT:
+        return value
+    return f'"{"".join(_escaped(letter) for letter in value)}"'
+
+
+def _escaped(letter: str) -> str:
+    if letter in _ESCAPES:
+        return _ESCAPES[letter]
+    if letter.isprintable():
+        return letter
+    code = ord(letter)
+    if code < 0x100:
+        return f"\\x{code:02x}"
+    return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
