@@ -1,14 +1,13 @@
 """From a plan to what this node's SMP is told of it.
 
-Runs in:  agent. Pure, but for what the SMP link holds.
+Runs in:  agent. Pure.
 Takes in: a plan, this node's id.
 Gives:    a `BeginGeneration`: the protection group with the places of its SMPs, and where the
-          restored version comes from for ranks whose shard is not here.
+          shards of the restored version are.
 """
 
-from ftrun.agent.smp_link import SmpLink
 from ftrun.config import RunSpec
-from ftrun.ids import Rank, Version
+from ftrun.ids import Version
 from ftrun.wire.plan import NodeCard, Plan
 from ftrun.wire.protected import NodePlace, OldGroup
 from ftrun.wire.smp_messages import BeginGeneration
@@ -19,7 +18,6 @@ def begin_generation(
     node_id: str,
     spec: RunSpec,
     restored: Version | None,
-    smp: SmpLink,
     *,
     old_world_size: int,
 ) -> BeginGeneration:
@@ -30,7 +28,6 @@ def begin_generation(
         node_id: this node.
         spec: of the run.
         restored: what it starts from, or the newest commit in the middle of it.
-        smp: what this node holds.
         old_world_size: so many ranks took the restored version; 0: as many as there are now.
     """
     node = plan.member(node_id)
@@ -48,19 +45,18 @@ def begin_generation(
         restored=version,
         restored_world_size=old_world_size,
         protected_in=plan.protected_in(node_id),
-        restore_from=_sources(plan, ranks, restored, smp),
+        restore_from=_sources(plan, ranks, restored),
     )
 
 
-def _sources(
-    plan: Plan, ranks: list[int], restored: Version | None, smp: SmpLink
-) -> list[OldGroup]:
-    """The groups that held those of our ranks whose restored version is not in our memory."""
-    if restored is None or restored.generation < 0:
+def _sources(plan: Plan, ranks: list[int], restored: Version | None) -> list[OldGroup]:
+    """The groups that held the restored version: any rank may need a part of any other."""
+    if restored is None or not ranks:
         return []
-    missing = {rank for rank in ranks if not smp.holds(Rank(rank), restored)}
-    if plan.is_resized:
-        missing = set(range(plan.restore_world_size))  # any rank may need a part of any other
+    if restored.generation < 0:
+        # From disk: each node has loaded the shards of its own ranks, and nothing protects them.
+        nodes = [_place(plan, node.node_id) for node in plan.members]
+        return [OldGroup(nodes, 0, restored.generation)] if len(nodes) > 1 else []
     return [
         OldGroup(
             nodes=[
@@ -71,7 +67,6 @@ def _sources(
             generation=source.generation,
         )
         for source in plan.sources
-        if missing & {rank for held in source.ranks for rank in held}
     ]
 
 

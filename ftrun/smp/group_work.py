@@ -152,9 +152,8 @@ class GroupWork:
         served: Served | None,
         own: protected.NodePlace | None,
     ) -> None:
-        """Let workers read the shards of another number of ranks, wherever they are."""
-        is_resized = body.restored_world_size not in (0, body.world_size)
-        if served is None or not is_resized:
+        """Let workers read the shards of other ranks, wherever they are."""
+        if served is None or not body.restore_from:
             return
         world = OldWorld(served.version, body.restore_from, own, body.node_id, body.patience_s)
         rebuild = self._rebuilder.rebuild if self._rebuilder is not None else None

@@ -38,11 +38,11 @@ class BeginGeneration(Message, frozen=True):
         restored: generation and step of the version that all ranks start from. In the middle of
             a generation: the newest that is committed.
         restored_world_size: how many ranks took it. Where it is another number than starts now,
-            it is read where it lies and not protected again; `restore_from` names all the groups
-            that held it. 0: as many as start now.
+            it is read where it lies and not protected again. 0: as many as start now.
         protected_in: the generation whose protection of it the restore relies on; kept until the
             version is committed again. -1: the newest one that was committed.
-        restore_from: where that version comes from for local ranks that have no slot of it.
+        restore_from: all the groups that held that version: it comes from there for local ranks
+            that have no slot of it, and for workers that read what other ranks have saved.
         patience_s: so long an SMP may take nothing, or stop within a frame, before others give
             it up.
         pace_bytes_s: so many bytes per second this node sends at most to protect a version; 0: as
