@@ -35,6 +35,7 @@ import multiprocessing
 import os
 import re
 import uuid
+from collections import Counter
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -50,8 +51,8 @@ from ftrun.ids import Version
 from ftrun.wire.pages import Beat
 from ftrun.worker import session
 from ftrun.worker.context import WorkerContext, worker_context
-from ftrun.worker.dcp_items import COORDINATOR, ItemsToSave, SavedItems
-from ftrun.worker.dcp_metadata import pack, room_for
+from ftrun.worker.dcp_items import COORDINATOR, ItemsToSave, SavedItems, packed_metadata
+from ftrun.worker.dcp_metadata import room_for
 from ftrun.worker.resized import telling_of_corruption
 from ftrun.worker.saver import Saver, saver_of
 
@@ -60,7 +61,7 @@ WAIT_S = 60.0
 
 AnyPath = str | os.PathLike[str]
 
-_NUMBER = re.compile(r"\d+")
+_NUMBER = re.compile(r"\d{1,15}")
 
 
 def exists(fallback: AnyPath | None = None) -> bool:
@@ -112,7 +113,6 @@ class Writer(StorageWriter):
         self._wait_s = wait_s
         self._give_up_s = 0.0
         self._label: str | None = None
-        self._room = 0
         self._items: ItemsToSave | None = None
         self._step = -1
 
@@ -123,6 +123,9 @@ class Writer(StorageWriter):
         self._label = None if checkpoint_id is None else str(checkpoint_id)
 
     def storage_meta(self) -> StorageMeta:
+        # DCP's first call of each save on every rank, before anything of it can fail: so all ranks
+        # have counted the same saves, whatever has become of them.
+        self._step = self._saver.begin(self._number())
         return StorageMeta(checkpoint_id=self._label, save_id=uuid.uuid4().hex)
 
     def set_up_storage_writer(self, is_coordinator: bool, *_: Any, **kwargs: Any) -> None:
@@ -136,35 +139,30 @@ class Writer(StorageWriter):
         self._items = None
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        return dataclasses.replace(plan, storage_data=self._saver.tried_step)
+        return dataclasses.replace(plan, storage_data=self._step)
 
     # --- rank 0 ------------------------------------------------------------------------------
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         _check_world(self._context, len(plans))
-        names: dict[str, int] = {}
-        for plan in plans:
-            for item in plan.items:
-                names[item.index.fqn] = names.get(item.index.fqn, 0) + 1
-        self._room = max(self._room, room_for(names))
-        tried = [plan.storage_data for plan in plans if isinstance(plan.storage_data, int)]
-        step = self._next_step(max(tried, default=-1))
+        names = Counter(item.index.fqn for plan in plans for item in plan.items)
+        self._saver.room_bytes = max(self._saver.room_bytes, room_for(names))
+        told = [plan.storage_data for plan in plans if isinstance(plan.storage_data, int)]
+        step = max(told, default=self._step)
         return [dataclasses.replace(plan, storage_data=step) for plan in plans]
 
     # --- all ranks ---------------------------------------------------------------------------
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        saver, context = self._saver, self._context
-        # A planner that caches its plans hands out old ones, with an old step in them. Then every
-        # rank counts for itself, and all come to the same.
-        planned = plan.storage_data
-        is_new = isinstance(planned, int) and planned > saver.tried_step
-        self._step = planned if is_new else self._next_step(-1)
-        items = self._items = ItemsToSave(plan, planner, context.rank)
-        is_coordinator = context.rank == COORDINATOR
-        packed = items.packed(room=self._room if is_coordinator else 0)
+        saver, rank = self._saver, self._context.rank
+        # A planner that caches its plans may hand out an old one, with the step of an older save.
+        if isinstance(plan.storage_data, int):
+            self._step = saver.begin(max(self._step, plan.storage_data), is_new=False)
+        items = self._items = ItemsToSave(plan, planner, rank)
+        # What is known in the end has to fit where this is now.
+        packed = items.packed(bytes(saver.room_bytes) if rank == COORDINATOR else b"")
         saver.copy(self._step, items.sources, packed, give_up_s=self._give_up_s)
-        if not is_coordinator:
+        if rank != COORDINATOR:
             saver.seal()
         done: Future[list[WriteResult]] = Future()
         done.set_result(items.results)
@@ -175,9 +173,9 @@ class Writer(StorageWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         assert self._items is not None
         places = {one.index: one.storage_data for some in results for one in some}
-        packed = self._items.packed(pack(metadata, places))
-        self._room = max(self._room, len(packed))
-        self._items = None
+        described = packed_metadata(metadata, places)
+        self._saver.room_bytes = max(self._saver.room_bytes, len(described))
+        packed, self._items = self._items.packed(described), None
         sealed = self._saver.seal(packed)
         self._saver.await_commit(sealed, give_up_s=self._give_up_s)
 
@@ -192,11 +190,10 @@ class Writer(StorageWriter):
             "memory. Use async_checkpointer_type=AsyncCheckpointerType.THREAD with async_save"
         )
 
-    def _next_step(self, tried: int) -> int:
-        """The step of this save, larger than those before it."""
-        least = 1 + max(tried, self._saver.tried_step)
+    def _number(self) -> int:
+        """What the label ends in; -1: no number."""
         numbers = _NUMBER.findall(_name(self._label)) if self._label is not None else []
-        return max(least, int(numbers[-1])) if numbers else least
+        return int(numbers[-1]) if numbers else -1
 
 
 class Reader(StorageReader):

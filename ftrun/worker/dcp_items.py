@@ -38,7 +38,7 @@ from ftrun.snapshot import plain
 from ftrun.snapshot.boxes import Part
 from ftrun.snapshot.layout import PLAIN_NAME, When
 from ftrun.snapshot.world_index import OURS, Chunk, Holder, WholeTensor
-from ftrun.worker.dcp_metadata import box_of, place_of, unpack
+from ftrun.worker.dcp_metadata import Places, box_of, pack, place_of, unpack
 from ftrun.worker.image_source import CheckedImages, ImageSource, LocalImages
 from ftrun.worker.remote_images import JoinedImages, RemoteImages
 from ftrun.worker.saver import Saver
@@ -47,7 +47,7 @@ from ftrun.worker.tensors import DTYPE_NAMES, local_tensor
 from ftrun.worker.world_reader import MOST_BYTES, WorldReader
 
 METADATA, OBJECTS = "dcp", "dcp_objects"
-"""Parts of the plain values: the description, with rank 0 only, and serialized objects by name."""
+"""Parts of the plain values: the description, of rank 0 only, and serialized objects by name."""
 
 COORDINATOR = Rank(0)
 
@@ -86,19 +86,22 @@ class ItemsToSave:
                 size = source.entry.num_bytes
             self.results.append(WriteResult(item.index, size, (int(rank), name)))
 
-    def packed(self, metadata: dict[str, Any] | None = None, *, room: int = 0) -> bytes:
+    def packed(self, described: bytes) -> bytes:
         """The plain values of the shard.
 
         Args:
-            metadata: packed description, where this rank keeps it.
-            room: bytes to set aside for one that comes later.
+            described: as `packed_metadata` gives it, where this rank keeps it; else empty.
         """
-        parts = {OBJECTS: plain.encode(self.objects)}
-        if metadata is not None:
-            parts[METADATA] = plain.encode(metadata, root="metadata")
-        elif room:
-            parts[METADATA] = bytes(room)
-        return plain.encode(parts)
+        return plain.encode({OBJECTS: plain.encode(self.objects), METADATA: described})
+
+
+def packed_metadata(metadata: Metadata, places: Places) -> bytes:
+    """DCP's description of the snapshot, and where its items lie.
+
+    Raises:
+        ValueNotStorable: what a planner has added is not plain.
+    """
+    return plain.encode(pack(metadata, places), root="metadata")
 
 
 class SavedItems:
@@ -171,7 +174,7 @@ class SavedItems:
             parts = _plain_of(images, COORDINATOR)
         finally:
             images.close()
-        if METADATA not in parts:
+        if not parts.get(METADATA):
             raise LayoutUnknown(
                 f"{self.version} was taken by ftrun.attach and not by dcp.save: go on from it with "
                 "ftrun.attach, or start anew with another --run-id"

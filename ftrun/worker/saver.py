@@ -73,16 +73,23 @@ class Saver:
         self._store = SlotStore(context)
         self._settling = Settling(context.commands, context.generation, context.restore)
         self._copied: _Copied | None = None
-        self._tried_step = -1 if context.restore is None else context.restore.step
+        self._step = -1 if context.restore is None else context.restore.step
+        self.room_bytes = 0
+        """To set aside for plain values that come only when all is copied."""
         if context.arena_fd is not None:
             inherited = Arena(context.arena_fd, writable=True)
             self._store.inherit(inherited)
             threading.Thread(target=inherited.populate, name="ftrun-populate", daemon=True).start()
 
-    @property
-    def tried_step(self) -> int:
-        """The newest step of this rank, whatever has become of it; -1: none."""
-        return self._tried_step
+    def begin(self, wanted: int, *, is_new: bool = True) -> int:
+        """The step of a save: the one that is wanted, or the next one where that is past.
+
+        Args:
+            wanted: below zero: the next one.
+            is_new: false where this save has begun already, and only its step may grow.
+        """
+        self._step = max(self._step + is_new, wanted)
+        return self._step
 
     def newest(self, *, give_up_s: float) -> Version | None:
         """The version that all ranks would load now.
@@ -98,7 +105,7 @@ class Saver:
         """Copy all of it into the slot that is free.
 
         Args:
-            step: larger than `tried_step`.
+            step: as `begin` has said.
             sources: their names are unique.
             plain: packed values; `seal` may replace them by others that fit in their place.
             give_up_s: on the monotonic clock.
@@ -107,7 +114,6 @@ class Saver:
             SnapshotError: there is no room, or no slot is free in time.
             PeerError: the SMP cannot be asked in time.
         """
-        self._tried_step = max(self._tried_step, step)
         self._copied = None
         self._await_free(give_up_s)
         state = State(_lasting(sources), (), plain)

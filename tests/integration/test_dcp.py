@@ -30,7 +30,9 @@ def tell(word):
         for one in (parameter, state.get("exp_avg"), state.get("exp_avg_sq")):
             if one is not None:
                 found.update(whole(one.detach()).numpy().tobytes())
-    say(f"{word} step={training.step} digest={found.hexdigest()}")
+    words = f"step={training.step} digest={found.hexdigest()}"
+    say(f"{word} {words}")
+    return words
 
 def say(words):
     print(f"{words}\\n", end="", flush=True)  # in one piece, whoever else writes
@@ -62,9 +64,10 @@ def told(run: Run, word: str) -> list[str]:
     return list(dict.fromkeys(re.findall(rf"{word} (step=.*)", run.text)))
 
 
-def undisturbed(start: Start, script: Callable[..., str], kind: str) -> str:
-    """What the ranks of a run without a fault end with, or of one that does not save at all."""
-    run = start("--nproc-per-node", "2", script(example(saves="pass\n"), "whole.py"), kind, "12")
+def undisturbed(start: Start, script: Callable[..., str], kind: str, steps: int = 12) -> str:
+    """What two ranks end with that nothing happens to, and that do not save at all."""
+    name = script(example(saves="pass\n"), "whole.py")
+    run = start("--nproc-per-node", "2", name, kind, str(steps))
     assert run.wait() == 0, run.text
     (found,) = told(run, "ends")
     return found
