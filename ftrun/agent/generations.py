@@ -161,7 +161,7 @@ class Generations:
         newest = max(versions, default=None)
         old_world_size = self._old_world_size if newest == self._restored else 0
         body = begin_generation(
-            self.plan, self._node_id, self._spec, newest, old_world_size=old_world_size
+            self.plan, self._node_id, self._spec, newest, self._smp, old_world_size=old_world_size
         )
         try:
             self._smp.begin_generation(body, self._workers.command_fd)

@@ -217,6 +217,14 @@ class SmpLink:
                         return fd
         return fds[-1] if fds else None
 
+    def holds(self, rank: Rank, wanted: Version) -> bool:
+        """Whether an arena here has this version of a rank."""
+        return any(
+            header.state is SlotState.SEALED and header.version == wanted
+            for fd in self.arenas.get(rank, [])
+            for header in read_slot_headers(fd)
+        )
+
     def void_after(self, newest: Version) -> int:
         """Make sure that no later version ever comes back; the workers must be dead."""
         if self.channel is not None:

@@ -92,7 +92,7 @@ def unpack(packed: dict[str, Any]) -> Metadata:
         )
         if packed["version"] is not None:
             found.version = packed["version"]
-    except (KeyError, ValueError, TypeError) as error:
+    except (KeyError, ValueError, TypeError, AttributeError) as error:
         raise LayoutUnknown(
             f"the description of the checkpoint is not readable: {error!r}"
         ) from error
