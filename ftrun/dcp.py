@@ -39,7 +39,7 @@ from collections import Counter
 from pathlib import Path, PurePath
 from typing import Any
 
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
@@ -113,6 +113,7 @@ class Writer(StorageWriter):
         self._wait_s = wait_s
         self._give_up_s = 0.0
         self._label: str | None = None
+        self._meta = StorageMeta()
         self._items: ItemsToSave | None = None
         self._step = -1
 
@@ -126,7 +127,8 @@ class Writer(StorageWriter):
         # DCP's first call of each save on every rank, before anything of it can fail: so all ranks
         # have counted the same saves, whatever has become of them.
         self._step = self._saver.begin(self._number())
-        return StorageMeta(checkpoint_id=self._label, save_id=uuid.uuid4().hex)
+        self._meta = StorageMeta(checkpoint_id=self._label, save_id=uuid.uuid4().hex)
+        return self._meta
 
     def set_up_storage_writer(self, is_coordinator: bool, *_: Any, **kwargs: Any) -> None:
         _check_rank(self._context, is_coordinator)
@@ -173,6 +175,8 @@ class Writer(StorageWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         assert self._items is not None
         places = {one.index: one.storage_data for some in results for one in some}
+        # As torch's own writers do: the planner leaves these two to the storage.
+        metadata.storage_data, metadata.storage_meta = places, self._meta
         described = packed_metadata(metadata, places)
         self._saver.room_bytes = max(self._saver.room_bytes, len(described))
         packed, self._items = self._items.packed(described), None

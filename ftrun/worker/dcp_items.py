@@ -220,7 +220,7 @@ def _plain_of(images: CheckedImages, rank: Rank) -> dict[str, bytes]:
     raw = bytearray()
     for start in range(at + 8, end, MOST_BYTES):
         raw += images.read(rank, start, min(MOST_BYTES, end - start))
-    found: dict[str, bytes] = plain.decode(raw)
+    found: dict[str, bytes] = plain.decode(memoryview(raw))
     return found
 
 
