@@ -4,7 +4,9 @@ The script is the one of docs/dcp.md. What a test needs beside it goes in where 
 the digest of what it has after a load and at the end, a kill at a step, another way to save.
 """
 
+import os
 import re
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -202,3 +204,16 @@ def test_a_rank_that_dies_in_a_save_costs_the_steps_since_the_last(
     assert once.exists()
     assert len(run.journal("StartGeneration")) == 2
     assert told(run, "ends") == [undisturbed(start, script, "fsdp")]
+
+
+@pytest.mark.full
+def test_a_snapshot_manager_that_dies_between_saves_costs_nothing(
+    start: Start, script: Callable[..., str]
+) -> None:
+    slowly = "    __import__('time').sleep(0.3)\n"
+    run = start("--nproc-per-node", "2", script(example(kills=slowly)), "ddp", "12")
+    run.wait_for_step(3)
+    os.kill(run.pid_of("smp"), signal.SIGKILL)
+    assert run.wait() == 0, run.text
+    assert len(run.journal("StartGeneration")) == 1
+    assert told(run, "ends") == [undisturbed(start, script, "ddp")]
