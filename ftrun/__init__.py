@@ -15,14 +15,16 @@ In a training script:
         ...
 """
 
+import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from ftrun import dcp as dcp
     from ftrun.worker.session import Session as Session
     from ftrun.worker.session import attach as attach
 
 __version__ = "0.2.0"
-__all__ = ["Session", "__version__", "attach"]
+__all__ = ["Session", "__version__", "attach", "dcp"]
 
 
 def __getattr__(name: str) -> object:
@@ -31,4 +33,6 @@ def __getattr__(name: str) -> object:
         from ftrun.worker import session
 
         return getattr(session, name)
+    if name == "dcp":
+        return importlib.import_module("ftrun.dcp")
     raise AttributeError(f"module 'ftrun' has no attribute {name!r}")

@@ -49,6 +49,7 @@ def begin_generation(
         restored_world_size=old_world_size,
         protected_in=plan.protected_in(node_id),
         restore_from=_sources(plan, ranks, restored, smp),
+        read_from=_readable(plan, ranks, restored),
     )
 
 
@@ -62,6 +63,27 @@ def _sources(
     if plan.is_resized:
         missing = set(range(plan.restore_world_size))  # any rank may need a part of any other
     return [
+        group
+        for group in _old_groups(plan)
+        if missing & {rank for node in group.nodes for rank in node.ranks}
+    ]
+
+
+def _readable(plan: Plan, ranks: list[int], restored: Version | None) -> list[OldGroup]:
+    """Who holds what any rank has saved of the restored version, or has it from now on.
+
+    The nodes of this generation come first: each gets or has loaded the shards of its own ranks,
+    and when the version is committed again nothing but that need be left.
+    """
+    if restored is None or not ranks or plan.is_resized or len(plan.members) < 2:
+        return []
+    members = OldGroup([_place(plan, node.node_id) for node in plan.members], 0, -1)
+    return [members, *(_old_groups(plan) if restored.generation >= 0 else [])]
+
+
+def _old_groups(plan: Plan) -> list[OldGroup]:
+    """The groups that held the restored version."""
+    return [
         OldGroup(
             nodes=[
                 _place(plan, one, held)
@@ -71,7 +93,6 @@ def _sources(
             generation=source.generation,
         )
         for source in plan.sources
-        if missing & {rank for held in source.ranks for rank in held}
     ]
 
 

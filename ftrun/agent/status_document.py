@@ -155,7 +155,9 @@ def _snapshots(run: RunLoop, now_s: float) -> dict[str, Any]:
     unprotected = any(page.get(Beat.UNPROTECTED) for page in pages)
     note = notes[0] if notes else ""
     why = run.caretaker.smp_given_up or (note if unprotected else "")
-    if not attached and not why and any(page.get(Beat.BEAT_NS) for page in pages):
+    # ftrun.dcp takes snapshots without it.
+    is_bare = not attached and committed is None
+    if is_bare and not why and any(page.get(Beat.BEAT_NS) for page in pages):
         why = "the script does not call ftrun.attach"
     return {
         "protected": committed is not None and not why,

@@ -46,7 +46,7 @@ class FetchDesk:
         self._greeted: set[str] = set()
         self._gone: dict[str, str] = {}
         self._own: NodePlace | None = None
-        self._on_lost: Callable[[str, str], None] | None = None
+        self._on_lost: list[Callable[[str, str], None]] = []
         self._lock = threading.Lock()
 
     def begin(
@@ -60,7 +60,7 @@ class FetchDesk:
             own: this SMP's place, for whoever is asked to answer to.
         """
         before, self.served, self.rebuild = self.served, served, rebuild
-        self._on_lost = None
+        self._on_lost = []
         with self._lock:
             self._places.clear()
             self._greeted.clear()
@@ -74,9 +74,9 @@ class FetchDesk:
         """This SMP's place."""
         return self._own
 
-    def on_lost(self, told: Callable[[str, str], None] | None) -> None:
-        """Whom to tell of lost links: whoever is fetching."""
-        self._on_lost = told
+    def on_lost(self, told: Callable[[str, str], None]) -> None:
+        """Whom to tell of lost links too, until another generation begins: whoever fetches."""
+        self._on_lost = [*self._on_lost, told]
 
     def meet(self, places: list[NodePlace]) -> None:
         """These can be asked."""
@@ -152,8 +152,7 @@ class FetchDesk:
 
     def lost(self, node_id: str, why: str) -> None:
         self._gone[node_id] = why
-        told = self._on_lost
-        if told is not None:
+        for told in self._on_lost:
             told(node_id, why)
 
     def _give_mirror(self, asker: str, ask: t.AskMirror) -> None:

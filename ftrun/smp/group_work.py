@@ -80,7 +80,7 @@ class GroupWork:
             self._peers, set_aside=lambda why: jobs.post(partial(self._note, why))
         )
         self.restores = Restores(
-            memory, self._desk, jobs, tell_agent=tell_agent, here=commits.protect_complete
+            memory, self._desk, jobs, tell_agent=tell_agent, here=self._all_here
         )
         self.range_fetches = RangeFetches(jobs)
         self._replicas = ReplicaWatch(jobs, self._maps, tell_agent)
@@ -152,15 +152,22 @@ class GroupWork:
         served: Served | None,
         own: protected.NodePlace | None,
     ) -> None:
-        """Let workers read the shards of another number of ranks, wherever they are."""
+        """Let workers read the shards of other ranks, wherever they are."""
         is_resized = body.restored_world_size not in (0, body.world_size)
-        if served is None or not is_resized:
+        groups = body.restore_from if is_resized else body.read_from
+        if served is None or not (groups or is_resized):
             return
-        world = OldWorld(served.version, body.restore_from, own, body.node_id, body.patience_s)
+        world = OldWorld(served.version, groups, own, body.node_id, body.patience_s)
         rebuild = self._rebuilder.rebuild if self._rebuilder is not None else None
         shards = OldShards(world, self._desk, served, rebuild)
         self._desk.on_lost(shards.note_lost)
         self.range_fetches.begin(shards)
+
+    def _all_here(self) -> None:
+        """Every local rank has the restored version, and other nodes may ask for that too."""
+        if self._desk.served is not None:
+            self._desk.served.take_in(self._held_fds())
+        self._commits.protect_complete()
 
     def _committed(self) -> None:
         """Something newer is committed: nobody starts from what is served any more."""
@@ -218,10 +225,12 @@ class GroupWork:
     def _served(self, restored: Version | None) -> Served | None:
         if restored is None:
             return None
-        memory = self._memory
-        fds = {rank: [arena.fd for arena in memory.of(rank)] for rank in memory.ranks}
         run = run_digest(self._run_id)
-        return Served(run, restored, maps=self._maps, fds=fds, vaults=self.vaults)
+        return Served(run, restored, maps=self._maps, fds=self._held_fds(), vaults=self.vaults)
+
+    def _held_fds(self) -> dict[Rank, list[int]]:
+        memory = self._memory
+        return {rank: [arena.fd for arena in memory.of(rank)] for rank in memory.ranks}
 
     def _note(self, why: str) -> None:
         """Something of this node was found damaged, and is set aside."""

@@ -1,4 +1,4 @@
-"""Shards of a version that another number of ranks took, as far as other nodes have them.
+"""Shards of a version for ranks that did not take them, as far as other nodes have them.
 
 Runs in:  the SMP, in threads of jobs; links of other nodes answer in theirs.
 Takes in: the groups that held the version, and where their nodes are now.
@@ -33,6 +33,9 @@ from ftrun.wire.protected import NodePlace, OldGroup
 from ftrun.wire.shard_heads import PackedHead, unpack_head
 
 Rebuild = Callable[[t.AskRebuilt], memoryview]
+
+_TIMES = 3
+"""A piece is tried to be had: whole, put together, and whole once more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,13 +132,12 @@ class OldShards:
             LayoutUnknown: one of them is nowhere to be had.
         """
         left = self._places(wanted, out)
-        for _ in range(2):
+        for _ in range(_TIMES):
             left = self._fetch([one for one in left if not self._copy_own(one)])
             if not left:
                 return
-            # Whoever has the whole shard cannot give this piece: it is put together after all.
             for rank in {one.rank for one in left}:
-                self._put_together(rank, left)
+                self._find_another_way(rank, left)
         raise LayoutUnknown(self._missing(left[0]))
 
     # --- details -----------------------------------------------------------------------------
@@ -312,14 +314,18 @@ class OldShards:
             is_over=lambda: self._gone.get(node_id, "it was given up" * self._is_cancelled),
         )
 
-    def _put_together(self, rank: Rank, left: Sequence[Wanted]) -> None:
+    def _find_another_way(self, rank: Rank, left: Sequence[Wanted]) -> None:
+        """Have it put together if whoever has it whole cannot give a piece, and the other way.
+
+        What protected it may be gone because it is protected anew: then it is whole somewhere.
+        """
         with self._heads_lock:
-            if self._shards[rank].lost is None:
-                try:
-                    self._shards[rank] = self._in_parts(rank)
-                except LayoutUnknown as error:
-                    for one in left:
-                        one.problems.append(str(error))
+            try:
+                is_whole = self._shards[rank].lost is None
+                self._shards[rank] = self._in_parts(rank) if is_whole else self._find(rank)
+            except LayoutUnknown as error:
+                for one in left:
+                    one.problems.append(str(error))
 
     def _missing(self, one: Wanted) -> str:
         why = "; ".join(dict.fromkeys(one.problems)) or "nobody has it"

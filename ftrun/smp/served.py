@@ -62,6 +62,19 @@ class Served:
                     os.close(fd)
             self._fds = {}
 
+    def take_in(self, fds: Mapping[Rank, Sequence[int]]) -> None:
+        """These are the arenas now: what was on its way when this was made has come.
+
+        Args:
+            fds: by rank; duplicates are kept.
+        """
+        with self._lock:
+            for some in self._fds.values():
+                for fd in some:
+                    os.close(fd)
+            self._fds = {rank: [os.dup(fd) for fd in some] for rank, some in fds.items()}
+            self._held = None
+
     @property
     def shards(self) -> HeldShards:
         """This node's slots with the version."""

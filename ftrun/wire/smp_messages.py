@@ -43,6 +43,8 @@ class BeginGeneration(Message, frozen=True):
         protected_in: the generation whose protection of it the restore relies on; kept until the
             version is committed again. -1: the newest one that was committed.
         restore_from: where that version comes from for local ranks that have no slot of it.
+        read_from: where workers read what other ranks have saved of it, where as many ranks start
+            as took it; nodes of this generation are among them with the ranks they run.
         patience_s: so long an SMP may take nothing, or stop within a frame, before others give
             it up.
         pace_bytes_s: so many bytes per second this node sends at most to protect a version; 0: as
@@ -59,6 +61,7 @@ class BeginGeneration(Message, frozen=True):
     restored: tuple[int, int] | None = None
     protected_in: int = -1
     restore_from: list[OldGroup] = []
+    read_from: list[OldGroup] = []
     restored_world_size: int = 0
     patience_s: float = 10.0
     pace_bytes_s: float = 0.0

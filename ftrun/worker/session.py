@@ -62,7 +62,7 @@ def attach(
         SnapshotError: what is to be restored does not fit, or cannot be stored.
     """
     global _live
-    if _live is not None and (other := _live()) is not None and not other.is_closed:
+    if is_attached():
         raise UsageError(
             "attach was called twice: one session holds all models and optimizers, as dicts by "
             "name. Call close() on the first session to begin anew"
@@ -78,6 +78,12 @@ def attach(
     session = Session(attached, feeds, worker_context(), warmup)
     _live = weakref.ref(session)
     return session
+
+
+def is_attached() -> bool:
+    """Whether a session of this process takes the snapshots."""
+    other = _live() if _live is not None else None
+    return other is not None and not other.is_closed
 
 
 class Session:
@@ -242,8 +248,14 @@ class Session:
         warmup: Callable[[], object] | None,
     ) -> None:
         # Not at the top: memory mapping and sockets of that kind are Linux's.
+        from ftrun.worker import saver
         from ftrun.worker.protection import Protection
 
+        if saver.is_in_use():
+            raise UsageError(
+                "attach was called in a script that saves or loads with ftrun.dcp, which takes the "
+                "snapshots then. Use one or the other"
+            )
         protection = self._protection = Protection(context, attached, warmup)
         saved = protection.restore()
         if saved is not None:

@@ -1,0 +1,358 @@
+"""Memory speed for scripts that save and load with torch.distributed.checkpoint.
+
+    dcp.save(state, storage_writer=ftrun.dcp.Writer())
+    dcp.load(state, storage_reader=ftrun.dcp.Reader())
+
+Runs in:  worker, in the thread that calls dcp.save or dcp.load, or in that of dcp.async_save.
+Takes in: the plans of DCP's planners.
+Gives:    snapshots as those of `ftrun.attach`: in memory that outlives the ranks, protected across
+          nodes, written to --checkpoint-dir when due; the newest one, loaded into any layout.
+Survives: what those survive.
+
+How it lies over what is there. A session captures what it finds by walking modules and optimizers;
+here DCP's planner says what there is. So a writer takes the place of the walk and of the loop, and
+nothing else: its items become the same named sources in the same arenas (`worker/saver.py` over
+`slots.py` and `copying.py`), sealed and committed by the same protocol, and the SMP, the agent and
+the checkpoints on disk do not know the difference. A reader opens the same shards as a restore into
+another number of ranks (`image_source.py`, `world_reader.py`), for every load: DCP gives a
+replicated item to one rank, so every rank reads what others hold, whatever their number. No layout
+is special, and there is no second way to be wrong.
+
+Rule 1: all ranks call together and name no part of them: a version is of the whole run. Rank 0,
+        DCP's coordinator, keeps the `Metadata` and seals last, when DCP says that all have done
+        their part; so nothing is ever committed that lacks its description.
+Rule 2: `save` returns when the snapshot is committed. It raises where it will not be, in DCP's own
+        way: on all ranks, as CheckpointException.
+Rule 3: memory holds the newest snapshot. A checkpoint_id is its label: the number it ends in is
+        its step, and a load that names another one is refused.
+
+Source: torch.distributed.checkpoint, `StorageWriter` and `StorageReader` (read in 2.13).
+"""
+
+import contextlib
+import dataclasses
+import multiprocessing
+import os
+import re
+import uuid
+from collections import Counter
+from pathlib import Path, PurePath
+from typing import Any
+
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.futures import Future
+
+from ftrun import clock
+from ftrun.errors import SnapshotError, UsageError
+from ftrun.ids import Version
+from ftrun.wire.pages import Beat
+from ftrun.worker import session
+from ftrun.worker.context import WorkerContext, worker_context
+from ftrun.worker.dcp_items import COORDINATOR, ItemsToSave, SavedItems, packed_metadata
+from ftrun.worker.dcp_metadata import room_for
+from ftrun.worker.resized import telling_of_corruption
+from ftrun.worker.saver import Saver, saver_of
+
+WAIT_S = 60.0
+"""How long a save waits for memory and for its commit, by default."""
+
+AnyPath = str | os.PathLike[str]
+
+_NUMBER = re.compile(r"\d{1,15}")
+
+
+def exists(fallback: AnyPath | None = None) -> bool:
+    """Whether there is something to load; the same on every rank.
+
+    Args:
+        fallback: as given to `Reader`: outside ftrun, whether torch's checkpoint is there.
+    """
+    if _context() is None:
+        return fallback is not None and (Path(fallback) / ".metadata").exists()
+    return newest_step() is not None
+
+
+def newest_step() -> int | None:
+    """The step of the snapshot that a load would give; None where there is none.
+
+    That is the number its checkpoint_id ended in, or else a count of saves.
+    """
+    context = _context()
+    if context is None:
+        return None
+    found = _saver(context).newest(give_up_s=clock.now_s() + WAIT_S)
+    return None if found is None else found.step
+
+
+class Writer(StorageWriter):
+    """A storage_writer that keeps what is saved in memory.
+
+    Args:
+        fallback: where torch's own FileSystemWriter saves outside ftrun; without it that is an
+            error.
+        wait_s: how long one save may take until it is committed.
+
+    Raises:
+        UsageError: this process was not started by ftrun; or it has called `ftrun.attach`.
+    """
+
+    def __new__(cls, *, fallback: AnyPath | None = None, wait_s: float = WAIT_S) -> Any:
+        if _context() is None:
+            return FileSystemWriter(_outside(fallback, "Writer"))
+        return super().__new__(cls)
+
+    def __init__(self, *, fallback: AnyPath | None = None, wait_s: float = WAIT_S) -> None:
+        super().__init__()
+        context = _context()
+        assert context is not None
+        self._context = context
+        self._saver = _saver(context)
+        self._wait_s = wait_s
+        self._give_up_s = 0.0
+        self._label: str | None = None
+        self._meta = StorageMeta()
+        self._items: ItemsToSave | None = None
+        self._step = -1
+
+    # --- all ranks, before the plan ----------------------------------------------------------
+
+    def reset(self, checkpoint_id: AnyPath | None = None) -> None:
+        """Another save begins, under this name."""
+        self._label = None if checkpoint_id is None else str(checkpoint_id)
+
+    def storage_meta(self) -> StorageMeta:
+        # DCP's first call of each save on every rank, before anything of it can fail: so all ranks
+        # have counted the same saves, whatever has become of them.
+        self._step = self._saver.begin(self._number())
+        self._meta = StorageMeta(checkpoint_id=self._label, save_id=uuid.uuid4().hex)
+        return self._meta
+
+    def set_up_storage_writer(self, is_coordinator: bool, *_: Any, **kwargs: Any) -> None:
+        _check_rank(self._context, is_coordinator)
+        if not kwargs.get("use_collectives", True):
+            raise UsageError(
+                "use_collectives=False saves each rank by itself, and a snapshot is of all ranks: "
+                "leave it out"
+            )
+        self._give_up_s = clock.now_s() + self._wait_s
+        self._items = None
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return dataclasses.replace(plan, storage_data=self._step)
+
+    # --- rank 0 ------------------------------------------------------------------------------
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        _check_world(self._context, len(plans))
+        names = Counter(item.index.fqn for plan in plans for item in plan.items)
+        self._saver.room_bytes = max(self._saver.room_bytes, room_for(names))
+        told = [plan.storage_data for plan in plans if isinstance(plan.storage_data, int)]
+        step = max(told, default=self._step)
+        return [dataclasses.replace(plan, storage_data=step) for plan in plans]
+
+    # --- all ranks ---------------------------------------------------------------------------
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        saver, rank = self._saver, self._context.rank
+        # A planner that caches its plans may hand out an old one, with the step of an older save.
+        if isinstance(plan.storage_data, int):
+            self._step = saver.begin(max(self._step, plan.storage_data), is_new=False)
+        items = self._items = ItemsToSave(plan, planner, rank)
+        # What is known in the end has to fit where this is now.
+        packed = items.packed(bytes(saver.room_bytes) if rank == COORDINATOR else b"")
+        saver.copy(self._step, items.sources, packed, give_up_s=self._give_up_s)
+        if rank != COORDINATOR:
+            saver.seal()
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(items.results)
+        return done
+
+    # --- rank 0 ------------------------------------------------------------------------------
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        assert self._items is not None
+        places = {one.index: one.storage_data for some in results for one in some}
+        # As torch's own writers do: the planner leaves these two to the storage.
+        metadata.storage_data, metadata.storage_meta = places, self._meta
+        described = packed_metadata(metadata, places)
+        self._saver.room_bytes = max(self._saver.room_bytes, len(described))
+        packed, self._items = self._items.packed(described), None
+        sealed = self._saver.seal(packed)
+        self._saver.await_commit(sealed, give_up_s=self._give_up_s)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: AnyPath) -> bool:
+        """Any text is a label."""
+        return True
+
+    def __reduce__(self) -> Any:
+        raise UsageError(
+            "a Writer of ftrun cannot be sent to another process: only the rank itself has its "
+            "memory. Use async_checkpointer_type=AsyncCheckpointerType.THREAD with async_save"
+        )
+
+    def _number(self) -> int:
+        """What the label ends in; -1: no number."""
+        numbers = _NUMBER.findall(_name(self._label)) if self._label is not None else []
+        return int(numbers[-1]) if numbers else -1
+
+
+class Reader(StorageReader):
+    """A storage_reader that loads the newest snapshot of this run.
+
+    Args:
+        fallback: where torch's own FileSystemReader loads from outside ftrun; without it that is
+            an error.
+        wait_s: how long a load waits to hear what has become of a save before it.
+
+    Raises:
+        UsageError: this process was not started by ftrun; or it has called `ftrun.attach`.
+    """
+
+    def __new__(cls, *, fallback: AnyPath | None = None, wait_s: float = WAIT_S) -> Any:
+        if _context() is None:
+            return FileSystemReader(_outside(fallback, "Reader"))
+        return super().__new__(cls)
+
+    def __init__(self, *, fallback: AnyPath | None = None, wait_s: float = WAIT_S) -> None:
+        super().__init__()
+        context = _context()
+        assert context is not None
+        self._context = context
+        self._saver = _saver(context)
+        self._wait_s = wait_s
+        self._label: str | None = None
+        self._saved: SavedItems | None = None
+
+    def reset(self, checkpoint_id: AnyPath | None = None) -> None:
+        """Load the snapshot of this name, and no other."""
+        self._label = None if checkpoint_id is None else str(checkpoint_id)
+
+    def read_metadata(self) -> Metadata:
+        self._close()
+        wanted = self._saver.newest(give_up_s=clock.now_s() + self._wait_s)
+        if wanted is None:
+            raise SnapshotError(
+                "nothing has been saved in this run, and it was resumed from no checkpoint: ask "
+                "ftrun.dcp.exists() before dcp.load()"
+            )
+        self._context.page.set(Beat.RESTORE_BEGIN_NS, clock.now_ns())
+        with self._telling(wanted):
+            saved = self._saved = SavedItems(self._saver, wanted)
+        self._check_label(saved)
+        return saved.metadata
+
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *_: Any, **__: Any
+    ) -> None:
+        """Nothing: it is set up already."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        assert self._saved is not None
+        found = self._saved.version
+        return dataclasses.replace(plan, storage_data=(found.generation, found.step))
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        versions = {plan.storage_data for plan in plans}
+        if len(versions) > 1:
+            found = ", ".join(f"step {step} (generation {of})" for of, step in sorted(versions))
+            raise SnapshotError(
+                f"the ranks would load different snapshots ({found}): a save before this load has "
+                "not come to its end on all of them"
+            )
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        assert self._saved is not None
+        saved, page = self._saved, self._context.page
+        try:
+            with self._telling(saved.version):
+                saved.load(plan, planner)
+        finally:
+            self._close()
+        page.set(Beat.RESTORED_GENERATION, saved.version.generation)
+        page.set(Beat.RESTORED_STEP, saved.version.step)
+        page.set(Beat.RESTORE_END_NS, clock.now_ns())
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: AnyPath) -> bool:
+        """Any text is a label."""
+        return True
+
+    def _check_label(self, saved: SavedItems) -> None:
+        meta = saved.metadata.storage_meta
+        label = meta.checkpoint_id if meta is not None else None
+        if self._label is not None and _name(self._label) != _name(str(label or "")):
+            raise SnapshotError(
+                f"the newest snapshot is {saved.version}, saved as {label}, and {self._label} is "
+                "asked for: memory holds the newest only. Leave checkpoint_id out to load it"
+            )
+
+    def _telling(self, wanted: Version) -> Any:
+        """Have a shard set aside that is not what was sealed, where the run has restored it."""
+        if wanted == self._context.restore:
+            return telling_of_corruption(self._context)
+        return contextlib.nullcontext()
+
+    def _close(self) -> None:
+        if self._saved is not None:
+            self._saved.close()
+        self._saved = None
+
+
+def _context() -> WorkerContext | None:
+    """This rank's, where ftrun has started it and keeps snapshots."""
+    context = worker_context()
+    return context if context is not None and context.settings.enabled else None
+
+
+def _saver(context: WorkerContext) -> Saver:
+    if multiprocessing.parent_process() is not None:
+        raise UsageError(
+            "only the rank itself can save and load snapshots, and this is a process that it has "
+            "started: with async_save use AsyncCheckpointerType.THREAD"
+        )
+    if session.is_attached():
+        raise UsageError(
+            "this script has called ftrun.attach: its session takes the snapshots. Use one or the "
+            "other, or close() the session first"
+        )
+    return saver_of(context)
+
+
+def _outside(fallback: AnyPath | None, what: str) -> AnyPath:
+    if fallback is None:
+        raise UsageError(
+            f"ftrun.dcp.{what} keeps snapshots in the memory of a run of ftrun, and this process "
+            "was started without it, or with snapshot.enabled false: start it with `ftrun`, or "
+            f"give {what}(fallback=FOLDER) for torch's own files there"
+        )
+    return fallback
+
+
+def _check_rank(context: WorkerContext, is_coordinator: bool) -> None:
+    if is_coordinator != (context.rank == COORDINATOR):
+        raise UsageError(
+            f"rank {context.rank} {'is' if is_coordinator else 'is not'} the coordinator of this "
+            "save, which is rank 0 of all ranks: a snapshot is of the whole run. Leave out "
+            "no_dist, and give a process_group of all ranks or none"
+        )
+
+
+def _check_world(context: WorkerContext, count: int) -> None:
+    if count != context.world_size:
+        raise UsageError(
+            f"{count} of {context.world_size} ranks save: a snapshot is of the whole run. Leave "
+            "out no_dist, and give a process_group of all ranks or none"
+        )
+
+
+def _name(label: str) -> str:
+    """The last part of a label that looks like a path."""
+    return PurePath(label).name

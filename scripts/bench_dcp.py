@@ -1,0 +1,156 @@
+#!/usr/bin/env python3
+"""dcp.save and dcp.load over ftrun's memory, beside torch's files on tmpfs and on disk.
+
+    python scripts/bench_dcp.py --mb 384 --json dcp.json
+
+Two ranks with --mb of state each, their own, as with FSDP2. ftrun's writer and reader and torch's
+FileSystemWriter and FileSystemReader (which syncs its files, as is its default) come in turns in
+one process per rank. ftrun's save lasts until the snapshot is committed, torch's until its files
+are synced. What is loaded is compared with what was saved; that is not timed.
+
+save_speedup_tmpfs, save_speedup_disk    torch's time to save over ftrun's
+load_speedup_tmpfs, load_speedup_disk    the same to load (files are in the page cache)
+save_over_memcpy, load_over_memcpy       a warm Tensor.copy_ of the state, on all ranks at once,
+                                         over ftrun's time
+"""
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import psutil
+from bench_common import (
+    ROOT,
+    TMPFS,
+    BenchError,
+    Deadline,
+    NotesReader,
+    conditions,
+    ftrun_command,
+    launched,
+    parser_of,
+    run_bench,
+    scratch,
+    show_conditions,
+    show_table,
+    spread,
+    wait_for,
+    write_json,
+)
+
+RANKS = 2
+RUN_ID = f"bench-dcp-{os.getpid()}"
+WAYS = ("ftrun", "tmpfs", "disk")
+WORKER = Path(__file__).with_name("bench_dcp_worker.py")
+MEMORY_NEEDED = 8  # times --mb on each rank: state, two slots, loaded, a copy, files, pages
+
+
+def main() -> int:
+    args = parse_arguments()
+    check_memory(args.mb)
+    found = conditions()
+    with scratch(TMPFS) as tmpfs, scratch(args.disk) as disk:
+        results = run(args, tmpfs, disk)
+    figures = figures_of(results)
+    report(figures, results, found, args)
+    return 0
+
+
+def run(args: argparse.Namespace, tmpfs: Path, disk: Path) -> list[dict[str, Any]]:
+    """Each rank's raw times."""
+    words: list[object] = ["--folder", tmpfs, "--tmpfs", tmpfs, "--disk", disk]
+    words += ["--mb", args.mb, "--rounds", args.rounds]
+    flags = ["--nproc-per-node", RANKS, "--run-id", RUN_ID]
+    # A restart would mix two lives in one measurement.
+    command = ftrun_command(*flags, "--max-restarts", 0, WORKER, *words)
+    readers = [NotesReader(tmpfs / f"rank{rank}.jsonl") for rank in range(RANKS)]
+    deadline = Deadline(args.timeout)
+    with launched("ftrun", command, tmpfs) as launcher:
+        wait_for(
+            "the measurement",
+            lambda: all(reader.of("measured") for reader in readers),
+            [launcher],
+            deadline,
+        )
+        return [json.loads((tmpfs / f"rank{rank}.json").read_text()) for rank in range(RANKS)]
+
+
+def times(results: list[dict[str, Any]], way: str, what: str) -> list[float]:
+    """By turn, the slowest rank's."""
+    return [max(turn) for turn in zip(*(r["ways"][way][what] for r in results), strict=True)]
+
+
+def figures_of(results: list[dict[str, Any]]) -> dict[str, float]:
+    copy_s = median(max(turn) for turn in zip(*(r["copy_s"] for r in results), strict=True))
+    found = {}
+    for what in ("save", "load"):
+        own_s = median(times(results, "ftrun", f"{what}_s"))
+        for way in WAYS[1:]:
+            found[f"{what}_speedup_{way}"] = median(times(results, way, f"{what}_s")) / own_s
+        found[f"{what}_over_memcpy"] = copy_s / own_s
+    return found
+
+
+def report(
+    figures: dict[str, float],
+    results: list[dict[str, Any]],
+    found: dict[str, Any],
+    args: argparse.Namespace,
+) -> None:
+    num_bytes = sum(result["bytes"] for result in results)
+    rows = []
+    for way in WAYS:
+        cells = [way if way == "ftrun" else f"torch's files, {way}"]
+        for what in ("save_s", "load_s"):
+            values = times(results, way, what)
+            middle = median(values)
+            shown = f"{middle:.3f} ({min(values):.3f} to {max(values):.3f})"
+            cells += [shown, f"{num_bytes / middle / 1e9:.2f}"]
+        rows.append(cells)
+    head = ["", "save, s", "GB/s", "load, s", "GB/s"]
+    title = (
+        f"dcp.save and dcp.load of {num_bytes / 1e9:.2f} GB by {RANKS} ranks, {args.rounds} turns"
+    )
+    show_table(title, head, rows)
+    show_table("Ratios", ["", ""], [[name, f"{value:.2f}"] for name, value in figures.items()])
+    show_conditions(found)
+    raw = {way: {w: spread(times(results, way, w)) for w in ("save_s", "load_s")} for way in WAYS}
+    write_json(args.json, {**figures, "bytes": num_bytes, "times": raw, "conditions": found})
+
+
+def check_memory(mb: float) -> None:
+    """Raises: BenchError: it does not fit."""
+    needed = MEMORY_NEEDED * RANKS * mb * 1e6
+    free = psutil.virtual_memory().available
+    if needed > free:
+        raise BenchError(
+            f"about {needed / 1e9:.1f} GB are needed and {free / 1e9:.1f} GB are free; "
+            "give a smaller --mb"
+        )
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = parser_of(__doc__, timeout_s=600)
+    parser.add_argument(
+        "--mb", type=float, default=384, help="state of one rank (default %(default).0f)"
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=5, help="turns after the first (default %(default)d)"
+    )
+    parser.add_argument(
+        "--disk", type=Path, default=ROOT, help="a folder on the disk to compare with"
+    )
+    args = parser.parse_args()
+    if min(args.mb, args.rounds) <= 0:
+        parser.error("--mb and --rounds are positive")
+    if sys.platform != "linux":
+        parser.error("ftrun launches on Linux only")
+    return args
+
+
+if __name__ == "__main__":
+    run_bench(main)
