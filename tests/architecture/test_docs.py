@@ -41,6 +41,7 @@ def test_every_page_is_there() -> None:
     assert set(DOCS) == {
         "architecture.md",
         "benchmarks.md",
+        "checkpoints.md",
         "drills.md",
         "failure-modes.md",
         "getting-started.md",
