@@ -332,7 +332,7 @@ def _show_profile(
 
 
 _snapshots_app = typer.Typer(
-    help="List, verify and prune the checkpoints in a directory.",
+    help="List, verify, prune and export the checkpoints in a directory.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
@@ -383,6 +383,41 @@ def _prune_snapshots(
 
     found = prune(directory, keep=keep, older_than=older_than, is_real=not is_dry, as_json=as_json)
     raise typer.Exit(found)
+
+
+@_snapshots_app.command("export")
+def _export_snapshot(  # noqa: PLR0913 - its flags
+    checkpoint: Annotated[
+        str, typer.Argument(metavar="DIR[/NAME]", help="its latest one, or the one that is named")
+    ],
+    out: Annotated[str, typer.Argument(metavar="OUT", help="a directory; a file for state_dict")],
+    kind: Annotated[
+        str, typer.Option("--format", metavar="F", help="safetensors, dcp or state_dict")
+    ],
+    dtype: Annotated[
+        str | None,
+        typer.Option("--dtype", metavar="D", help="of the model: bf16, fp16, fp32 or fp64"),
+    ] = None,
+    only: Annotated[
+        list[str] | None,
+        typer.Option("--only", metavar="PATTERN", help="such as 'model.*'; may be given again"),
+    ] = None,
+    file_size: Annotated[
+        str, typer.Option("--file-size", metavar="SIZE", help="of a safetensors file, at most")
+    ] = "5GB",
+    num_writers: Annotated[
+        int | None, typer.Option("--writers", metavar="N", help="threads; given none: up to 4")
+    ] = None,
+    may_replace: Annotated[
+        bool, typer.Option("--force", help="replace an export that is there")
+    ] = False,
+    as_json: _AsJson = False,
+) -> None:
+    """Write one in a format that others read."""
+    from ftrun.cli.snapshots_export import Wish, export
+
+    wish = Wish(kind, dtype, only or [], file_size, num_writers, may_replace)
+    raise typer.Exit(export(checkpoint, out, wish, as_json=as_json))
 
 
 def main() -> NoReturn:

@@ -23,7 +23,7 @@ _UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
 
 def list_checkpoints(directory: str, *, as_json: bool) -> int:
     """Show what is there, by its indexes and the sizes of its files."""
-    found = _ask("list", directory)
+    found = ask("list", directory)
     if as_json:
         return _as_json(found)
     _show(found)
@@ -36,7 +36,7 @@ def list_checkpoints(directory: str, *, as_json: bool) -> int:
 
 def verify(directory: str, names: Sequence[str], *, as_json: bool) -> int:
     """Read every byte, and compare it with its digests."""
-    found = _ask("verify", directory, *names)
+    found = ask("verify", directory, *names)
     if as_json:
         return _as_json(found)
     for one in found.checkpoints:
@@ -63,7 +63,7 @@ def prune(
     words = [f"--keep={keep}"]
     if older_than is not None:
         words.append(f"--keep-s={_age_s(older_than)}")
-    found = _ask("prune", directory, *words, *([] if is_real else ["--dry-run"]))
+    found = ask("prune", directory, *words, *([] if is_real else ["--dry-run"]))
     if as_json:
         return _as_json(found)
     would = "" if is_real else "would be "
@@ -77,7 +77,12 @@ def prune(
 # --- asking -----------------------------------------------------------------------------------
 
 
-def _ask(*words: str) -> ShelfFacts:
+def ask(*words: str) -> ShelfFacts:
+    """What the process that reads checkpoints says.
+
+    Raises:
+        FtrunError: why it could do nothing.
+    """
     safe_path = ["-P"] if sys.flags.safe_path else []
     command = [sys.executable, *safe_path, "-m", "ftrun.smp.shelf", *words]
     done = subprocess.run(command, stdout=subprocess.PIPE, check=False)

@@ -2,7 +2,7 @@
 
 Runs in:  a process of its own, started by the cli: whatever reads or removes checkpoints is of
           this folder.
-Takes in: list, verify or prune; a directory of checkpoints.
+Takes in: list, verify, prune or find; a directory of checkpoints, for find also one of them.
 Gives:    `ShelfFacts` as JSON on stdout.
 Survives: runs that write there meanwhile: what they have not finished is left alone.
 """
@@ -21,6 +21,7 @@ from ftrun.smp.checkpoint_files import LATEST_NAME, Retention, locked_shortly, p
 from ftrun.smp.checkpoint_index import Index, read_index, read_indexes
 from ftrun.smp.checkpoint_verify import verify_folder
 from ftrun.wire.checkpoint_messages import INDEX_NAME
+from ftrun.wire.export_facts import CheckpointPlaces, ShardPlace
 from ftrun.wire.shelf_facts import CheckpointFacts, ShelfFacts
 
 
@@ -45,6 +46,8 @@ def _do(arguments: argparse.Namespace, directory: Path) -> ShelfFacts:
         raise CheckpointError(f"{directory} is not a directory")
     if arguments.verb == "list":
         return _list(directory, arguments.names)
+    if arguments.verb == "find":
+        return _find(directory)
     if arguments.verb == "verify":
         return _verify(directory, arguments.names)
     retention = Retention(arguments.keep, arguments.keep_s)
@@ -53,7 +56,7 @@ def _do(arguments: argparse.Namespace, directory: Path) -> ShelfFacts:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="ftrun.smp.shelf", description="checkpoints on disk")
-    parser.add_argument("verb", choices=["list", "verify", "prune"])
+    parser.add_argument("verb", choices=["list", "verify", "prune", "find"])
     parser.add_argument("directory")
     parser.add_argument("names", nargs="*")
     parser.add_argument("--keep", type=int, default=1)
@@ -91,6 +94,33 @@ def _prune(directory: Path, retention: Retention, *, is_real: bool) -> ShelfFact
             doomed = prune(directory, retention, newest=newest)
     listed = _list(directory, ())
     return msgspec.structs.replace(listed, removed=tuple(one.name for one in doomed))
+
+
+def _find(directory: Path) -> ShelfFacts:
+    """The files of one checkpoint: the one that is named, or the latest of a directory."""
+    folder = directory.resolve()
+    if not (folder / INDEX_NAME).exists():
+        whole = [folder for folder, _ in read_indexes(directory)]
+        if not whole:
+            raise CheckpointError(f"there is no whole checkpoint in {directory}")
+        folder = _latest(directory) or whole[0]
+    index = read_index(folder)
+    there = {shard.rank for shard in index.shards}
+    if missing := [rank for rank in range(index.world_size) if rank not in there]:
+        raise CheckpointError(f"{folder}: its index has no rank {missing[0]}")
+    shards = [
+        ShardPlace(
+            rank=shard.rank,
+            path=str(folder / shard.file),
+            digests_path=str(folder / shard.digests),
+            num_bytes=shard.num_bytes,
+            table_digest=shard.table_digest,
+            header_digest=shard.header_digest,
+        )
+        for shard in index.shards
+    ]
+    found = CheckpointPlaces(str(folder), index.run_id, index.step, index.world_size, shards)
+    return ShelfFacts(str(directory), [], found=found)
 
 
 # --- one checkpoint ---------------------------------------------------------------------------

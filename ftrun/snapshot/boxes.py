@@ -8,8 +8,9 @@ A tensor without dimensions has one item, so its box is never empty. A box that 
 dimension holds nothing, wherever it begins.
 """
 
+import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 Shape = tuple[int, ...]
@@ -117,6 +118,29 @@ def span_of(chunk: Shape, starts: Shape, shape: Shape) -> Span:
     first = sum(at * step for at, step in zip(starts, strides, strict=True))
     last = first + sum((size - 1) * step for size, step in zip(shape, strides, strict=True))
     return Span(first, last - first + 1, shape, strides)
+
+
+def runs(shape: Shape, source: Shape, target: Shape) -> Iterator[tuple[int, int, int]]:
+    """How a block of items is copied from one place to another: the runs that stay runs.
+
+    Args:
+        shape: of the block; not empty.
+        source: strides of the block where it is, in items.
+        target: where it goes.
+
+    Returns:
+        First item in the source, first item in the target, how many.
+    """
+    count, dims = 1, len(shape)
+    while dims and (shape[dims - 1] == 1 or source[dims - 1] == target[dims - 1] == count):
+        dims -= 1
+        count *= shape[dims]
+    for index in itertools.product(*map(range, shape[:dims])):
+        yield (
+            sum(at * step for at, step in zip(index, source, strict=False)),
+            sum(at * step for at, step in zip(index, target, strict=False)),
+            count,
+        )
 
 
 def cut_to(chunk: Shape, part: Box, most_items: int) -> list[Box]:

@@ -113,6 +113,12 @@ class WorldIndex:
             if not name.startswith(OURS) and all(name in entries for entries in others)
         ]
 
+    @cached_property
+    def names(self) -> list[str]:
+        """Tensors of which some rank holds something, in the order in which they are met."""
+        met = (name for rank in self._order for name in self._heads[rank].entries)
+        return [name for name in dict.fromkeys(met) if not name.startswith(OURS)]
+
     def tensor(self, name: str) -> WholeTensor | None:
         """The whole tensor of this name; None where no rank has one.
 

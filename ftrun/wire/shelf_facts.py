@@ -5,6 +5,8 @@ Runs in: the process of ftrun.smp.shelf, which says it, and cli, which shows it.
 
 import msgspec
 
+from ftrun.wire.export_facts import CheckpointPlaces
+
 
 class CheckpointFacts(msgspec.Struct, frozen=True):
     """One checkpoint, or what looks like one."""
@@ -34,5 +36,7 @@ class ShelfFacts(msgspec.Struct, frozen=True):
     checked_bytes: int = 0
     seconds: float = 0.0
     removed: tuple[str, ...] = ()
+    found: CheckpointPlaces | None = None
+    """The one that was asked for by itself."""
     problem: str = ""
     """Why nothing could be done, in words."""

@@ -101,6 +101,17 @@ def held_by(module: nn.Module, prefix: str) -> Iterator[Held]:
                     yield Held(holder, key, f"{path}.{key}", tensor)
 
 
+def every_name(module: nn.Module, path: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """What `held_by` gives, with each of the names that a tied tensor has in `state_dict()`."""
+    for key, tensor in (*module._parameters.items(), *module._buffers.items()):
+        if tensor is not None and key not in module._non_persistent_buffers_set:
+            yield f"{path}.{key}", tensor
+    inner = wrapped_key(module)
+    for key, child in module._modules.items():
+        if child is not None:
+            yield from every_name(child, path if key == inner else f"{path}.{key}")
+
+
 def named_parts(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
     """Every submodule once, with wrappers (DDP, torch.compile) left out of the names."""
     seen: set[int] = set()

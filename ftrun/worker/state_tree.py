@@ -25,7 +25,7 @@ from ftrun.snapshot.boxes import Part
 from ftrun.snapshot.layout import Entry, When
 from ftrun.snapshot.plain import TensorRef, encode
 from ftrun.worker import rng
-from ftrun.worker.attached import Attached, Held, held_by, named_parts
+from ftrun.worker.attached import Attached, Held, every_name, held_by, named_parts
 from ftrun.worker.parts import part_of
 from ftrun.worker.tensors import described, is_sharded, local_tensor
 
@@ -67,6 +67,7 @@ class Lasting:
     parameters: list[torch.Tensor]
     state_values: list[object]
     optimizer_state: bytes
+    modules: bytes
     names: dict[int, str]
 
     @cached_property
@@ -120,6 +121,7 @@ class StateTree:
         # Part by part, so that the path in an error starts at the name given to attach.
         packed = {key: encode(part, refer=fresh) for key, part in parts.items()}
         packed["optimizer_state"] = lasting.optimizer_state
+        packed["modules"] = lasting.modules
         return State(lasting, tuple(fresh.sources), encode(packed))
 
     def lasting(self) -> Lasting:
@@ -168,6 +170,7 @@ class StateTree:
             parameters=self._parameters(),
             state_values=self._state_values(),
             optimizer_state=packed,
+            modules=encode({"names": list(self.attached.modules), "tied": self._tied(names)}),
             names=names,
         )
 
@@ -177,6 +180,15 @@ class StateTree:
         holder = self.attached.tensors
         for name, tensor in holder.items():
             yield Held(holder, name, name, tensor)
+
+    def _tied(self, names: dict[int, str]) -> dict[str, str]:
+        """Other names of tensors, with the one under which each is saved; for exports."""
+        every = (
+            (name, names[id(tensor)])
+            for path, module in self.attached.modules.items()
+            for name, tensor in every_name(module, path)
+        )
+        return {name: saved for name, saved in every if name != saved}
 
     def _nameless(self, names: dict[int, str]) -> Iterator[tuple[str, torch.Tensor]]:
         for name, optimizer in self.attached.optimizers.items():

@@ -41,6 +41,7 @@ def test_every_page_is_there() -> None:
     assert set(DOCS) == {
         "architecture.md",
         "benchmarks.md",
+        "checkpoints.md",
         "dcp.md",
         "drills.md",
         "estimate.md",

@@ -14,7 +14,9 @@ from ftrun.snapshot.boxes import (
     first_hole,
     overlap,
     parse_part,
+    runs,
     span_of,
+    strides_of,
     whole,
     without,
 )
@@ -101,3 +103,31 @@ def test_a_box_is_written_as_ranges_and_a_part_comes_back_from_its_text() -> Non
     assert str(Box((2, 0), (3, 4))) == "[2:5, 0:4]"
     for part in (Part((8, 4), (4, 0)), Part((3,), None), Part((), ())):
         assert parse_part(str(part)) == part
+
+
+@settings(deadline=None)
+@given(shapes.flatmap(lambda shape: st.tuples(boxes(shape), boxes(shape), st.just(shape))))
+def test_what_two_boxes_share_is_copied_run_by_run(case: tuple[Box, Box, tuple[int, ...]]) -> None:
+    one, other, shape = case
+    common = overlap(one, other)
+    if common is None:
+        return
+    every = np.arange(math.prod(shape)).reshape(shape)
+    cut = [every[tuple(map(slice, box.offsets, box.end))].reshape(-1) for box in (one, other)]
+    copied = np.full(cut[1].shape, -1)
+    firsts = [
+        span_of(box.shape, tuple(np.subtract(common.offsets, box.offsets)), common.shape).first
+        for box in (one, other)
+    ]
+    strides = (strides_of(one.shape), strides_of(other.shape))
+    for source, target, count in runs(common.shape, *strides):
+        at = (firsts[0] + source, firsts[1] + target)
+        copied[at[1] : at[1] + count] = cut[0][at[0] : at[0] + count]
+    inside = np.isin(cut[1], every[tuple(map(slice, common.offsets, common.end))])
+    assert (copied[inside] == cut[1][inside]).all()
+    assert (copied[~inside] == -1).all()
+
+
+def test_neighbouring_rows_are_one_run() -> None:
+    assert list(runs((3, 1, 4), (4, 4, 1), (4, 99, 1))) == [(0, 0, 12)]
+    assert list(runs((2, 4), (4, 1), (9, 1))) == [(0, 0, 4), (4, 9, 4)]

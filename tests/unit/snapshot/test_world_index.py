@@ -171,3 +171,8 @@ def test_a_tensor_is_put_together_once_and_reads_as_dtype_and_shape() -> None:
     found = index.tensor("w")
     assert found is index.tensor("w")
     assert str(found) == "F32[4, 2]"
+
+
+def test_names_are_those_that_any_rank_has() -> None:
+    w, v = (Entry(name, "F32", (2,), When.LAZY) for name in "wv")
+    assert WorldIndex(heads_of([w], [w, v]), prefer=Rank(0)).names == ["w", "v"]

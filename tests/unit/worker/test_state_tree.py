@@ -6,7 +6,8 @@ from torch import nn
 
 from ftrun.errors import ValueNotStorable
 from ftrun.snapshot.layout import When
-from ftrun.worker.attached import Attached, by_name, unwrapped
+from ftrun.snapshot.plain import decode
+from ftrun.worker.attached import Attached, by_name, every_name, unwrapped
 from ftrun.worker.state_tree import StateTree
 
 
@@ -50,6 +51,34 @@ def test_tied_parameters_are_taken_once() -> None:
     net = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
     net[1].weight = net[0].weight
     assert names(tree_of(model=net)) == ["model.0.weight"]
+
+
+def modules_of(tree: StateTree) -> dict[str, object]:
+    return decode(tree.lasting().modules)
+
+
+def test_all_names_of_tied_tensors_are_noted() -> None:
+    net = nn.Sequential(nn.Linear(3, 3, bias=False), nn.BatchNorm1d(3), nn.Linear(3, 3, bias=False))
+    net[2].weight = net[0].weight
+    net.add_module("again", net[1])
+    wrapped = nn.Sequential(torch.compile(net, backend="eager"))
+    noted = modules_of(tree_of(model={"a": wrapped, "b": net[0]}))
+    assert noted["names"] == ["model.a", "model.b"]
+    tied = noted["tied"]
+    assert tied == {
+        "model.a.0.2.weight": "model.a.0.0.weight",
+        "model.b.weight": "model.a.0.0.weight",
+        **{f"model.a.0.again.{name}": f"model.a.0.1.{name}" for name in net[1].state_dict()},
+    }
+
+
+def test_names_are_those_of_a_state_dict() -> None:
+    net = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    net.register_buffer("cache", torch.zeros(2), persistent=False)
+    net.register_parameter("none", None)
+    net.add_module("again", net[0])
+    found = [name for name, _ in every_name(net, "model")]
+    assert sorted(found) == sorted(f"model.{name}" for name in net.state_dict())
 
 
 def test_buffers_that_are_not_saved_by_torch_are_left_out() -> None:

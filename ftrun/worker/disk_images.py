@@ -1,0 +1,123 @@
+"""The shards of a checkpoint on disk, to read from.
+
+Runs in:  the process of ftrun.worker.export; any of its threads. Loads no torch.
+Takes in: where the files of all ranks are, and the digests that the checkpoint's index has.
+Gives:    an `ImageSource`: heads that are compared with the index, bytes that are not yet.
+
+All files are opened at once, so that a run that removes the checkpoint meanwhile does no harm.
+"""
+
+import os
+import resource
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from ftrun.errors import CheckpointError, LayoutUnknown, SnapshotCorrupt
+from ftrun.ids import Rank
+from ftrun.snapshot.shard_head import ShardHead
+from ftrun.wire.arena import SlotHeader, SlotState
+from ftrun.wire.export_facts import ShardPlace
+from ftrun.worker.image_source import Range, make_head
+
+_LENGTH_BYTES = 8
+_LONGEST_HEADER = 1 << 30
+_SPARE_FDS = 64
+
+
+class DiskImages:
+    """A checkpoint's shards.
+
+    Args:
+        places: of all ranks.
+
+    Raises:
+        CheckpointError: a file is not there, or is not what the index says.
+    """
+
+    def __init__(self, places: Sequence[ShardPlace]) -> None:
+        self._places = {Rank(place.rank): place for place in places}
+        self._fds: dict[Rank, int] = {}
+        self._heads: dict[Rank, ShardHead] = {}
+        _allow_files(len(places) + _SPARE_FDS)
+        try:
+            for rank, place in self._places.items():
+                self._fds[rank] = os.open(place.path, os.O_RDONLY | os.O_CLOEXEC)
+                self._heads[rank] = _head(self._fds[rank], place)
+        except OSError as error:
+            self.close()
+            raise CheckpointError(f"{error.filename} is not readable: {error.strerror}") from error
+        except BaseException:
+            self.close()
+            raise
+
+    def path_of(self, rank: Rank) -> str:
+        """The file that holds the data of a rank."""
+        return self._places[rank].path
+
+    def headers(self) -> Mapping[Rank, ShardHead]:
+        return self._heads
+
+    def expect(self, ranges: Sequence[Range]) -> None:
+        """Nothing to do: it is read when it is asked for."""
+
+    def read(self, rank: Rank, offset: int, num_bytes: int) -> memoryview:
+        path, at = self.path_of(rank), self._heads[rank].start + offset
+        try:
+            return memoryview(_read(self._fds[rank], at, num_bytes, path))
+        except OSError as error:
+            raise CheckpointError(f"{path} is not readable: {error.strerror}") from error
+
+    def close(self) -> None:
+        for fd in self._fds.values():
+            os.close(fd)
+        self._fds.clear()
+
+
+def _head(fd: int, place: ShardPlace) -> ShardHead:
+    """What describes a shard, compared with the index."""
+    size = os.fstat(fd).st_size
+    if size != place.num_bytes:
+        raise CheckpointError(f"{place.path} has {size:,} bytes of {place.num_bytes:,}")
+    length = int.from_bytes(_read(fd, 0, _LENGTH_BYTES, place.path), "little")
+    num_bytes = _LENGTH_BYTES + min(length, size - _LENGTH_BYTES, _LONGEST_HEADER)
+    header = _read(fd, 0, num_bytes, place.path)
+    table = Path(place.digests_path).read_bytes()
+    sealed = SlotHeader(SlotState.SEALED, 0, 0, size, int(place.table_digest, 16), 0)
+    try:
+        return make_head(
+            memoryview(header),
+            memoryview(table[: len(table) // 8 * 8]).cast("Q"),
+            layout_id=int(place.header_digest, 16),
+            sealed=sealed,
+            what=place.path,
+            rank=Rank(place.rank),
+        )
+    except SnapshotCorrupt as error:
+        path, what = place.path, "its header is"
+        if error.what.endswith("digest table"):
+            path, what = place.digests_path, "these are"
+        raise CheckpointError(f"{path} is damaged: {what} not what was written") from error
+    except LayoutUnknown as error:
+        raise CheckpointError(f"{place.path}: {error}") from error
+
+
+def _read(fd: int, at: int, num_bytes: int, path: str) -> bytes:
+    parts = []
+    while num_bytes:
+        part = os.pread(fd, num_bytes, at)
+        if not part:
+            raise CheckpointError(f"{path} ends after {at:,} bytes")
+        parts.append(part)
+        at += len(part)
+        num_bytes -= len(part)
+    return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def _allow_files(count: int) -> None:
+    """Let this process have so many files open, where that is its own to decide."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < count:
+        wanted = count if hard == resource.RLIM_INFINITY else min(count, hard)
+        with suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
