@@ -21,6 +21,7 @@ from ftrun import clock
 from ftrun.errors import ShapeChanged, SnapshotCorrupt
 from ftrun.ids import Rank, Version
 from ftrun.snapshot.plain import TensorRef
+from ftrun.snapshot.regroup import Resize
 from ftrun.snapshot.world_index import WholeTensor
 from ftrun.wire.crash_points import crash_point
 from ftrun.wire.pages import Beat
@@ -29,7 +30,6 @@ from ftrun.worker.context import WorkerContext
 from ftrun.worker.image_source import ImageSource, LocalImages
 from ftrun.worker.memory_link import MemoryLink
 from ftrun.worker.parts import box_of
-from ftrun.worker.regroup import Resize
 from ftrun.worker.reload import add_groups, freeze, groups_for, load_objects, load_optimizer
 from ftrun.worker.remote_images import JoinedImages, RemoteImages
 from ftrun.worker.replicas import check_replicas

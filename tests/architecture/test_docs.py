@@ -45,6 +45,7 @@ def test_every_page_is_there() -> None:
         "failure-modes.md",
         "getting-started.md",
         "glossary.md",
+        "layouts.md",
         "many-nodes.md",
         "operations.md",
         "papers.md",

@@ -1,0 +1,249 @@
+"""A checkpoint that is to be converted, read as far as it is asked for.
+
+Runs in:  the process that converts checkpoints, in several threads.
+Takes in: a checkpoint's folder.
+Gives:    heads of all shards, plain values, and bytes of entries: each piece under what is read is
+          compared with its digest before any of it is used.
+"""
+
+import os
+import threading
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from ftrun.errors import CheckpointError, LayoutUnknown, RulesUnfit, SnapshotCorrupt
+from ftrun.layouts.world_layout import Stored, WorldLayout
+from ftrun.smp.checkpoint_index import Index, ShardFile, read_index
+from ftrun.snapshot import plain
+from ftrun.snapshot.layout import PLAIN_NAME, Entry, parse_header
+from ftrun.snapshot.plain import TensorRef
+from ftrun.snapshot.shard_head import ShardHead
+from ftrun.snapshot.world_index import OURS
+
+_HEADER_LENGTH_BYTES = 8
+_LONGEST_HEADER = 1 << 30
+
+
+class SourceShard:
+    """One rank's file.
+
+    Args:
+        folder: of the checkpoint.
+        shard: as the index has it.
+
+    Raises:
+        SnapshotCorrupt, LayoutUnknown, CheckpointError: it is not what was written.
+        OSError: it cannot be read.
+    """
+
+    def __init__(self, folder: Path, shard: ShardFile) -> None:
+        self.rank = shard.rank
+        self._what = f"{folder}, rank {shard.rank}"
+        self._fd = os.open(folder / shard.file, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            self.head = self._read_head(folder, shard)
+        except BaseException:
+            os.close(self._fd)
+            raise
+        self._last: tuple[range, memoryview] | None = None
+        self._lock = threading.Lock()
+
+    def read(self, offset: int, num_bytes: int) -> memoryview:
+        """Bytes of the shard's data.
+
+        Raises:
+            SnapshotCorrupt: a piece under them is not what was written.
+        """
+        pieces = self.head.pieces_under(offset, num_bytes)
+        if not pieces:
+            return memoryview(b"")
+        start, length = self.head.bytes_of(pieces)
+        with self._lock:  # small entries share a piece, and are read one after the other
+            last = self._last
+        if last is None or last[0] != pieces:
+            data = self._read(self.head.start + start, length)
+            self._check(pieces, start, data)
+            last = (pieces, data)
+            with self._lock:
+                self._last = last if len(pieces) == 1 else None
+        return last[1][offset - start : offset - start + num_bytes]
+
+    def plain_parts(self) -> dict[str, bytes]:
+        at = self.head.entries[PLAIN_NAME].offset
+        length = int.from_bytes(self.read(at, 8), "little")
+        found: dict[str, bytes] = plain.decode(self.read(at + 8, length))
+        return found
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+    def _read_head(self, folder: Path, shard: ShardFile) -> ShardHead:
+        size = os.fstat(self._fd).st_size
+        if size != shard.num_bytes:
+            raise CheckpointError(f"{self._what} has {size:,} bytes of {shard.num_bytes:,}")
+        length = int.from_bytes(os.pread(self._fd, _HEADER_LENGTH_BYTES, 0), "little")
+        end = _HEADER_LENGTH_BYTES + min(length, size, _LONGEST_HEADER)
+        header = bytes(self._read(0, min(end, size)))
+        if xxhash.xxh3_64_hexdigest(header) != shard.header_digest:
+            raise SnapshotCorrupt(what=f"{self._what}, header", piece=0, pieces=shard.num_pieces)
+        layout, start = parse_header(memoryview(header), image_bytes=size)
+        table = (folder / shard.digests).read_bytes()
+        if xxhash.xxh3_64_hexdigest(table) != shard.table_digest:
+            raise SnapshotCorrupt(what=f"{self._what}, digests", piece=0, pieces=shard.num_pieces)
+        return ShardHead(layout, start, memoryview(table).cast("Q"))
+
+    def _read(self, at: int, size: int) -> memoryview:
+        data = memoryview(bytearray(size))
+        done = 0
+        while done < size:
+            got = os.preadv(self._fd, [data[done:]], at + done)
+            if not got:
+                raise CheckpointError(f"{self._what} ends after {at + done} bytes")
+            done += got
+        return data
+
+    def _check(self, pieces: range, start: int, data: memoryview) -> None:
+        digests = self.head.digests
+        for index in pieces:
+            piece = self.head.layout.pieces[index]
+            at = piece.offset - start
+            if xxhash.xxh3_64_intdigest(data[at : at + piece.num_bytes]) != digests[index]:
+                raise SnapshotCorrupt(what=self._what, piece=index, pieces=len(digests))
+
+
+class SourceCheckpoint:
+    """All shards of one checkpoint.
+
+    Args:
+        folder: of the checkpoint.
+
+    Raises:
+        CheckpointError: it cannot be used, in words.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.index: Index = read_index(folder)
+        shards = {shard.rank: shard for shard in self.index.shards}
+        missing = [rank for rank in range(self.index.world_size) if rank not in shards]
+        if missing:
+            raise CheckpointError(f"{folder}: its index has no rank {missing[0]}")
+        with ExitStack() as ends:
+            self.shards: list[SourceShard] = []
+            try:
+                for rank in range(self.index.world_size):
+                    self.shards.append(SourceShard(folder, shards[rank]))
+                    ends.callback(self.shards[-1].close)
+                self.parts = [shard.plain_parts() for shard in self.shards]
+            except (SnapshotCorrupt, LayoutUnknown) as error:
+                raise CheckpointError(f"{folder} cannot be converted: {error}") from error
+            except OSError as error:
+                raise CheckpointError(f"{folder} is not readable: {error.strerror}") from error
+            self._ends = ends.pop_all()
+
+    def stored(self, source: str) -> list[list[Stored]]:
+        """What each rank stores, as rules look at it.
+
+        Args:
+            source: of the rules, for messages.
+
+        Raises:
+            RulesUnfit: it holds DTensors, which rules do not describe.
+        """
+        found, sharded = [], []
+        for shard, parts in zip(self.shards, self.parts, strict=True):
+            owners = _owners(parts)
+            entries = [e for e in shard.head.layout.entries if not e.name.startswith(OURS)]
+            sharded += [e.name for e in entries if e.part is not None]
+            found.append([Stored(e.name, e.dtype, e.shape, owners.get(e.name)) for e in entries])
+        if sharded:
+            names = dict.fromkeys(sharded)
+            raise RulesUnfit(
+                source=source,
+                problems=[
+                    f"{name} is a DTensor: a run of any layout goes on from it by itself, without "
+                    "rules and without converting"
+                    for name in names
+                ],
+            )
+        return found
+
+    def entry(self, rank: int, name: str) -> Entry:
+        return self.shards[rank].head.entries[name]
+
+    def read(self, rank: int, name: str, first_byte: int, num_bytes: int) -> memoryview:
+        """Bytes of an entry.
+
+        Raises:
+            CheckpointError: they are not what was written.
+        """
+        try:
+            return self.shards[rank].read(self.entry(rank, name).offset + first_byte, num_bytes)
+        except SnapshotCorrupt as error:
+            raise CheckpointError(f"{self.folder} cannot be converted: {error}") from error
+
+    def close(self) -> None:
+        self._ends.close()
+
+
+def differing(source: SourceCheckpoint, world: WorldLayout) -> list[str]:
+    """Tensors that ranks should have alike and do not, in words.
+
+    Large ones are compared by digest, small ones by content: a digest covers their neighbours.
+    """
+    found = []
+    for name, whole in world.wholes.items():
+        alike: dict[int, list[int]] = {}
+        for rank, entries in enumerate(world.entries):
+            if name in entries:
+                alike.setdefault(id(entries[name]), []).append(rank)
+        for first, *others in alike.values():
+            for other in others:
+                if not _is_same(source, name, first, other):
+                    found.append(
+                        f"{name} is {whole.dtype}{list(whole.shape)} by "
+                        f"{world.sharing[name].rule}, and ranks {first} and {other}, which should "
+                        "have the same, do not: say own or average, or by which axis it is cut"
+                    )
+                    break
+            else:
+                continue
+            break
+    return found
+
+
+def _is_same(source: SourceCheckpoint, name: str, one: int, other: int) -> bool:
+    entries = [source.entry(rank, name) for rank in (one, other)]
+    heads = [source.shards[rank].head for rank in (one, other)]
+    prints = [head.fingerprint(entry) for head, entry in zip(heads, entries, strict=True)]
+    if prints[0] == prints[1]:
+        return True
+    if not entries[0].is_small:
+        return False
+    data = [source.read(rank, name, 0, entries[0].num_bytes) for rank in (one, other)]
+    return data[0] == data[1]
+
+
+def _owners(parts: dict[str, bytes]) -> dict[str, str]:
+    """The parameter that each tensor of optimizers' state belongs to, by the tensor's name."""
+    found: dict[str, str] = {}
+    for saved in plain.decode(parts["optimizer_state"]).values():
+        for parameter, values in saved["state"].items():
+            if isinstance(parameter, str):
+                found.update(dict.fromkeys(_references(values), parameter))
+    return found
+
+
+def _references(value: Any) -> list[str]:
+    if isinstance(value, TensorRef):
+        return [value.name]
+    inner: Sequence[Any] = ()
+    if isinstance(value, dict):
+        inner = list(value.values())
+    elif isinstance(value, list | tuple):
+        inner = value
+    return [name for one in inner for name in _references(one)]
