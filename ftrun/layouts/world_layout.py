@@ -58,12 +58,14 @@ class Whole:
     Args:
         shape: of the whole tensor; of a flat row, without padding.
         kin: what it is state of.
+        own_shapes: by rank, where each has its own.
     """
 
     name: str
     dtype: str
     shape: Shape
     kin: Kin | None
+    own_shapes: Mapping[int, Shape] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -226,7 +228,8 @@ def _whole(
         shape = _whole_shape(rules.mesh, rule.cuts, shapes)
     else:
         shape = first.shape
-    return Whole(name, first.dtype, shape, kin)
+    own = {rank: one.shape for rank, one in held.items()} if rule.kind is Kind.OWN else {}
+    return Whole(name, first.dtype, shape, kin, own)
 
 
 def _whole_shape(mesh: Mesh, cuts: Sequence[Cut], held: Mapping[int, Shape]) -> Shape:
@@ -337,7 +340,7 @@ class _Placer:
         if self._rule.flat is not None:
             return self._row(self._rule.flat)
         if self._rule.kind is Kind.OWN:
-            view = self._view(shape, ())
+            view = self._view(self._whole.own_shapes[old_rank], ())
             return self._entry(view.shape, patches_of(f"{name}@{old_rank}", view))
         copy = self._where[self._rule.axis] if copies and self._rule.kind is Kind.AVERAGE else 0
         view = self._view(shape, self._rule.cuts)

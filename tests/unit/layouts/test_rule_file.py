@@ -68,10 +68,9 @@ def test_everything_that_can_be_said() -> None:
     layers, embed, tied = rules.homes
     assert (layers.at, layers.count, layers.sizes) == (None, 24, (10, 14))
     assert embed.at == tied.at == (0, -1, 1)
-    assert (str(by_name["row"]), str(layers)) == (
-        "flat row (line 31)",
-        "unique model.layers.{n}.* (line 39)",
-    )
+    lines = WHOLE.splitlines()
+    assert str(by_name["row"]) == f"flat row (line {lines.index('  - name: row') + 1})"
+    assert str(layers) == "unique model.layers.{n}.* (line 36)"
 
 
 def test_batches_differ_along_dp_unless_said_otherwise() -> None:
@@ -102,7 +101,7 @@ def test_batches_differ_along_dp_unless_said_otherwise() -> None:
         ("mesh: {tp: 2}\naverage: [{name: a}]", "expected the key axis in a average rule"),
         ("mesh: {tp: 2}\nshard: [{name: a, axis: tp}]", "expected the key dim, beside axis"),
         ("mesh: {tp: 2}\nshard: [{name: a}]", "expected the key axis, beside others"),
-        ("mesh: {tp: 2}\nshard: [{name: a, axis: tp, dim: x}]", "column 34: expected a number, and"),
+        ("mesh: {tp: 2}\nshard: [{name: a, axis: tp, dim: x}]", "column 34: expected a number"),
         ("mesh: {tp: 2}\nshard: [{name: a, axis: tp, dim: 0, unit: 2}]", "no unit under shard"),
         ("mesh: {tp: 2}\nfragment: [{name: a, axis: tp, dim: 0}]", "belongs under shard"),
         ("mesh: {tp: 2}\nfragment: [{name: a, axis: tp, dim: 0, parts: 3}]", "a list of parts"),
