@@ -330,9 +330,11 @@ class _Placer:
         """Equal for ranks whose entries are equal."""
         if self._rule.kind is Kind.OWN:
             return (old_rank,)
-        if self._rule.flat is not None:
-            return tuple(self._where.values())
+        flat = self._rule.flat
         axes = {self._rule.axis, *(cut.axis for cut in self._rule.cuts)}
+        if flat is not None:
+            inner = (cut for name, _ in flat.tensors for cut in self._cuts_of(name, flat))
+            axes = {flat.axis, *(cut.axis for cut in inner)}
         return tuple(at for axis, at in self._where.items() if axis in axes)
 
     def placed(self, *, copies: bool, old_rank: int) -> Placed:

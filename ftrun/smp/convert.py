@@ -39,7 +39,8 @@ from ftrun.smp.checkpoint_files import (
 )
 from ftrun.smp.checkpoint_folders import sweep_alone
 from ftrun.smp.checkpoint_index import INDEX_NAME, ShardFile, make_index, seal
-from ftrun.smp.convert_source import SourceCheckpoint, differing
+from ftrun.smp.convert_replicas import differing
+from ftrun.smp.convert_source import SourceCheckpoint
 from ftrun.smp.convert_work import Conversion, WorldWriter
 from ftrun.wire.shelf_facts import ConvertFacts
 

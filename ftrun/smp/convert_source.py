@@ -16,7 +16,7 @@ from typing import Any
 import xxhash
 
 from ftrun.errors import CheckpointError, LayoutUnknown, RulesUnfit, SnapshotCorrupt
-from ftrun.layouts.world_layout import Stored, WorldLayout
+from ftrun.layouts.world_layout import Stored
 from ftrun.smp.checkpoint_index import Index, ShardFile, read_index
 from ftrun.snapshot import plain
 from ftrun.snapshot.layout import PLAIN_NAME, Entry, parse_header
@@ -188,44 +188,6 @@ class SourceCheckpoint:
 
     def close(self) -> None:
         self._ends.close()
-
-
-def differing(source: SourceCheckpoint, world: WorldLayout) -> list[str]:
-    """Tensors that ranks should have alike and do not, in words.
-
-    Large ones are compared by digest, small ones by content: a digest covers their neighbours.
-    """
-    found = []
-    for name, whole in world.wholes.items():
-        alike: dict[int, list[int]] = {}
-        for rank, entries in enumerate(world.entries):
-            if name in entries:
-                alike.setdefault(id(entries[name]), []).append(rank)
-        for first, *others in alike.values():
-            for other in others:
-                if not _is_same(source, name, first, other):
-                    found.append(
-                        f"{name} is {whole.dtype}{list(whole.shape)} by "
-                        f"{world.sharing[name].rule}, and ranks {first} and {other}, which should "
-                        "have the same, do not: say own or average, or by which axis it is cut"
-                    )
-                    break
-            else:
-                continue
-            break
-    return found
-
-
-def _is_same(source: SourceCheckpoint, name: str, one: int, other: int) -> bool:
-    entries = [source.entry(rank, name) for rank in (one, other)]
-    heads = [source.shards[rank].head for rank in (one, other)]
-    prints = [head.fingerprint(entry) for head, entry in zip(heads, entries, strict=True)]
-    if prints[0] == prints[1]:
-        return True
-    if not entries[0].is_small:
-        return False
-    data = [source.read(rank, name, 0, entries[0].num_bytes) for rank in (one, other)]
-    return data[0] == data[1]
 
 
 def _owners(parts: dict[str, bytes]) -> dict[str, str]:

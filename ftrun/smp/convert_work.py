@@ -177,23 +177,30 @@ class WorldWriter:
     def _put_together(self, placed: Placed, old: str, new: str) -> Bits:
         """[items] of one entry; padding is 0."""
         copies = self._stock.copies(placed.patches)
-        filled = [self._filled(placed, one, ITEM_BYTES[old]) for one in copies]
-        made = filled[0] if len(filled) == 1 else mean(filled, old)
+        read = [filled(self._job.source, c, placed.num_items, ITEM_BYTES[old]) for c in copies]
+        made = read[0] if len(read) == 1 else mean(read, old)
         return made if old == new else converted(made, old, new)
 
-    def _filled(self, placed: Placed, copies: Sequence[BoxCopy], item_bytes: int) -> Bits:
-        kind = bits_type(item_bytes)
-        made: Bits = np.zeros(placed.num_items, kind)
-        for whole in copies:
-            for copy in whole.cut_to(MOST_BYTES // item_bytes):
-                first, size = copy.first * item_bytes, copy.span * item_bytes
-                raw = self._job.source.read(copy.rank, copy.entry, first, size)
-                found = np.frombuffer(raw, kind)
-                np.copyto(
-                    _strided(made[copy.to_first :], copy.shape, copy.to_strides),
-                    _strided(found, copy.shape, copy.strides),
-                )
-        return made
+
+def filled(
+    source: SourceCheckpoint, copies: Sequence[BoxCopy], num_items: int, item_bytes: int
+) -> Bits:
+    """[num_items] with what copies bring; 0 where they bring nothing.
+
+    Raises:
+        CheckpointError: what is read is not what was written.
+    """
+    kind = bits_type(item_bytes)
+    made: Bits = np.zeros(num_items, kind)
+    for whole in copies:
+        for copy in whole.cut_to(MOST_BYTES // item_bytes):
+            first, size = copy.first * item_bytes, copy.span * item_bytes
+            found = np.frombuffer(source.read(copy.rank, copy.entry, first, size), kind)
+            np.copyto(
+                _strided(made[copy.to_first :], copy.shape, copy.to_strides),
+                _strided(found, copy.shape, copy.strides),
+            )
+    return made
 
 
 def _strided(items: Bits, shape: tuple[int, ...], strides: tuple[int, ...]) -> Bits:

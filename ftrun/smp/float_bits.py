@@ -62,9 +62,9 @@ def _numbers(bits: Bits, dtype: str) -> npt.NDArray[np.floating]:
 
 
 def _to_bits(numbers: npt.NDArray[np.floating], dtype: str) -> Bits:
-    if dtype == "F64":
-        return numbers.astype(np.float64).view(np.uint64)
     with np.errstate(over="ignore", invalid="ignore"):  # what is too large becomes infinite
+        if dtype == "F64":
+            return numbers.astype(np.float64).view(np.uint64)
         narrow = numbers.astype(np.float32)
         if dtype != "BF16":
             made = narrow.astype(_NUMPY[dtype])

@@ -277,6 +277,15 @@ def test_copies_that_went_their_own_ways_become_their_mean(convert: Converter) -
     assert [plain_of(found, rank)["dicts"]["mine"]["rank"] for rank in range(3)] == [0, 1, 0]
 
 
+def test_what_lies_in_padding_does_not_count(convert: Converter) -> None:
+    text = "mesh: {dp: 2}\nshard:\n  - {name: model.*, axis: tp, dim: 0, size: 3, pad_to: 4}\n"
+    held = [{"model.w": np.array([1, 2, 3, rank], np.float32)} for rank in range(2)]
+    World(convert.folder / "old", held)
+    name = convert.rules("x.yaml", text.replace("{dp: 2}", "{dp: 2, tp: 1}"))
+    found = convert("new", "--rules", name, "--mesh", "dp=1")
+    assert arrays_of(found)[0]["model.w"].tolist() == [1, 2, 3, 0]
+
+
 # --- a larger one -----------------------------------------------------------------------------
 
 LARGE = """
@@ -353,6 +362,32 @@ def test_another_dtype(convert: Converter) -> None:
     assert held["model.wide"].dtype == np.uint16
     assert held["state.model.norm.mean"].dtype == np.float64
     assert held["state.model.wide.mean"].dtype == np.float32
+
+
+@pytest.mark.full
+@pytest.mark.slow
+def test_no_more_than_a_few_tensors_are_in_memory(convert: Converter) -> None:
+    held = [{f"model.w{at}": numbers(1 << 21) for at in range(16)} for _ in range(2)]
+    World(convert.folder / "old", held)
+    name = convert.rules(
+        "x.yaml", "mesh: {dp: 1, tp: 2}\nshard: [{name: model.*, axis: tp, dim: 0}]"
+    )
+    words = ["old", "new", "--rules", name, "--mesh", "tp=1", "--workers", "1"]
+    code = (
+        "import resource, runpy, sys\n"
+        f"sys.argv = ['convert', *{words!r}]\n"
+        "try:\n    runpy.run_module('ftrun.smp.convert', run_name='__main__')\n"
+        "except SystemExit:\n    pass\n"
+        "sys.stderr.write(str(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss))\n"
+    )
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(
+        command, cwd=convert.folder, capture_output=True, text=True, check=True, timeout=60
+    )
+    told = json.loads(done.stdout)
+    assert told["problem"] == ""
+    assert told["num_bytes"] > 256e6
+    assert int(done.stderr) * 1024 < 150e6
 
 
 def test_what_was_made_is_told(convert: Converter) -> None:

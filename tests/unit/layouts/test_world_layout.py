@@ -182,6 +182,47 @@ def test_layers_move_to_the_stages_of_another_pipeline() -> None:
     assert np.array_equal(moved(source, old, more)[1]["layers.1.w"], tensors["layers.1.w"])
 
 
+GATED_TWICE = """
+mesh: {dp: 2, tp: 2}
+fragment:
+  - name: gate_up
+    cuts: [{axis: tp, dim: 0, parts: [1, 1]}, {axis: dp, dim: 0}]
+"""
+
+
+def test_what_was_joined_and_cut_may_be_cut_again() -> None:
+    gate, up = numbers((6, 2)), numbers((6, 2))
+    local = [np.concatenate([gate[at : at + 3], up[at : at + 3]]) for at in (0, 3)]
+    held = [{"gate_up": np.array_split(local[rank % 2], 2)[rank // 2]} for rank in range(4)]
+    source, old = world_of(GATED_TWICE, *held)
+    target = lay_out(source.rules.on(source.mesh.having({"dp": 1, "tp": 1})), source)
+    assert np.array_equal(moved(source, old, target)[0]["gate_up"], np.concatenate([gate, up]))
+
+
+ROW_OF_JOINED = """
+mesh: {{dp: {dp}, tp: {tp}}}
+fragment:
+  - {{name: gate_up, axis: tp, dim: 1, parts: [1, 1]}}
+flat:
+  - {{name: row, axis: dp, tensors: {{bias: [3], gate_up: [2, 8]}}}}
+"""
+
+
+def test_a_row_may_hold_what_is_joined_and_cut() -> None:
+    bias, whole = numbers((3,)), numbers((2, 8))
+
+    def row(rank: int, data: int, tensor: int) -> Array:
+        at, width = rank % tensor, 4 // tensor
+        parts = [half[:, at * width : (at + 1) * width] for half in np.split(whole, 2, 1)]
+        items = np.concatenate([bias, np.concatenate(parts, 1).reshape(-1)])
+        return np.split(np.pad(items, (0, -len(items) % data)), data)[rank // tensor]
+
+    held = [{"row": row(rank, 3, 2)} for rank in range(6)]
+    source, old = world_of(ROW_OF_JOINED.format(dp=3, tp=2), *held)
+    new = moved(source, old, lay_out(rules(ROW_OF_JOINED.format(dp=2, tp=4)), source))
+    assert_same(new, [{"row": row(rank, 2, 4)} for rank in range(8)])
+
+
 # --- state of optimizers ---------------------------------------------------------------------
 
 WITH_STATE = """
