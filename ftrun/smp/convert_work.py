@@ -172,7 +172,7 @@ class WorldWriter:
         if placed is None:  # what fills a gap
             return memoryview(bytes(entry.num_bytes))
         made = self._put_together(placed, self._job.before.wholes[entry.name].dtype, entry.dtype)
-        return memoryview(made.view(np.uint8))
+        return made.view(np.uint8).data
 
     def _put_together(self, placed: Placed, old: str, new: str) -> Bits:
         """[items] of one entry; padding is 0."""

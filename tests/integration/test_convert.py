@@ -367,11 +367,10 @@ def test_another_dtype(convert: Converter) -> None:
 @pytest.mark.full
 @pytest.mark.slow
 def test_no_more_than_a_few_tensors_are_in_memory(convert: Converter) -> None:
-    held = [{f"model.w{at}": numbers(1 << 21) for at in range(16)} for _ in range(2)]
+    held = [{f"model.w{at}": numbers(1 << 20) for at in range(16)} for _ in range(2)]
     World(convert.folder / "old", held)
-    name = convert.rules(
-        "x.yaml", "mesh: {dp: 1, tp: 2}\nshard: [{name: model.*, axis: tp, dim: 0}]"
-    )
+    text = "mesh: {dp: 1, tp: 2}\nshard:\n  - {name: model.*, axis: tp, dim: 0}\n"
+    name = convert.rules("x.yaml", text)
     words = ["old", "new", "--rules", name, "--mesh", "tp=1", "--workers", "1"]
     code = (
         "import resource, runpy, sys\n"
