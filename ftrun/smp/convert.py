@@ -23,8 +23,10 @@ from ftrun.errors import CheckpointError, FtrunError, RulesUnfit, UsageError
 from ftrun.ids import RunId, version
 from ftrun.layouts.name_patterns import NamePattern
 from ftrun.layouts.rank_values import RankValues
+from ftrun.layouts.replica_check import differing
 from ftrun.layouts.rule_file import read_rules
 from ftrun.layouts.rules import Rules
+from ftrun.layouts.stored_entries import stored_entries
 from ftrun.layouts.world_layout import FLOATS, WorldLayout, lay_out, read_world
 from ftrun.smp.checkpoint_files import (
     LATEST_NAME,
@@ -39,7 +41,6 @@ from ftrun.smp.checkpoint_files import (
 )
 from ftrun.smp.checkpoint_folders import sweep_alone
 from ftrun.smp.checkpoint_index import INDEX_NAME, ShardFile, make_index, seal
-from ftrun.smp.convert_replicas import differing
 from ftrun.smp.convert_source import SourceCheckpoint
 from ftrun.smp.convert_work import Conversion, WorldWriter
 from ftrun.wire.shelf_facts import ConvertFacts
@@ -88,7 +89,8 @@ def _convert(arguments: argparse.Namespace) -> ConvertFacts:
         raise UsageError(f"{out} is the checkpoint itself: name another directory for the new one")
     workers = arguments.workers or min(MOST_WORKERS, os.cpu_count() or 1)
     with closing(SourceCheckpoint(folder)) as source:
-        before = read_world(rules, source.stored(rules.source))
+        stored = stored_entries(source.heads, source.parts, source=rules.source)
+        before = read_world(rules, stored)
         after = lay_out(wanted, before)
         dtypes = new_dtypes(arguments.dtype, before)
         if rules.layout == wanted.layout and not dtypes:

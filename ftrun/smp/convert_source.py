@@ -11,18 +11,14 @@ import threading
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import xxhash
 
-from ftrun.errors import CheckpointError, LayoutUnknown, RulesUnfit, SnapshotCorrupt
-from ftrun.layouts.world_layout import Stored
+from ftrun.errors import CheckpointError, LayoutUnknown, SnapshotCorrupt
+from ftrun.layouts.stored_entries import plain_bytes
 from ftrun.smp.checkpoint_index import Index, ShardFile, read_index
-from ftrun.snapshot import plain
-from ftrun.snapshot.layout import PLAIN_NAME, Entry, parse_header
-from ftrun.snapshot.plain import TensorRef
+from ftrun.snapshot.layout import Entry, parse_header
 from ftrun.snapshot.shard_head import ShardHead
-from ftrun.snapshot.world_index import OURS
 
 _HEADER_LENGTH_BYTES = 8
 _LONGEST_HEADER = 1 << 30
@@ -71,12 +67,6 @@ class SourceShard:
             with self._lock:
                 self._last = last if len(pieces) == 1 else None
         return last[1][offset - start : offset - start + num_bytes]
-
-    def plain_parts(self) -> dict[str, bytes]:
-        at = self.head.entries[PLAIN_NAME].offset
-        length = int.from_bytes(self.read(at, 8), "little")
-        found: dict[str, bytes] = plain.decode(self.read(at + 8, length))
-        return found
 
     def close(self) -> None:
         os.close(self._fd)
@@ -138,39 +128,16 @@ class SourceCheckpoint:
                 for rank in range(self.index.world_size):
                     self.shards.append(SourceShard(folder, shards[rank]))
                     ends.callback(self.shards[-1].close)
-                self.parts = [shard.plain_parts() for shard in self.shards]
+                self.parts = [plain_bytes(shard.head, shard.read) for shard in self.shards]
             except (SnapshotCorrupt, LayoutUnknown) as error:
                 raise CheckpointError(f"{folder} cannot be converted: {error}") from error
             except OSError as error:
                 raise CheckpointError(f"{folder} is not readable: {error.strerror}") from error
             self._ends = ends.pop_all()
 
-    def stored(self, source: str) -> list[list[Stored]]:
-        """What each rank stores, as rules look at it.
-
-        Args:
-            source: of the rules, for messages.
-
-        Raises:
-            RulesUnfit: it holds DTensors, which rules do not describe.
-        """
-        found, sharded = [], []
-        for shard, parts in zip(self.shards, self.parts, strict=True):
-            owners = _owners(parts)
-            entries = [e for e in shard.head.layout.entries if not e.name.startswith(OURS)]
-            sharded += [e.name for e in entries if e.part is not None]
-            found.append([Stored(e.name, e.dtype, e.shape, owners.get(e.name)) for e in entries])
-        if sharded:
-            names = dict.fromkeys(sharded)
-            raise RulesUnfit(
-                source=source,
-                problems=[
-                    f"{name} is a DTensor: a run of any layout goes on from it by itself, without "
-                    "rules and without converting"
-                    for name in names
-                ],
-            )
-        return found
+    @property
+    def heads(self) -> Sequence[ShardHead]:
+        return [shard.head for shard in self.shards]
 
     def entry(self, rank: int, name: str) -> Entry:
         return self.shards[rank].head.entries[name]
@@ -188,24 +155,3 @@ class SourceCheckpoint:
 
     def close(self) -> None:
         self._ends.close()
-
-
-def _owners(parts: dict[str, bytes]) -> dict[str, str]:
-    """The parameter that each tensor of optimizers' state belongs to, by the tensor's name."""
-    found: dict[str, str] = {}
-    for saved in plain.decode(parts["optimizer_state"]).values():
-        for parameter, values in saved["state"].items():
-            if isinstance(parameter, str):
-                found.update(dict.fromkeys(_references(values), parameter))
-    return found
-
-
-def _references(value: Any) -> list[str]:
-    if isinstance(value, TensorRef):
-        return [value.name]
-    inner: Sequence[Any] = ()
-    if isinstance(value, dict):
-        inner = list(value.values())
-    elif isinstance(value, list | tuple):
-        inner = value
-    return [name for one in inner for name in _references(one)]

@@ -9,7 +9,7 @@ kept views of the arena would train in the snapshot. Random states come last and
 whatever runs between restore and first step may draw.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -30,6 +30,8 @@ from ftrun.worker.copying import entry_view
 from ftrun.worker.state_tree import Lasting, StateTree
 
 _NOTHING = "nothing"
+_COPIED_BYTES = 64 << 20
+"""In one go: sources may have been made for it, and are held until it is done."""
 
 
 class Restorable(Protocol):
@@ -51,6 +53,32 @@ class Restorable(Protocol):
 
     def close(self) -> None:
         """Let go of the memory it lies in."""
+        ...
+
+
+class Loadable(Protocol):
+    """The state of one rank, as `reload` takes it."""
+
+    version: Version
+
+    def part(self, name: str) -> Any:
+        """A part of the plain values, with its tensors."""
+        ...
+
+    def entry(self, name: str) -> Entry | None:
+        """What was saved under a name; None: nothing."""
+        ...
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """A tensor, which counts as used from now on: to copy from at once."""
+        ...
+
+    def check_all_used(self) -> None:
+        """Nothing that was saved has been left behind.
+
+        Raises:
+            ShapeChanged: names the first tensor that nobody wanted.
+        """
         ...
 
 
@@ -86,14 +114,16 @@ class SavedState:
         """A part of the plain values, with its tensors; each tensor is a copy of its own."""
         return plain.decode(self._parts[name], deref=self._deref)
 
+    @property
+    def layout(self) -> Any:
+        """The layout that the script declared, as `ruled.Declared.saved`; None: it did not."""
+        return self.part("layout") if "layout" in self._parts else None
+
     def load(self, tree: StateTree, context: WorkerContext) -> None:
         reload(self, tree, context)
 
     def put_back_random_states(self, attached: Attached) -> None:
-        for name, state in self.part("generators").items():
-            if name in attached.generators:
-                rng.set_generator(attached.generators[name], state)
-        rng.put_back(self.part("rng"))
+        put_back_random_states(self, attached)
 
     def close(self) -> None:
         """Nothing: the arena is this rank's own, and goes on being used."""
@@ -112,9 +142,8 @@ class SavedState:
         Raises:
             ShapeChanged: names the first tensor that nobody wanted.
         """
-        for name, entry in self._entries.items():
-            if name not in self._used and not name.startswith("ftrun."):
-                raise ShapeChanged(key=name, saved=str(entry), present=_NOTHING)
+        names = (name for name in self._entries if not name.startswith("ftrun."))
+        check_used({name: str(self._entries[name]) for name in names}, self._used)
 
     def _deref(self, ref: TensorRef) -> object:
         copied = self.tensor(ref.name).clone()
@@ -142,7 +171,23 @@ class _Sharded:
         )
 
 
-def reload(saved: SavedState, tree: StateTree, context: WorkerContext) -> None:
+def check_used(saved: Mapping[str, str], used: Iterable[str]) -> None:
+    """Raises: ShapeChanged: names the first tensor that was saved and nobody wanted."""
+    used = set(used)
+    for name, described in saved.items():
+        if name not in used:
+            raise ShapeChanged(key=name, saved=described, present=_NOTHING)
+
+
+def put_back_random_states(saved: Loadable, attached: Attached) -> None:
+    """As they were at the boundary, or as they follow from that."""
+    for name, state in saved.part("generators").items():
+        if name in attached.generators:
+            rng.set_generator(attached.generators[name], state)
+    rng.put_back(saved.part("rng"))
+
+
+def reload(saved: Loadable, tree: StateTree, context: WorkerContext) -> None:
     """Load everything but the random states.
 
     Raises:
@@ -180,10 +225,11 @@ def add_groups(saved: dict[str, list[dict[str, Any]]], tree: StateTree) -> None:
             optimizer.add_param_group({"params": [present[one] for one in names]})
 
 
-def _load_tensors(saved: SavedState, lasting: Lasting, attached: Attached) -> None:
+def _load_tensors(saved: Loadable, lasting: Lasting, attached: Attached) -> None:
     wanted = {*lasting.names.values(), *attached.tensors}
-    targets = []
-    sources = []
+    targets: list[torch.Tensor] = []
+    sources: list[torch.Tensor] = []
+    num_bytes = 0
     for source in lasting.sources:
         if source.name in wanted:
             entry = saved.entry(source.name)
@@ -194,10 +240,21 @@ def _load_tensors(saved: SavedState, lasting: Lasting, attached: Attached) -> No
                 )
             targets.append(source.tensor)
             sources.append(saved.tensor(source.name))
+            num_bytes += entry.num_bytes
+            if num_bytes >= _COPIED_BYTES:
+                _copy(targets, sources)
+                num_bytes = 0
+    _copy(targets, sources)
+    freeze(saved.part("frozen"), lasting)
+
+
+def _copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    """Copy and forget them."""
     if targets:
         with torch.no_grad():
             torch._foreach_copy_(targets, sources)
-    freeze(saved.part("frozen"), lasting)
+    targets.clear()
+    sources.clear()
 
 
 def freeze(frozen: Iterable[str], lasting: Lasting) -> None:
@@ -208,7 +265,7 @@ def freeze(frozen: Iterable[str], lasting: Lasting) -> None:
             parameter.requires_grad_(name not in frozen)
 
 
-def _load_optimizers(saved: SavedState, tree: StateTree, lasting: Lasting) -> None:
+def _load_optimizers(saved: Loadable, tree: StateTree, lasting: Lasting) -> None:
     all_groups = saved.part("groups")
     all_states = saved.part("optimizer_state")
     for name, optimizer in tree.attached.optimizers.items():

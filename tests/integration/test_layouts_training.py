@@ -21,9 +21,9 @@ def told(run: Run, word: str) -> set[str]:
     return set(re.findall(rf"{word} (step=\d+ digest=\w+)", run.text))
 
 
-def trained(start: Start, folder: str, ranks: int, size: int, steps: int) -> Run:
+def trained(start: Start, folder: str, ranks: int, size: int, steps: int, rules: str = "") -> Run:
     words = ("--checkpoint-dir", folder, "--nproc-per-node", str(ranks))
-    run = start(*words, SCRIPT, str(size), str(steps))
+    run = start(*words, SCRIPT, str(size), str(steps), *([rules] if rules else []))
     assert run.wait() == 0, run.text
     return run
 
@@ -75,3 +75,37 @@ def test_parameters_and_moments_are_equal_bit_for_bit_in_another_layout(
         assert "not bitwise" not in run.text
         before, folder = (ranks, size), new
     assert next(iter(told(run, "ends"))).startswith(f"step={steps} ")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        [(3, 3)],
+        pytest.param([(4, 4), (2, 1), (4, 2), (4, 2)], marks=pytest.mark.full),
+    ],
+    ids=["to 3", "to 4, 1 of 2, 2 of 4 and the same"],
+)
+def test_a_run_that_declares_its_layout_goes_on_from_another_by_itself(
+    start: Start, tmp_path: Path, sizes: list[tuple[int, int]]
+) -> None:
+    (tmp_path / "rules.yaml").write_text(rule_file("tensor-parallel.yaml"))
+    steps = 6
+    run = trained(start, "saved", 4, 2, steps, "rules.yaml")
+    for ranks, size in sizes:
+        last = told(run, "ends")
+        assert len(last) == 1, run.text
+        steps += 4
+        run = trained(start, "saved", ranks, size, steps, "rules.yaml")
+        assert told(run, "begins") == last, run.text
+    assert next(iter(told(run, "ends"))).startswith(f"step={steps} ")
+
+
+@pytest.mark.full
+def test_a_version_that_says_no_layout_is_refused_in_words(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "rules.yaml").write_text(rule_file("tensor-parallel.yaml"))
+    trained(start, "saved", 4, 2, 3)
+    words = ("--checkpoint-dir", "saved", "--nproc-per-node", "3", SCRIPT, "3", "9", "rules.yaml")
+    run = start(*words)
+    assert run.wait() != 0
+    assert "declared no layout" in run.text

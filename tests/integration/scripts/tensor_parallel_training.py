@@ -1,6 +1,7 @@
 """A small training on plain tensors, cut by hand: tensor parallel within, data parallel across.
 
-Arguments: the tensor-parallel size, and the step to train to. Rank = data index * size + index.
+Arguments: the tensor-parallel size, the step to train to, and a file of layout rules, if the run is
+to go on from other layouts by itself. Rank = data index * size + index.
 Each rank says what it has, put together from all ranks of its row by code that knows no rules.
 """
 
@@ -135,7 +136,8 @@ def digest(model: Net, optimizer: torch.optim.Optimizer) -> str:
 
 model = Net()
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-session = ftrun.attach(model=model, optimizer=optimizer)
+declared = {"layout": sys.argv[3], "mesh": {"tp": SIZE}} if len(sys.argv) > 3 else {}
+session = ftrun.attach(model=model, optimizer=optimizer, **declared)
 print(f"begins step={session.step} digest={digest(model, optimizer)} seen={model.seen.tolist()}\n",
       end="", flush=True)  # fmt: skip
 loss = torch.zeros(())
