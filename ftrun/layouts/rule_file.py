@@ -22,6 +22,7 @@ from ftrun.layouts.name_patterns import NamePattern
 from ftrun.layouts.rules import Cut, Flat, FusedPart, Home, Kind, Rule, Rules, Uneven
 
 _CUT_KEYS = ("axis", "dim", "parts", "unit", "sizes", "share", "size", "pad_to", "uneven")
+_FRAGMENT_KEYS = ("parts", "unit", "sizes")
 _PART_KEYS = ("weight", "unit", "sizes", "share")
 _UNEVEN = {one.value: one for one in Uneven}
 _DECIMAL = re.compile(r"[-+]?(0|[1-9][0-9_]*)")
@@ -158,25 +159,24 @@ class _Reader:
 
     def _cuts(self, kind: Kind, node: yaml.Node, parts: dict[str, yaml.Node]) -> tuple[Cut, ...]:
         given = [key for key in _CUT_KEYS if key in parts]
-        if "cuts" not in parts:
-            return (self._cut(kind, node, {key: parts[key] for key in given}),)
-        if given:
-            self._wrong(parts[given[0]], f"{given[0]} inside of cuts, where there are several")
-        return tuple(
-            self._cut(kind, one, self._mapping(one, "a cut", _CUT_KEYS, []))
-            for one in self._items(parts["cuts"], "a list of cuts")
-        )
-
-    def _cut(self, kind: Kind, node: yaml.Node, parts: dict[str, yaml.Node]) -> Cut:
-        for key in ("axis", "dim"):
-            if key not in parts:
-                self._wrong(node, f"the key {key}, beside {', '.join(parts) or 'others'}")
-        uneven = {"parts", "unit", "sizes"} & parts.keys()
+        several = [(node, {key: parts[key] for key in given})]
+        if "cuts" in parts:
+            if given:
+                self._wrong(parts[given[0]], f"{given[0]} inside of cuts, where there are several")
+            items = self._items(parts["cuts"], "a list of cuts")
+            several = [(one, self._mapping(one, "a cut", _CUT_KEYS, [])) for one in items]
+        uneven = [one[key] for _, one in several for key in _FRAGMENT_KEYS if key in one]
         if kind is Kind.FRAGMENT and not uneven:
             self._wrong(node, "parts, sizes or unit: without them the rule belongs under shard")
         if kind is Kind.SHARD and uneven:
-            key = min(uneven)
-            self._wrong(parts[key], f"no {key} under shard: such a rule belongs under fragment")
+            keys = ", ".join(_FRAGMENT_KEYS)
+            self._wrong(uneven[0], f"none of {keys} under shard: they belong under fragment")
+        return tuple(self._cut(one, keys_there) for one, keys_there in several)
+
+    def _cut(self, node: yaml.Node, parts: dict[str, yaml.Node]) -> Cut:
+        for key in ("axis", "dim"):
+            if key not in parts:
+                self._wrong(node, f"the key {key}, beside {', '.join(parts) or 'others'}")
         if "pad_to" in parts and "sizes" in parts:
             self._wrong(parts["pad_to"], "either sizes or pad_to")
         size = self._optional(parts, "size", self._positive, None)

@@ -102,7 +102,7 @@ def test_batches_differ_along_dp_unless_said_otherwise() -> None:
         ("mesh: {tp: 2}\nshard: [{name: a, axis: tp}]", "expected the key dim, beside axis"),
         ("mesh: {tp: 2}\nshard: [{name: a}]", "expected the key axis, beside others"),
         ("mesh: {tp: 2}\nshard: [{name: a, axis: tp, dim: x}]", "column 34: expected a number"),
-        ("mesh: {tp: 2}\nshard: [{name: a, axis: tp, dim: 0, unit: 2}]", "no unit under shard"),
+        ("mesh: {tp: 2}\nshard: [{name: a, axis: tp, dim: 0, unit: 2}]", "none of parts, unit"),
         ("mesh: {tp: 2}\nfragment: [{name: a, axis: tp, dim: 0}]", "belongs under shard"),
         ("mesh: {tp: 2}\nfragment: [{name: a, axis: tp, dim: 0, parts: 3}]", "a list of parts"),
         ("mesh: {tp: 2}\nfragment: [{name: a, axis: tp, dim: 0, parts: [{unit: 3}]}]",

@@ -68,8 +68,12 @@ def array(*items: float) -> Array:
 
 def test_state_is_told_with_its_parameter() -> None:
     state = {
-        "w": {"mean": TensorRef("s.mean"), "more": [TensorRef("s.one"), (TensorRef("s.two"),)]},
-        3: {"x": TensorRef("s.global"), "n": 7},
+        "w": {
+            "n": 7,
+            "mean": TensorRef("s.mean"),
+            "more": [TensorRef("s.one"), (TensorRef("s.two"),)],
+        },
+        3: {"x": TensorRef("s.global")},
     }
     names = ("w", "s.mean", "s.one", "s.two", "s.global")
     made = Made([dict.fromkeys(names, array(1, 2))], state)
