@@ -408,11 +408,11 @@ def _convert_snapshot(  # noqa: PLR0913 - one for each flag
     """Make a checkpoint of another layout, by layout rules (docs/layouts.md)."""
     from ftrun.cli.convert_snapshot import convert
 
-    words = [source, out, f"--rules={rules}", f"--workers={workers}"]
+    words = [f"--rules={rules}", f"--workers={workers}"]
     words += [f"--dtype={one}" for one in dtype or []]
     given = {"to": to, "ranks": ranks, "mesh": mesh}
     words += [f"--{name}={value}" for name, value in given.items() if value is not None]
-    raise typer.Exit(convert(words, as_json=as_json))
+    raise typer.Exit(convert([*words, "--", source, out], as_json=as_json))
 
 
 def main() -> NoReturn:

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ftrun.layouts.mesh import Mesh
+from ftrun.layouts.rule_file import carried
 from ftrun.layouts.world_layout import WorldLayout
 from ftrun.snapshot import plain, regroup
 from ftrun.snapshot.regroup import Resize
@@ -58,6 +59,7 @@ class RankValues:
         made["generators"] = plain.encode(
             regroup.generators(self._all(streams, "generators"), resize)
         )
+        made["layout"] = plain.encode(carried(self._target.rules))
         made["loaders"] = plain.encode(self._loaders(streams, resize))
         return plain.encode(made)
 

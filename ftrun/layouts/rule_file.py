@@ -11,8 +11,9 @@ alias costs no more than what it stands for is looked at.
 
 import difflib
 import re
-from collections.abc import Callable, Iterator, Sequence
-from typing import NoReturn, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NoReturn, TypeVar
 
 import yaml
 
@@ -54,7 +55,18 @@ def read_rules(text: str, *, source: str) -> Rules:
         raise RulesInvalid(source=source, problems=reader.problems) from error
     if reader.problems:
         raise RulesInvalid(source=source, problems=reader.problems)
-    return found
+    return replace(found, text=text)
+
+
+def carried(rules: Rules) -> dict[str, object]:
+    """What a snapshot carries of the layout that it is of: plain values."""
+    return {"text": rules.text, "source": rules.source, "mesh": dict(rules.mesh.axes)}
+
+
+def read_carried(saved: Mapping[str, Any]) -> Rules:
+    """The rules that a snapshot carries, on the mesh that took it."""
+    rules = read_rules(saved["text"], source=f"{saved['source']} of the snapshot")
+    return rules.on(rules.mesh.having(saved["mesh"]))
 
 
 class _Reader:
@@ -100,7 +112,9 @@ class _Reader:
             Kind.FLAT: ("axis", "pad_to", "tensors"),
         }.get(kind, ("cuts", *_CUT_KEYS))
         needed = {Kind.AVERAGE: ["axis"], Kind.FLAT: ["axis", "tensors"]}.get(kind, [])
-        parts = self._mapping(node, f"a {kind.value} rule", ("name", *keys), ["name", *needed])
+        parts = self._mapping(
+            node, f"a rule under {kind.value}", ("name", *keys), ["name", *needed]
+        )
         names = self._one_or_more(parts["name"])
         if kind is Kind.AVERAGE:
             axis = self._axis(parts["axis"])
@@ -134,7 +148,7 @@ class _Reader:
 
     def _homes(self, node: yaml.Node) -> list[Home]:
         keys = ("name", "axis", "at", "of", "sizes")
-        parts = self._mapping(node, "a unique rule", keys, ["name", "axis"])
+        parts = self._mapping(node, "a rule under unique", keys, ["name", "axis"])
         axis = self._axis(parts["axis"])
         sizes = self._optional(parts, "sizes", self._integers, None)
         if ("at" in parts) == ("of" in parts):

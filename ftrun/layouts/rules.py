@@ -146,12 +146,14 @@ class Rules:
         mesh: of the world that they describe.
         rules: how tensors are shared.
         homes: where those live that are not everywhere.
+        text: of the file.
     """
 
     source: str
     mesh: Mesh
     rules: tuple[Rule, ...] = ()
     homes: tuple[Home, ...] = ()
+    text: str = ""
 
     def on(self, mesh: Mesh) -> "Rules":
         """The same rules for another mesh of the same axes."""

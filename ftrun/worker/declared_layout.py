@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ftrun.errors import UsageError
-from ftrun.layouts.rule_file import read_rules
+from ftrun.layouts.rule_file import carried, read_carried, read_rules
 from ftrun.layouts.rules import Rules
 
 
@@ -20,22 +20,19 @@ class Declared:
     """The layout of this run, as the script says it.
 
     Args:
-        text: of the rules.
         rules: on the mesh of this run.
     """
 
-    text: str
     rules: Rules
 
     @property
     def saved(self) -> dict[str, object]:
         """What a snapshot carries of it."""
-        mesh = self.rules.mesh
-        return {"text": self.text, "source": self.rules.source, "mesh": dict(mesh.axes)}
+        return carried(self.rules)
 
     def is_that_of(self, saved: Mapping[str, Any] | None) -> bool:
         """Whether a snapshot is of this layout; one that carries none is taken to be."""
-        return saved is None or rules_of(saved).layout == self.rules.layout
+        return saved is None or read_carried(saved).layout == self.rules.layout
 
 
 def declared(path: str | Path, mesh: Mapping[str, int] | None, world_size: int | None) -> Declared:
@@ -65,10 +62,4 @@ def declared(path: str | Path, mesh: Mapping[str, int] | None, world_size: int |
                 "say the sizes of its axes, such as mesh={'tp': 2}"
             )
         fitted = resized
-    return Declared(text, rules.on(fitted))
-
-
-def rules_of(saved: Mapping[str, Any]) -> Rules:
-    """The rules that a snapshot carries, on the mesh that took it."""
-    rules = read_rules(saved["text"], source=f"{saved['source']} of the snapshot")
-    return rules.on(rules.mesh.having(saved["mesh"]))
+    return Declared(rules.on(fitted))

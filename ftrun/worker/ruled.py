@@ -9,6 +9,7 @@ A version says its own layout: `attach(layout=...)` puts the rules and the mesh 
 values of every snapshot. So only the new layout has to be declared.
 """
 
+import logging
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -20,16 +21,16 @@ from ftrun.ids import Rank, Version
 from ftrun.layouts.box_copies import BoxCopy
 from ftrun.layouts.rank_values import RankValues
 from ftrun.layouts.replica_check import differing
+from ftrun.layouts.rule_file import read_carried
 from ftrun.layouts.rules import Rules
 from ftrun.layouts.stored_entries import plain_bytes, stored_entries
 from ftrun.layouts.world_layout import lay_out, read_world
 from ftrun.snapshot import plain
 from ftrun.snapshot.layout import ITEM_BYTES, Entry, When
 from ftrun.snapshot.plain import TensorRef
-from ftrun.snapshot.shard_head import ShardHead
 from ftrun.worker.attached import Attached
 from ftrun.worker.context import WorkerContext
-from ftrun.worker.declared_layout import Declared, rules_of
+from ftrun.worker.declared_layout import Declared
 from ftrun.worker.image_source import CheckedImages, Range
 from ftrun.worker.memory_link import MemoryLink
 from ftrun.worker.reload import check_used, put_back_random_states, reload
@@ -37,6 +38,8 @@ from ftrun.worker.resized import images_of, telling_of_corruption
 from ftrun.worker.state_tree import StateTree
 from ftrun.worker.tensors import DTYPES
 from ftrun.worker.world_reader import MOST_BYTES, readable
+
+_log = logging.getLogger(__name__)
 
 
 def open_ruled(context: WorkerContext, link: MemoryLink, layout: Declared) -> "RuledState":
@@ -52,10 +55,14 @@ def open_ruled(context: WorkerContext, link: MemoryLink, layout: Declared) -> "R
     try:
         with telling_of_corruption(context):
             images = CheckedImages(source, str(context.restore))
-            return RuledState(images, context, layout.rules)
+            found = RuledState(images, context, layout.rules)
     except BaseException:
         source.close()
         raise
+    if context.rank == 0:
+        for note in found.notes:
+            _log.warning("%s", note)
+    return found
 
 
 class RuledState:
@@ -83,7 +90,8 @@ class RuledState:
                 f"{self.version} was taken by a script that declared no layout: start the ranks "
                 "that took it, or make a checkpoint of it another one by ftrun snapshots convert"
             )
-        saved = rules_of(plain.decode(parts[0]["layout"]))
+        saved = read_carried(plain.decode(parts[0]["layout"]))
+        self.heads = [head for _, head in sorted(images.heads.items())]
         stored = stored_entries(self.heads, parts, source=saved.source)
         before = read_world(saved, stored)
         after = lay_out(rules, before)
@@ -91,13 +99,14 @@ class RuledState:
             raise RulesUnfit(source=saved.source, problems=problems)
         self._stock = before.stock()
         self._placed = after.entries[context.rank]
-        self._parts: dict[str, bytes] = plain.decode(
-            RankValues(parts, before, after).of(context.rank)
-        )
-
-    @property
-    def heads(self) -> Sequence[ShardHead]:
-        return [head for _, head in sorted(self._images.heads.items())]
+        values = RankValues(parts, before, after)
+        self._parts: dict[str, bytes] = plain.decode(values.of(context.rank))
+        self.notes = [
+            f"not bitwise: {self.version} was taken by {before.mesh} and goes on in {after.mesh}; "
+            "parameters and optimizer state are those of that step, what comes after adds up in "
+            "another order",
+            *values.notes(),
+        ]
 
     def read(self, rank: int, name: str, first_byte: int, num_bytes: int) -> memoryview:
         offset = self._images.heads[Rank(rank)].entries[name].offset

@@ -102,6 +102,19 @@ def test_a_run_that_declares_its_layout_goes_on_from_another_by_itself(
 
 
 @pytest.mark.full
+def test_a_converted_checkpoint_says_its_new_layout(start: Start, tmp_path: Path) -> None:
+    rules = tmp_path / "tensor-parallel.yaml"
+    rules.write_text(rule_file("tensor-parallel.yaml"))
+    run = trained(start, "saved", 4, 2, 3, rules.name)
+    last = told(run, "ends")
+    converted(tmp_path, "saved", "one", "--mesh", "dp=1,tp=1")
+    assert told(trained(start, "one", 1, 1, 3, rules.name), "begins") == last
+    run = trained(start, "one", 2, 2, 5, rules.name)
+    assert told(run, "begins") == last
+    assert run.text.count("not bitwise") == 1
+
+
+@pytest.mark.full
 def test_a_version_that_says_no_layout_is_refused_in_words(start: Start, tmp_path: Path) -> None:
     (tmp_path / "rules.yaml").write_text(rule_file("tensor-parallel.yaml"))
     trained(start, "saved", 4, 2, 3)

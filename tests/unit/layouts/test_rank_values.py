@@ -65,6 +65,7 @@ def test_the_same_world_has_the_same_values() -> None:
         assert parts["loaders"] == {"loader": feed(4)}
         assert set(parts["optimizer_state"]["opt"]["state"]) == {*names, "calls"}
         assert parts["rng"] == {"torch": bytes([rank // 2 % 2])}
+        assert parts["layout"]["mesh"] == {"pp": 2, "dp": 2, "tp": 2}
     assert values.notes() == []
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from ftrun.errors import RulesInvalid
 from ftrun.layouts.mesh import Mesh
-from ftrun.layouts.rule_file import read_rules
+from ftrun.layouts.rule_file import carried, read_carried, read_rules
 from ftrun.layouts.rules import Cut, Flat, FusedPart, Kind, Uneven
 
 WHOLE = """
@@ -73,6 +73,14 @@ def test_everything_that_can_be_said() -> None:
     assert str(layers) == "unique model.layers.{n}.* (line 36)"
 
 
+def test_a_snapshot_carries_its_rules_and_its_own_mesh() -> None:
+    rules = read_rules(WHOLE, source="x.yaml")
+    rules = rules.on(rules.mesh.having({"dp": 5}))
+    back = read_carried(carried(rules))
+    assert back.layout == rules.layout
+    assert back.source == "x.yaml of the snapshot"
+
+
 def test_batches_differ_along_dp_unless_said_otherwise() -> None:
     assert read_rules("mesh: {tp: 2, dp: 3}", source="x").mesh.batch_axes == ("dp",)
     assert read_rules("mesh: {tp: 2}\nreplicate:\n", source="x").mesh.batch_axes == ()
@@ -98,7 +106,7 @@ def test_batches_differ_along_dp_unless_said_otherwise() -> None:
         ("mesh: {tp: 2}\nreplicate: a", "line 2, column 12: expected a list of replicate rules"),
         ("mesh: {tp: 2}\nreplicate: [{nam: a}]", "expected name in a rule"),
         ("mesh: {tp: 2}\nreplicate: [{name: {a: b}}]", "expected a name, and there is a mapping"),
-        ("mesh: {tp: 2}\naverage: [{name: a}]", "expected the key axis in a average rule"),
+        ("mesh: {tp: 2}\naverage: [{name: a}]", "expected the key axis in a rule under average"),
         ("mesh: {tp: 2}\nshard: [{name: a, axis: tp}]", "expected the key dim, beside axis"),
         ("mesh: {tp: 2}\nshard: [{name: a}]", "expected the key axis, beside others"),
         ("mesh: {tp: 2}\nshard: [{name: a, axis: tp, dim: x}]", "column 34: expected a number"),

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from ftrun.errors import RulesInvalid, UsageError
-from ftrun.worker.declared_layout import declared, rules_of
+from ftrun.layouts.rule_file import read_carried
+from ftrun.worker.declared_layout import declared
 
 TEXT = "mesh: {dp: 2, tp: 2}\nshard:\n  - {name: model.w, axis: tp, dim: 0}\n"
 
@@ -25,7 +26,7 @@ def test_the_axis_of_batches_is_made_to_fit(path: Path) -> None:
 
 def test_what_a_snapshot_carries_is_the_same_layout_and_no_other(path: Path) -> None:
     one = declared(path, {"tp": 1}, 2)
-    assert rules_of(one.saved).layout == one.rules.layout
+    assert read_carried(one.saved).layout == one.rules.layout
     assert one.is_that_of(one.saved)
     assert one.is_that_of(None)
     assert not one.is_that_of(declared(path, {"tp": 2}, 2).saved)
