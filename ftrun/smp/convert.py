@@ -51,7 +51,13 @@ MOST_WORKERS = 4
 
 def main() -> int:
     """Do what is asked; 0 also where it cannot be done: that is said."""
-    arguments = _arguments()
+    sys.stdout.buffer.write(msgspec.json.encode(convert(sys.argv[1:])))
+    return 0
+
+
+def convert(words: Sequence[str]) -> ConvertFacts:
+    """Make the new checkpoint; what was made, or why nothing was."""
+    arguments = _arguments(words)
     began_s = clock.now_s()
     try:
         found = _convert(arguments)
@@ -60,12 +66,10 @@ def main() -> int:
     except OSError as error:
         problem = f"{error.filename or arguments.out}: {error.strerror or error}"
         found = ConvertFacts(problem=problem, exit_code=CheckpointError.exit_code)
-    found = msgspec.structs.replace(found, seconds=clock.now_s() - began_s)
-    sys.stdout.buffer.write(msgspec.json.encode(found))
-    return 0
+    return msgspec.structs.replace(found, seconds=clock.now_s() - began_s)
 
 
-def _arguments() -> argparse.Namespace:
+def _arguments(words: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="ftrun.smp.convert", description="another layout")
     parser.add_argument("source", type=Path)
     parser.add_argument("out", type=Path)
@@ -75,7 +79,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--mesh", default="")
     parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--dtype", action="append", default=[])
-    return parser.parse_args()
+    return parser.parse_args(words)
 
 
 def _convert(arguments: argparse.Namespace) -> ConvertFacts:

@@ -22,6 +22,7 @@ from ftrun.smp.checkpoint import CheckpointWriter
 from ftrun.smp.checkpoint_files import Retention
 from ftrun.smp.checkpoint_index import read_index
 from ftrun.smp.checkpoint_verify import verify_folder
+from ftrun.smp.convert import convert as converted
 from ftrun.smp.pace import Throttle
 from ftrun.snapshot import plain
 from ftrun.snapshot.layout import PLAIN_NAME, Entry, When, make_layout, parse_header
@@ -145,7 +146,7 @@ def plain_of(folder: Path, rank: int) -> dict[str, Any]:
 
 
 class Converter:
-    """Runs `ftrun snapshots convert` in a folder."""
+    """Converts in a folder: in this process, or as `ftrun snapshots convert`."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -154,7 +155,7 @@ class Converter:
         (self.folder / name).write_text(rule_file(name) if text is None else text)
         return name
 
-    def run(self, *words: str) -> subprocess.CompletedProcess[str]:
+    def command(self, *words: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             [sys.executable, "-m", "ftrun", "snapshots", "convert", *words],
             cwd=self.folder,
@@ -166,8 +167,9 @@ class Converter:
 
     def __call__(self, out: str, *words: str) -> Path:
         """The new checkpoint, every byte of it compared with its digests."""
-        done = self.run("old", out, *words)
-        assert done.returncode == 0, done.stderr
+        done = converted([*words, "old", out])
+        assert done.problem == ""
+        assert done.exit_code == 0
         index, problems = verify_folder(self.folder / out / "latest")
         assert index is not None
         assert problems == []
@@ -176,16 +178,15 @@ class Converter:
 
     def refused(self, *words: str) -> tuple[int, str]:
         """Exit code and words; nothing is left behind."""
-        done = self.run("old", "new", *words)
-        assert done.returncode
-        assert "Traceback" not in done.stderr
+        done = converted([*words, "old", "new"])
         left = list((self.folder / "new").glob("*")) if (self.folder / "new").exists() else []
         assert left == []
-        return done.returncode, done.stderr
+        return done.exit_code, done.problem
 
 
 @pytest.fixture
-def convert(tmp_path: Path) -> Converter:
+def convert(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Converter:
+    monkeypatch.chdir(tmp_path)
     return Converter(tmp_path)
 
 
@@ -338,7 +339,7 @@ def test_there_and_back_is_what_it_was(convert: Converter) -> None:
     name = convert.rules("large.yaml", LARGE)
     convert("there", "--rules", name, "--mesh", "tp=1,dp=1")
     other = convert.rules("one.yaml", LARGE.replace("dp: 2, tp: 2", "dp: 1, tp: 1"))
-    done = convert.run("there", "back", "--rules", other, "--to", name)
+    done = convert.command("there", "back", "--rules", other, "--to", name)
     assert done.returncode == 0, done.stderr
     assert_ranks(arrays_of(convert.folder / "back" / "latest"), large(2, 2))
     assert len(plain_of(world.path, 0)) == len(plain_of(convert.folder / "back" / "latest", 0))
@@ -393,10 +394,10 @@ def test_no_more_than_a_few_tensors_are_in_memory(convert: Converter) -> None:
 def test_what_was_made_is_told(convert: Converter) -> None:
     World(convert.folder / "old", large(2, 2))
     words = ("old", "new", "--rules", convert.rules("large.yaml", LARGE), "--ranks", "2")
-    told = json.loads(convert.run(*words, "--json").stdout)
+    told = json.loads(convert.command(*words, "--json").stdout)
     assert (told["world_size"], told["num_tensors"]) == (2, 9)
     assert (told["mesh_before"], told["mesh_after"]) == ("dp 2, tp 2", "dp 1, tp 2")
-    again = convert.run(*words)
+    again = convert.command(*words)
     assert "dp 2, tp 2 -> dp 1, tp 2" in again.stdout
     assert (convert.folder / "new" / "latest").readlink().name.endswith(".2")
 
@@ -481,6 +482,17 @@ def test_what_makes_no_sense_is_refused(
     code, words = convert.refused("--rules", convert.rules("x.yaml", rules), *more)
     assert code == 2
     assert told in words
+
+
+def test_the_command_line_says_why_and_has_the_exit_code(convert: Converter) -> None:
+    World(convert.folder / "old", large(2, 2))
+    words = ("old", "new", "--rules", convert.rules("large.yaml", LARGE), "--ranks", "3")
+    done = convert.command(*words)
+    assert done.returncode == 2
+    assert done.stderr.startswith("Error: --ranks 3 does not go with the mesh")
+    done = convert.command(*words, "--json")
+    assert done.returncode == 2
+    assert json.loads(done.stdout)["exit_code"] == 2
 
 
 def test_no_checkpoint_there(convert: Converter) -> None:
