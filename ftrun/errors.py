@@ -3,6 +3,8 @@
     FtrunError                      exit 1    catch this to catch them all
     |-- UsageError                  exit 2    the caller can put it right
     |   |-- ProfileInvalid
+    |   |-- RulesInvalid                      a file of layout rules does not parse
+    |   |-- RulesUnfit                        layout rules do not fit the tensors there are
     |   |-- RunIdTaken                        another script, or a run that is still alive
     |   |-- AddressTaken                      somebody else listens there
     |   |-- FaultRefused                      a fault that cannot really be made here
@@ -71,6 +73,30 @@ class ProfileInvalid(UsageError):
         self.problems = tuple(problems)
         lines = "".join(f"\n  - {problem}" for problem in problems)
         super().__init__(f"{source} has {len(problems)} problem(s):{lines}")
+
+
+class RulesInvalid(UsageError):
+    """A file of layout rules has mistakes; all of them are listed, with line and column."""
+
+    def __init__(self, *, source: str, problems: Sequence[str]) -> None:
+        self.source = source
+        self.problems = tuple(problems)
+        lines = "".join(f"\n  - {problem}" for problem in problems)
+        super().__init__(f"{source} has {len(problems)} problem(s):{lines}")
+
+
+class RulesUnfit(UsageError):
+    """Layout rules do not fit the tensors that a checkpoint has; the first ten are listed."""
+
+    SHOWN = 10
+
+    def __init__(self, *, source: str, problems: Sequence[str]) -> None:
+        self.source = source
+        self.problems = tuple(problems)
+        lines = "".join(f"\n  - {problem}" for problem in problems[: self.SHOWN])
+        more = len(problems) - self.SHOWN
+        rest = f"\n  - and {more} more" if more > 0 else ""
+        super().__init__(f"{source} does not fit the checkpoint:{lines}{rest}")
 
 
 class RunIdTaken(UsageError):

@@ -228,7 +228,7 @@ class SmpLink:
     @property
     def has_whole_version(self) -> bool:
         """All ranks here have sealed one, whether word of its commit has come yet or not."""
-        ranks = list(self._local_ranks)
+        ranks = [Rank(rank) for rank in self._local_ranks]
         sealed = [
             header.version
             for fd in (self.arenas.get(ranks[0], []) if ranks else [])

@@ -332,7 +332,7 @@ def _show_profile(
 
 
 _snapshots_app = typer.Typer(
-    help="List, verify, prune and export the checkpoints in a directory.",
+    help="List, verify, prune, export and convert checkpoints.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
@@ -418,6 +418,41 @@ def _export_snapshot(  # noqa: PLR0913 - its flags
 
     wish = Wish(kind, dtype, only or [], file_size, num_writers, may_replace)
     raise typer.Exit(export(checkpoint, out, wish, as_json=as_json))
+
+
+@_snapshots_app.command("convert")
+def _convert_snapshot(  # noqa: PLR0913 - one for each flag
+    source: Annotated[
+        str, typer.Argument(metavar="SOURCE", help="a checkpoint, or a directory: its latest")
+    ],
+    out: Annotated[str, typer.Argument(metavar="OUT", help="a directory for the new one")],
+    rules: Annotated[str, typer.Option("--rules", metavar="FILE", help="layout rules of SOURCE")],
+    to: Annotated[
+        str | None, typer.Option("--to", metavar="FILE", help="layout rules of the new one")
+    ] = None,
+    ranks: Annotated[
+        int | None, typer.Option("--ranks", metavar="M", help="or: the same, so many ranks")
+    ] = None,
+    mesh: Annotated[
+        str | None, typer.Option("--mesh", metavar="AXES", help="or: the same on tp=4,dp=1")
+    ] = None,
+    workers: Annotated[
+        int, typer.Option("--workers", metavar="W", help="threads (default: as many as fit)")
+    ] = 0,
+    dtype: Annotated[
+        list[str] | None,
+        typer.Option("--dtype", metavar="T", help="bf16, or PATTERN=bf16; several times"),
+    ] = None,
+    as_json: _AsJson = False,
+) -> None:
+    """Make a checkpoint of another layout, by layout rules (docs/layouts.md)."""
+    from ftrun.cli.convert_snapshot import convert
+
+    words = [f"--rules={rules}", f"--workers={workers}"]
+    words += [f"--dtype={one}" for one in dtype or []]
+    given = {"to": to, "ranks": ranks, "mesh": mesh}
+    words += [f"--{name}={value}" for name, value in given.items() if value is not None]
+    raise typer.Exit(convert([*words, "--", source, out], as_json=as_json))
 
 
 def main() -> NoReturn:

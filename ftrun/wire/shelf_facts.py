@@ -1,6 +1,7 @@
 """What is said of checkpoints on disk, by the process that reads them to the operator's terminal.
 
-Runs in: the process of ftrun.smp.shelf, which says it, and cli, which shows it. Pure.
+Runs in: the processes of ftrun.smp.shelf and ftrun.smp.convert, which say it, and cli, which shows
+         it. Pure.
 """
 
 import msgspec
@@ -40,3 +41,24 @@ class ShelfFacts(msgspec.Struct, frozen=True):
     """The one that was asked for by itself."""
     problem: str = ""
     """Why nothing could be done, in words."""
+
+
+class ConvertFacts(msgspec.Struct, frozen=True):
+    """A checkpoint that was made of another one."""
+
+    source: str = ""
+    path: str = ""
+    step: int = -1
+    mesh_before: str = ""
+    mesh_after: str = ""
+    world_size: int = 0
+    num_tensors: int = 0
+    num_bytes: int = 0
+    """Of all its files."""
+    is_linked: bool = False
+    """The layout is the same, so that nothing was converted."""
+    notes: tuple[str, ...] = ()
+    seconds: float = 0.0
+    problem: str = ""
+    """Why there is none, in words."""
+    exit_code: int = 0

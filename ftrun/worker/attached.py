@@ -8,13 +8,16 @@ Gives:    an `Attached`: modules, optimizers, objects with a state_dict, tensors
 
 from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 from torch import nn
 
 from ftrun.errors import UsageError
+
+if TYPE_CHECKING:
+    from ftrun.worker.declared_layout import Declared
 
 
 @runtime_checkable
@@ -36,6 +39,8 @@ class Attached:
     tensors: dict[str, torch.Tensor | None] = field(default_factory=dict)
     dicts: dict[str, MutableMapping[Any, Any]] = field(default_factory=dict)
     generators: dict[str, torch.Generator] = field(default_factory=dict)
+    layout: "Declared | None" = None
+    """How ranks share plain tensors, where the script says so."""
 
     def add(self, name: str, thing: object) -> None:
         """Sort one object in.

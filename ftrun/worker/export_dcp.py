@@ -19,11 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
@@ -82,7 +83,7 @@ def write_dcp(
     """
     folder.mkdir()
     try:
-        dcp.save(
+        save(
             tree,
             storage_writer=_Writer(folder, num_writers),
             planner=_Planner(placeholders),
@@ -106,7 +107,7 @@ class _Planner(DefaultSavePlanner):
         return self._placeholders.read(found) if is_placeholder else found
 
 
-class _Writer(dcp.FileSystemWriter):
+class _Writer(FileSystemWriter):
     """torch's writer, given a part of its plan at a time by several threads.
 
     How the plan is cut does not depend on how many threads there are.
@@ -121,7 +122,7 @@ class _Writer(dcp.FileSystemWriter):
             at, items = numbered
             storage_data = replace(plan.storage_data, prefix=f"__{at}_")
             part = replace(plan, items=items, storage_data=storage_data)
-            written: list[WriteResult] = dcp.FileSystemWriter.write_data(self, part, planner).wait()
+            written: list[WriteResult] = FileSystemWriter.write_data(self, part, planner).wait()
             return written
 
         pool = ThreadPoolExecutor(self._num_writers, thread_name_prefix="export")

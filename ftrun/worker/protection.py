@@ -69,20 +69,34 @@ class Protection:
         context.page.set(Beat.ATTACH_NS, clock.now_ns())
         if torch.distributed.is_initialized() and not self._wrappers():
             self._watch.find_older()
-        if context.is_resized:
-            from ftrun.worker.resized import open_resized  # imports distributed checkpoints
-
-            self._saved = open_resized(context, self._link)
-        elif context.restore is None:
+        if context.restore is None:
             return None
-        else:
-            self._inherited = self._arena_with(context.restore)
-            self._saved = SavedState(self._inherited, context.restore, context)
+        self._saved = self._open_other() if context.is_resized else self._open_own(context.restore)
         self._orders = self._saved.part("orders")
         self._is_restored = True
         own = {name: self._saved.part(name) for name in ("session", "loaders")}
         self._load()
         return own
+
+    def _open_own(self, wanted: Version) -> Restorable:
+        """This rank's shard; or those of all ranks, where they had another layout."""
+        self._inherited = self._arena_with(wanted)
+        saved = SavedState(self._inherited, wanted, self._context)
+        layout = self._attached.layout
+        if layout is None or layout.is_that_of(saved.layout):
+            return saved
+        self._inherited = None
+        return self._open_other()
+
+    def _open_other(self) -> Restorable:
+        # Here, because both import distributed checkpoints.
+        if self._attached.layout is not None:
+            from ftrun.worker.ruled import open_ruled
+
+            return open_ruled(self._context, self._link, self._attached.layout)
+        from ftrun.worker.resized import open_resized
+
+        return open_resized(self._context, self._link)
 
     def _arena_with(self, wanted: Version) -> Arena:
         """The arena we were started with; or, on a node that is new to this rank, its SMP's."""

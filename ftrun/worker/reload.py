@@ -16,6 +16,8 @@ import torch
 
 from ftrun import clock
 from ftrun.errors import ShapeChanged
+from ftrun.ids import Version
+from ftrun.snapshot.layout import Entry
 from ftrun.wire.crash_points import crash_point
 from ftrun.wire.pages import Beat
 from ftrun.worker import rng
@@ -49,23 +51,63 @@ class Restorable(Protocol):
         ...
 
 
+class Loadable(Protocol):
+    """The state of one rank, as `reload` takes it."""
+
+    version: Version
+
+    def part(self, name: str) -> Any:
+        """A part of the plain values, with its tensors."""
+        ...
+
+    def entry(self, name: str) -> Entry | None:
+        """What was saved under a name; None: nothing."""
+        ...
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """A tensor, which counts as used from now on: to copy from at once."""
+        ...
+
+    def copy_into(self, name: str, target: torch.Tensor) -> None:
+        """Put a tensor into one of the same dtype and shape; it counts as used."""
+        ...
+
+    def check_all_used(self) -> None:
+        """Nothing that was saved has been left behind.
+
+        Raises:
+            ShapeChanged: names the first tensor that nobody wanted.
+        """
+        ...
+
+
 class SavedState(SavedShard):
     """One version of this rank's shard, to be put into what is attached."""
+
+    @property
+    def layout(self) -> Any:
+        """The layout that the script declared, as `ruled.Declared.saved`; None: it did not."""
+        return self.part("layout") if "layout" in self._parts else None
 
     def load(self, tree: StateTree, context: WorkerContext) -> None:
         reload(self, tree, context)
 
     def put_back_random_states(self, attached: Attached) -> None:
-        for name, state in self.part("generators").items():
-            if name in attached.generators:
-                rng.set_generator(attached.generators[name], state)
-        rng.put_back(self.part("rng"))
+        put_back_random_states(self, attached)
 
     def close(self) -> None:
         """Nothing: the arena is this rank's own, and goes on being used."""
 
 
-def reload(saved: SavedState, tree: StateTree, context: WorkerContext) -> None:
+def put_back_random_states(saved: Loadable, attached: Attached) -> None:
+    """As they were at the boundary, or as they follow from that."""
+    for name, state in saved.part("generators").items():
+        if name in attached.generators:
+            rng.set_generator(attached.generators[name], state)
+    rng.put_back(saved.part("rng"))
+
+
+def reload(saved: Loadable, tree: StateTree, context: WorkerContext) -> None:
     """Load everything but the random states.
 
     Raises:
@@ -103,10 +145,10 @@ def add_groups(saved: dict[str, list[dict[str, Any]]], tree: StateTree) -> None:
             optimizer.add_param_group({"params": [present[one] for one in names]})
 
 
-def _load_tensors(saved: SavedState, lasting: Lasting, attached: Attached) -> None:
+def _load_tensors(saved: Loadable, lasting: Lasting, attached: Attached) -> None:
     wanted = {*lasting.names.values(), *attached.tensors}
-    targets = []
-    sources = []
+    targets: list[torch.Tensor] = []
+    sources: list[torch.Tensor] = []
     large = []
     for source in lasting.sources:
         if source.name in wanted:
@@ -137,7 +179,7 @@ def freeze(frozen: Iterable[str], lasting: Lasting) -> None:
             parameter.requires_grad_(name not in frozen)
 
 
-def _load_optimizers(saved: SavedState, tree: StateTree, lasting: Lasting) -> None:
+def _load_optimizers(saved: Loadable, tree: StateTree, lasting: Lasting) -> None:
     all_groups = saved.part("groups")
     all_states = saved.part("optimizer_state")
     for name, optimizer in tree.attached.optimizers.items():

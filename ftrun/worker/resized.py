@@ -21,6 +21,7 @@ from ftrun import clock
 from ftrun.errors import ShapeChanged, SnapshotCorrupt
 from ftrun.ids import Rank, Version
 from ftrun.snapshot.plain import TensorRef
+from ftrun.snapshot.regroup import Resize
 from ftrun.snapshot.world_index import WholeTensor
 from ftrun.wire.crash_points import crash_point
 from ftrun.wire.pages import Beat
@@ -29,7 +30,6 @@ from ftrun.worker.context import WorkerContext
 from ftrun.worker.image_source import ImageSource, LocalImages
 from ftrun.worker.memory_link import MemoryLink
 from ftrun.worker.parts import box_of
-from ftrun.worker.regroup import Resize
 from ftrun.worker.reload import add_groups, freeze, groups_for, load_objects, load_optimizer
 from ftrun.worker.remote_images import JoinedImages, RemoteImages
 from ftrun.worker.replicas import check_replicas
@@ -72,17 +72,18 @@ def open_resized(context: WorkerContext, link: MemoryLink) -> ResizedState:
     assert context.restore_world_size is not None
     old_size = context.restore_world_size
     resize = Resize(context.rank, old_size, context.world_size)
-    fds = link.open_images(context.restore, old_size)
+    images = images_of(context.restore, link, old_size)
     with telling_of_corruption(context):
-        saved = SavedWorld(_images(fds, link, context.restore, old_size), context.restore, resize)
+        saved = SavedWorld(images, context.restore, resize)
     if context.rank == 0:
         for note in saved.notes():
             _log.warning("%s", note)
     return ResizedState(saved)
 
 
-def _images(fds: dict[Rank, int], link: MemoryLink, wanted: Version, old_size: int) -> ImageSource:
+def images_of(wanted: Version, link: MemoryLink, old_size: int) -> ImageSource:
     """Shards of this node where they lie, and those of others as they are read."""
+    fds = link.open_images(wanted, old_size)
     here = LocalImages(fds, wanted)
     elsewhere = [Rank(rank) for rank in range(old_size) if rank not in fds]
     return JoinedImages(here, RemoteImages(link, wanted, elsewhere)) if elsewhere else here

@@ -13,9 +13,8 @@ import sys
 from typing import Any
 
 import torch
-import xxhash
 
-from ftrun.snapshot.plain import encode
+from ftrun.snapshot.regroup import DERIVED, derived_seed
 
 
 def take_all() -> dict[str, Any]:
@@ -32,7 +31,8 @@ def take_all() -> dict[str, Any]:
 
 
 def put_back(taken: dict[str, Any]) -> None:
-    """Every random state as it was when `taken` was taken."""
+    """Every random state as it was when `taken` was taken, or as it follows from that."""
+    taken = settled(taken)
     version, words, gauss = taken["python"]
     random.setstate((version, tuple(words), gauss))
     set_generator(torch.default_generator, taken["torch"])
@@ -49,8 +49,12 @@ def generator_bytes(generator: torch.Generator) -> bytes:
     return _to_bytes(generator.get_state())
 
 
-def set_generator(generator: torch.Generator, state: bytes) -> None:
-    generator.set_state(_from_bytes(state))
+def set_generator(generator: torch.Generator, state: bytes | int) -> None:
+    """Put a generator into a state, or into the one after a seed."""
+    if isinstance(state, int):
+        generator.manual_seed(state)
+    else:
+        generator.set_state(_from_bytes(state))
 
 
 def _numpy_state(state: Any) -> tuple[Any, ...]:
@@ -64,6 +68,14 @@ def _to_bytes(state: torch.Tensor) -> bytes:
 
 def _from_bytes(state: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(state), dtype=torch.uint8)
+
+
+def settled(taken: dict[str, Any]) -> dict[str, Any]:
+    """Random states in place of what stands for them, see `regroup.streams`."""
+    if DERIVED not in taken:
+        return taken
+    base = settled(taken[DERIVED])
+    return {**derive(base, taken["number"]), **{name: base[name] for name in taken["kept"]}}
 
 
 def derive(taken: dict[str, Any], number: int) -> dict[str, Any]:
@@ -90,11 +102,6 @@ def derive(taken: dict[str, Any], number: int) -> dict[str, Any]:
                 for at in range(len(state))
             ]
     return made
-
-
-def derived_seed(state: object, number: int) -> int:
-    """A seed of 63 bits that a plain value and a number determine."""
-    return xxhash.xxh3_64_intdigest(encode([state, number])) >> 1
 
 
 def seeded(seed: int) -> bytes:

@@ -11,7 +11,7 @@ matter: the process ends, and the next one restores another version.
 """
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -97,9 +97,8 @@ class SavedShard:
         Raises:
             ShapeChanged: names the first tensor that nobody wanted.
         """
-        for name, entry in self._entries.items():
-            if name not in self._used and not name.startswith("ftrun."):
-                raise ShapeChanged(key=name, saved=str(entry), present="nothing")
+        names = (name for name in self._entries if not name.startswith("ftrun."))
+        check_used({name: str(self._entries[name]) for name in names}, self._used)
         with self._telling_the_agent():
             for index in sorted(self._unchecked):
                 self._check_piece(index)
@@ -160,3 +159,11 @@ class Sharded:
             shape=parameter.shape,
             stride=parameter.stride(),
         )
+
+
+def check_used(saved: Mapping[str, str], used: Iterable[str]) -> None:
+    """Raises: ShapeChanged: names the first tensor that was saved and nobody wanted."""
+    used = set(used)
+    for name, described in saved.items():
+        if name not in used:
+            raise ShapeChanged(key=name, saved=described, present="nothing")

@@ -18,15 +18,15 @@ import xxhash
 
 from ftrun.errors import LayoutUnknown, RanksDiffer, ShapeChanged
 from ftrun.ids import Rank, Version
-from ftrun.snapshot import plain
+from ftrun.snapshot import plain, regroup
 from ftrun.snapshot.agreement import Difference, TensorContent, difference
 from ftrun.snapshot.layout import PLAIN_NAME
 from ftrun.snapshot.plain import TensorRef
+from ftrun.snapshot.regroup import Resize, ranks
 from ftrun.snapshot.world_index import WholeTensor, WorldIndex
-from ftrun.worker import regroup, rng
+from ftrun.worker import rng
 from ftrun.worker.attached import Attached
 from ftrun.worker.image_source import CheckedImages, ImageSource
-from ftrun.worker.regroup import Resize, ranks
 from ftrun.worker.tensors import DTYPES
 from ftrun.worker.world_reader import readable
 
@@ -83,9 +83,7 @@ class SavedWorld:
         saved = [self._decode(rank, "generators") for rank in self._parts]
         for name, state in regroup.generators(saved, self.resize).items():
             generator = attached.generators.get(name)
-            if generator is not None and isinstance(state, int):
-                generator.manual_seed(state)
-            elif generator is not None and isinstance(state, bytes):
+            if generator is not None:
                 rng.set_generator(generator, state)
         taken = [self._decode(rank, "rng") for rank in self._parts]
         rng.put_back(regroup.streams(taken, self.resize))

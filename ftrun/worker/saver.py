@@ -266,5 +266,6 @@ def _lasting(sources: Sequence[Source]) -> Lasting:
         parameters=[],
         state_values=[],
         optimizer_state=b"",
+        modules=b"",
         names={},
     )

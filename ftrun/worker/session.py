@@ -12,7 +12,8 @@ here needs Linux; what does is loaded only where an agent has started this proce
 import logging
 import uuid
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +35,7 @@ BETWEEN_LOOPS = "between loops"
 _live: "weakref.ref[Session] | None" = None
 
 
-def attach(
+def attach(  # noqa: PLR0913 - what a script has
     *,
     model: object,
     optimizer: object = None,
@@ -42,6 +43,8 @@ def attach(
     scaler: object = None,
     loader: object = None,
     warmup: Callable[[], object] | None = None,
+    layout: str | Path | None = None,
+    mesh: Mapping[str, int] | None = None,
     **named: object,
 ) -> "Session":
     """Say what makes up the state of this training, and restore it if there is something to.
@@ -54,6 +57,9 @@ def attach(
         loader: the loader given to `Session.batches`, or a dict of them.
         warmup: called once before a restore with DDP on more than two ranks, in place of the
             synthetic backward that puts DDP's buckets in order.
+        layout: file of layout rules, where ranks have parts of plain tensors; a version of another
+            layout is read through them.
+        mesh: sizes of its axes, where they are other than in the file.
         named: whatever else has a state: objects with state_dict and load_state_dict, tensors,
             dicts of plain values, torch.Generators.
 
@@ -75,7 +81,12 @@ def attach(
     for name, thing in named.items():
         attached.add(name, thing)
     feeds = {name: Feed(name, thing) for name, thing in by_name("loader", loader).items()}
-    session = Session(attached, feeds, worker_context(), warmup)
+    context = worker_context()
+    if layout is not None:
+        from ftrun.worker.declared_layout import declared
+
+        attached.layout = declared(layout, mesh, context.world_size if context else None)
+    session = Session(attached, feeds, context, warmup)
     _live = weakref.ref(session)
     return session
 

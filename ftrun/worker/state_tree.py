@@ -118,6 +118,8 @@ class StateTree:
             "rng": rng.take_all(),
             **extra,
         }
+        if attached.layout is not None:
+            parts["layout"] = attached.layout.saved
         # Part by part, so that the path in an error starts at the name given to attach.
         packed = {key: encode(part, refer=fresh) for key, part in parts.items()}
         packed["optimizer_state"] = lasting.optimizer_state

@@ -49,6 +49,7 @@ def test_every_page_is_there() -> None:
         "field.md",
         "getting-started.md",
         "glossary.md",
+        "layouts.md",
         "many-nodes.md",
         "operations.md",
         "papers.md",

@@ -248,7 +248,8 @@ def test_only_what_is_wanted(trained: Path, tmp_path: Path) -> None:
     assert set(saved) == {"model", "optimizer"}
     check_same(saved["model"], {"head.weight": wanted["model"]["head.weight"]})
     told = export(source, tmp_path / "c", "--format", "dcp", "--only", "modle.*", code=1)
-    assert "--only 'modle.*' matches nothing; there are: model.head.weight, model.layers.0.bias" in told
+    there = "model.head.weight, model.layers.0.bias"
+    assert f"--only 'modle.*' matches nothing; there are: {there}" in told
     told = export(source, tmp_path / "c", "--format", "safetensors", "--only", "table", code=1)
     assert "no tensor of a module" in told
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]

@@ -11,9 +11,9 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRando
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from ftrun.snapshot.plain import decode, encode
+from ftrun.snapshot.regroup import Resize, loader
 from ftrun.worker import rng
 from ftrun.worker.batches import Feed
-from ftrun.worker.regroup import Resize, loader
 
 
 class Counted(Dataset[int]):

@@ -1,8 +1,12 @@
 """What each rank of a new world takes over of random states and positions in the data.
 
-Runs in:  worker, inside `attach`, where a version is restored into another number of ranks.
+Runs in:  worker, inside `attach`, where a version is restored into another number of ranks; the
+          process that converts checkpoints. Pure.
 Takes in: what each rank of the old world has saved.
 Gives:    one rank's part of it in the new world, and a line for the log.
+
+Random states that are derived are not made here, as that takes torch: what stands for them says
+from which they follow and by which number, and `ftrun.worker.rng` makes them.
 
 Rule 1: the samples that the old world has seen count, in all: the new one goes on after the first
         whole batch of every rank that leaves out none of them. So no sample is seen twice where a
@@ -16,7 +20,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ftrun.worker import rng
+import xxhash
+
+from ftrun.snapshot.plain import encode
+
+DERIVED = "derived_from"
+"""A mapping with this key stands for random states that follow from those under it."""
 
 Plain = dict[str, Any]
 
@@ -40,7 +49,7 @@ class Resize:
 
 
 def streams(taken: Sequence[Plain], resize: Resize) -> Plain:
-    """The random states of one rank, stream by stream.
+    """The random states of one rank, as `rng.put_back` takes them.
 
     Args:
         taken: of each old rank, as `rng.take_all` gives them.
@@ -49,8 +58,8 @@ def streams(taken: Sequence[Plain], resize: Resize) -> Plain:
     own = taken[resize.old_rank]
     if not resize.is_new:
         return own
-    common = {name: state for name, state in own.items() if _is_common(name, taken)}
-    return {**rng.derive(own, resize.rank), **common}
+    kept = [] if DERIVED in own else [name for name in own if _is_common(name, taken)]
+    return {DERIVED: own, "number": resize.rank, "kept": kept}
 
 
 def generators(saved: Sequence[Mapping[str, bytes]], resize: Resize) -> dict[str, bytes | int]:
@@ -59,7 +68,7 @@ def generators(saved: Sequence[Mapping[str, bytes]], resize: Resize) -> dict[str
     return {
         name: state
         if not resize.is_new or _is_common(name, saved)
-        else rng.derived_seed([name, state], resize.rank)
+        else derived_seed([name, state], resize.rank)
         for name, state in own.items()
     }
 
@@ -80,12 +89,9 @@ def loader(states: Sequence[Plain], resize: Resize) -> Plain:
     began = [state["started_with"] for state in states]
     started_with = own["started_with"]
     if started_with is not None and all(one is not None for one in began):
-        named = generators([one["generators"] for one in began], resize)
         started_with = {
             "rng": streams([one["rng"] for one in began], resize),
-            "generators": {
-                n: s if isinstance(s, bytes) else rng.seeded(s) for n, s in named.items()
-            },
+            "generators": generators([one["generators"] for one in began], resize),
         }
     return {
         **own,
@@ -95,6 +101,11 @@ def loader(states: Sequence[Plain], resize: Resize) -> Plain:
         "own": None,
         "resized": True,
     }
+
+
+def derived_seed(state: object, number: int) -> int:
+    """A seed of 63 bits that a plain value and a number determine."""
+    return xxhash.xxh3_64_intdigest(encode([state, number])) >> 1
 
 
 def batches_used(states: Sequence[Plain], resize: Resize) -> int:

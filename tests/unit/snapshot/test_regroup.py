@@ -8,9 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ftrun.snapshot import regroup
 from ftrun.snapshot.plain import decode, encode
-from ftrun.worker import regroup, rng
-from ftrun.worker.regroup import Resize
+from ftrun.snapshot.regroup import Resize
+from ftrun.worker import rng
 
 counts = st.lists(st.integers(0, 50), min_size=1, max_size=6)
 
@@ -108,9 +109,17 @@ def test_the_shuffle_of_a_pass_is_that_of_the_old_rank_or_a_derived_one() -> Non
     kept = regroup.loader(states, Resize(1, 2, 3))["started_with"]
     assert kept == states[1]["started_with"]
     derived = regroup.loader(states, Resize(2, 2, 3))["started_with"]
-    assert derived["generators"]["loader"] not in {
-        state["started_with"]["generators"]["loader"] for state in states
-    }
-    torch.Generator().set_state(
-        torch.frombuffer(bytearray(derived["generators"]["loader"]), dtype=torch.uint8)
-    )
+    drawn = set()
+    for state in (*kept["generators"].values(), *derived["generators"].values()):
+        generator = torch.Generator()
+        rng.set_generator(generator, state)
+        drawn.add(float(torch.rand((), generator=generator)))
+    assert len(drawn) == 2
+
+
+def test_what_follows_from_what_follows_is_another_one_again() -> None:
+    old = [taken(seed) for seed in range(2)]
+    once = [regroup.streams(old, Resize(rank, 2, 3)) for rank in range(3)]
+    twice = regroup.streams(decode(encode(once)), Resize(5, 3, 6))
+    assert twice[regroup.DERIVED] == once[2]
+    assert len({draw(states)[2] for states in (*old, *once, twice)}) == 4

@@ -1,0 +1,134 @@
+"""Which rule holds for which name.
+
+Runs in:  the process that converts checkpoints. Pure.
+Takes in: `Rules`, names of tensors and what they are state of.
+Gives:    for each name what holds for it, or RulesUnfit with all names that have no rule or two.
+
+State of an optimizer goes with its parameter, so rules need not name it: what has its parameter's
+shape is shared as that is, and a single number (such as the step) is the same on all that have
+the parameter. A rule that names the state itself comes first.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from ftrun.errors import RulesUnfit
+from ftrun.layouts.cuts import CutImpossible, divide, place_of
+from ftrun.layouts.rules import REPLICATED, Home, Kind, Rule, Rules
+
+
+class Follows(Enum):
+    """How a tensor of an optimizer's state belongs to its parameter."""
+
+    LIKE = "like"
+    """It has its shape."""
+    NUMBER = "number"
+    """It is a single number."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kin:
+    """The parameter that a tensor is state of, and how; `how` None: it needs a rule of its own."""
+
+    parameter: str
+    how: Follows | None
+
+
+@dataclass(frozen=True, slots=True)
+class Sharing:
+    """What holds for one name.
+
+    Args:
+        rule: how it is shared.
+        home: where it lives; None: everywhere.
+        numbers: what stood in the name at the words of the home's pattern.
+    """
+
+    rule: Rule
+    home: Home | None = None
+    numbers: tuple[tuple[str, int], ...] = ()
+
+    def homes(self, size: int) -> frozenset[int]:
+        """Coordinates of its home's axis where it lives; there is a home.
+
+        Args:
+            size: of that axis.
+
+        Raises:
+            CutImpossible: there is no such place.
+        """
+        assert self.home is not None
+        if self.home.at is not None:
+            found = frozenset(at % size if at < 0 else at for at in self.home.at)
+            if max(found) >= size:
+                raise CutImpossible(f"it lives at {max(found)} of {self.home.axis} {size}")
+            return found
+        (_, number) = self.numbers[0]
+        sizes = self.home.sizes
+        if sizes is None:
+            ends = (divide(self.home.count, size, index) for index in range(size))
+            sizes = tuple(high - low for low, high in ends)
+        elif len(sizes) != size or sum(sizes) != self.home.count:
+            raise CutImpossible(
+                f"sizes {list(sizes)} are {sum(sizes)} numbers for {len(sizes)} coordinates, and "
+                f"there are {self.home.count} for {size}"
+            )
+        if number >= self.home.count:
+            raise CutImpossible(f"its number {number} is not below of: {self.home.count}")
+        return frozenset([place_of(number, sizes)])
+
+
+def match(rules: Rules, names: Iterable[tuple[str, Kin | None]]) -> dict[str, Sharing]:
+    """What holds for each name.
+
+    Args:
+        rules: of one file.
+        names: each with what it is state of; parameters before their state, or after.
+
+    Raises:
+        RulesUnfit: names that no rule matches, or two.
+    """
+    listed = list(names)
+    found: dict[str, Sharing] = {}
+    twice: list[str] = []
+    for name, _ in listed:
+        matching = [one for one in rules.rules if one.pattern.match(name) is not None]
+        homes = [one for one in rules.homes if one.pattern.match(name) is not None]
+        twice += [_matched_twice(name, some) for some in (matching, homes) if len(some) > 1]
+        if matching or homes:
+            home = homes[0] if homes else None
+            numbers = home.pattern.match(name) if home is not None else None
+            rule = matching[0] if matching else REPLICATED
+            found[name] = Sharing(rule, home, tuple((numbers or {}).items()))
+    unmatched = []
+    for name, kin in listed:
+        if name in found:
+            continue
+        inherited = _inherited(found, kin)
+        if inherited is None:
+            unmatched.append(_no_rule(name, kin))
+        else:
+            found[name] = inherited
+    if twice or unmatched:
+        raise RulesUnfit(source=rules.source, problems=[*twice, *unmatched])
+    return found
+
+
+def _inherited(found: dict[str, Sharing], kin: Kin | None) -> Sharing | None:
+    if kin is None or kin.how is None or kin.parameter not in found:
+        return None
+    parents = found[kin.parameter]
+    if kin.how is Follows.LIKE or parents.rule.kind is Kind.OWN:
+        return parents
+    return Sharing(REPLICATED, parents.home, parents.numbers)
+
+
+def _matched_twice(name: str, some: Sequence[object]) -> str:
+    return f"{name} is matched by {' and by '.join(map(str, some))}"
+
+
+def _no_rule(name: str, kin: Kin | None) -> str:
+    if kin is not None and kin.how is None:
+        return f"{name} is matched by no rule, and has not the shape of {kin.parameter}"
+    return f"{name} is matched by no rule"

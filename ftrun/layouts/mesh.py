@@ -1,0 +1,84 @@
+"""The ranks of a world as points of a mesh.
+
+Runs in:  the process that converts checkpoints. Pure.
+Takes in: axes with their sizes, such as dp 2, tp 4.
+Gives:    coordinates of a rank, and back; of which old rank a new one takes over what is its own.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """Axes, the slowest first: ranks 0 and 1 differ along the last one.
+
+    Args:
+        axes: name and size of each; sizes are at least 1.
+        batch_axes: those along which ranks see different data.
+    """
+
+    axes: tuple[tuple[str, int], ...]
+    batch_axes: tuple[str, ...] = ()
+
+    @property
+    def size(self) -> int:
+        """Ranks in all."""
+        return math.prod(size for _, size in self.axes)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(name for name, _ in self.axes)
+
+    def size_of(self, axis: str) -> int:
+        return dict(self.axes)[axis]
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Where a rank is along each axis."""
+        found = {}
+        for name, size in reversed(self.axes):
+            rank, found[name] = divmod(rank, size)
+        return found
+
+    def rank_at(self, where: Mapping[str, int]) -> int:
+        """The rank of these coordinates; axes that are not named count as 0."""
+        rank = 0
+        for name, size in self.axes:
+            rank = rank * size + where.get(name, 0)
+        return rank
+
+    def batch_index(self, rank: int) -> int:
+        """Which of the shares of the data a rank sees, from 0 on."""
+        where = self.coordinates(rank)
+        index = 0
+        for name in self.batch_axes:
+            index = index * self.size_of(name) + where[name]
+        return index
+
+    @property
+    def num_batches(self) -> int:
+        """How many ranks see different data at a time."""
+        return math.prod(self.size_of(name) for name in self.batch_axes)
+
+    def counterpart(self, other: "Mesh", rank: int) -> int:
+        """The rank here whose own values a rank of another mesh takes over."""
+        where = other.coordinates(rank)
+        return self.rank_at({name: where.get(name, 0) % size for name, size in self.axes})
+
+    def resized(self, num_ranks: int) -> "Mesh | None":
+        """The same with so many ranks, by another size of the batch axis; None: there is none."""
+        if len(self.batch_axes) != 1:
+            return None
+        axis = self.batch_axes[0]
+        others = self.size // self.size_of(axis)
+        if num_ranks < 1 or num_ranks % others:
+            return None
+        return self.having({axis: num_ranks // others})
+
+    def having(self, sizes: Mapping[str, int]) -> "Mesh":
+        """The same with other sizes of some axes."""
+        return Mesh(tuple((n, sizes.get(n, size)) for n, size in self.axes), self.batch_axes)
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name} {size}" for name, size in self.axes)

@@ -1,0 +1,46 @@
+"""Patterns over the names of tensors.
+
+Runs in:  the process that converts checkpoints. Pure.
+Takes in: `model.layers.*.weight`, `model.layers.{n}.*`.
+Gives:    whether a name matches as a whole, and which number stood at `{n}`.
+
+`*` is any run of characters, dots too; `{word}` is a number. Nothing else has a meaning, so names
+with brackets need no care.
+"""
+
+import re
+from dataclasses import dataclass
+from functools import cached_property
+
+_SPECIAL = re.compile(r"\*|\{([A-Za-z_]\w*)\}")
+
+
+@dataclass(frozen=True)
+class NamePattern:
+    """One pattern."""
+
+    text: str
+
+    @cached_property
+    def words(self) -> tuple[str, ...]:
+        """What its numbers are called."""
+        return tuple(match[1] for match in _SPECIAL.finditer(self.text) if match[1])
+
+    def match(self, name: str) -> dict[str, int] | None:
+        """The numbers in a name, by word; None where it does not match."""
+        found = self._regex.fullmatch(name)
+        if found is None:
+            return None
+        return {word: int(number) for word, number in found.groupdict().items()}
+
+    @cached_property
+    def _regex(self) -> re.Pattern[str]:
+        made, at = "", 0
+        for match in _SPECIAL.finditer(self.text):
+            made += re.escape(self.text[at : match.start()])
+            made += f"(?P<{match[1]}>[0-9]+)" if match[1] else "(?s:.*)"
+            at = match.end()
+        return re.compile(made + re.escape(self.text[at:]))
+
+    def __str__(self) -> str:
+        return self.text

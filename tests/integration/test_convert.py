@@ -1,0 +1,501 @@
+"""A checkpoint of one layout becomes one of another, by the rules that docs/layouts.md shows.
+
+Checkpoints are real files, made by the SMP's own writer of arenas that are filled by hand.
+"""
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import xxhash
+
+from ftrun.ids import Rank, RunId
+from ftrun.smp.checkpoint import CheckpointWriter
+from ftrun.smp.checkpoint_files import Retention
+from ftrun.smp.checkpoint_index import read_index
+from ftrun.smp.checkpoint_verify import verify_folder
+from ftrun.smp.convert import convert as converted
+from ftrun.smp.pace import Throttle
+from ftrun.snapshot import plain
+from ftrun.snapshot.layout import PLAIN_NAME, Entry, When, make_layout, parse_header
+from ftrun.snapshot.plain import TensorRef
+from ftrun.wire.arena import (
+    Arena,
+    ArenaShape,
+    SlotHeader,
+    SlotState,
+    create_memfd,
+    table_digest,
+)
+from tests.integration.documented import rule_file
+
+Array = np.ndarray[Any, np.dtype[Any]]
+DTYPES = {"F32": np.float32, "F64": np.float64, "I64": np.int64, "BF16": np.uint16}
+NAMES = {np.dtype(kind): name for name, kind in DTYPES.items()}
+
+
+class World:
+    """Arrays of all ranks, and a checkpoint of them. Names that begin with `model.` are learned."""
+
+    def __init__(self, folder: Path, ranks: Sequence[Mapping[str, Array]]) -> None:
+        self.folder = folder
+        self.ranks = [self._with_state(held) for held in ranks]
+        fds = {Rank(rank): [self._arena(rank)] for rank in range(len(ranks))}
+        throttle = Throttle(threading.Event())
+        writer = CheckpointWriter(RunId("made"), free_bytes=lambda: 1 << 40, throttle=throttle)
+        try:
+            self.path = writer.write(
+                fds, world_size=len(ranks), directory=folder, retention=Retention(3)
+            ).path
+        finally:
+            for (fd,) in fds.values():
+                os.close(fd)
+
+    def _with_state(self, held: Mapping[str, Array]) -> dict[str, Array]:
+        state = {}
+        for name, array in held.items():
+            if NAMES[array.dtype] in ("F32", "F64"):
+                state[f"state.{name}.mean"] = -array
+                state[f"state.{name}.step"] = np.full((), 7, np.float32)
+        return {**held, **state}
+
+    def _plain(self, rank: int) -> bytes:
+        learned = [name for name in self.ranks[rank] if not name.startswith("state.")]
+        state = {
+            name: {
+                key: TensorRef(f"state.{name}.{key}")
+                for key in ("mean", "step")
+                if f"state.{name}.{key}" in self.ranks[rank]
+            }
+            for name in learned
+        }
+        parts: dict[str, object] = {
+            "session": {"step": 42, "epoch": 0},
+            "groups": {"optimizer": [{"lr": 0.5, "params": learned}]},
+            "optimizer_state": {"optimizer": {"state": state}},
+            **{name: {} for name in ("stateful", "generators", "loaders", "extra_state", "orders")},
+            "dicts": {"mine": {"rank": rank}},
+            "frozen": [],
+            "rng": {"torch": bytes([rank])},
+        }
+        return plain.encode({name: plain.encode(part) for name, part in parts.items()})
+
+    def _arena(self, rank: int) -> int:
+        text = self._plain(rank)
+        entries = [
+            Entry(name, NAMES[array.dtype], array.shape, When.LAZY)
+            for name, array in self.ranks[rank].items()
+        ]
+        layout = make_layout(entries, plain_bytes=len(text) + 8)
+        shape = ArenaShape(rank, len(self.ranks), layout.image_bytes, len(layout.pieces), 1)
+        fd = create_memfd(shape)
+        arena = Arena(fd, writable=True)
+        image, table = arena.image(0), arena.table(0)
+        start = len(layout.header)
+        image[:start] = layout.header
+        for entry in layout.entries:
+            data = b""
+            if entry.name == PLAIN_NAME:
+                data = len(text).to_bytes(8, "little") + text
+            elif entry.name in self.ranks[rank]:
+                data = self.ranks[rank][entry.name].tobytes()
+            at = start + entry.offset
+            image[at : at + len(data)] = data
+        for index, piece in enumerate(layout.pieces):
+            at = start + piece.offset
+            table[index] = xxhash.xxh3_64_intdigest(image[at : at + piece.num_bytes])
+        sealed = SlotHeader(SlotState.SEALED, 3, 42, layout.image_bytes, table_digest(table), 1)
+        arena.write_header(0, sealed)
+        del image, table
+        arena.close()
+        return fd
+
+
+def arrays_of(folder: Path) -> list[dict[str, Array]]:
+    """What each rank of a checkpoint has."""
+    found = []
+    for shard in read_index(folder).shards:
+        data = (folder / shard.file).read_bytes()
+        layout, start = parse_header(memoryview(data))
+        held = {}
+        for entry in layout.entries:
+            if not entry.name.startswith("ftrun."):
+                kind = np.dtype(DTYPES[entry.dtype])
+                at = start + entry.offset
+                items = np.frombuffer(data, kind, entry.num_bytes // kind.itemsize, at)
+                held[entry.name] = items.reshape(entry.shape)
+        found.append(held)
+    return found
+
+
+def plain_of(folder: Path, rank: int) -> dict[str, Any]:
+    data = (folder / read_index(folder).shards[rank].file).read_bytes()
+    layout, start = parse_header(memoryview(data))
+    at = start + layout.entries[-1].offset
+    length = int.from_bytes(data[at : at + 8], "little")
+    parts = plain.decode(data[at + 8 : at + 8 + length])
+    return {name: plain.decode(part) for name, part in parts.items()}
+
+
+class Converter:
+    """Converts in a folder: in this process, or as `ftrun snapshots convert`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def rules(self, name: str, text: str | None = None) -> str:
+        (self.folder / name).write_text(rule_file(name) if text is None else text)
+        return name
+
+    def command(self, *words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "ftrun", "snapshots", "convert", *words],
+            cwd=self.folder,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=60,
+        )
+
+    def __call__(self, out: str, *words: str) -> Path:
+        """The new checkpoint, every byte of it compared with its digests."""
+        done = converted([*words, "old", out])
+        assert done.problem == ""
+        assert done.exit_code == 0
+        index, problems = verify_folder(self.folder / out / "latest")
+        assert index is not None
+        assert problems == []
+        assert (index.step, index.generation) == (42, 3)
+        return self.folder / out / "latest"
+
+    def refused(self, *words: str) -> tuple[int, str]:
+        """Exit code and words; nothing is left behind."""
+        done = converted([*words, "old", "new"])
+        left = list((self.folder / "new").glob("*")) if (self.folder / "new").exists() else []
+        assert left == []
+        return done.exit_code, done.problem
+
+
+@pytest.fixture
+def convert(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Converter:
+    monkeypatch.chdir(tmp_path)
+    return Converter(tmp_path)
+
+
+def numbers(*shape: int, start: int = 1) -> Array:
+    return np.arange(start, start + int(np.prod(shape)), dtype=np.float32).reshape(shape)
+
+
+def assert_ranks(found: list[dict[str, Array]], expected: Sequence[Mapping[str, Array]]) -> None:
+    """These names have these arrays, and the state of each is its own negative."""
+    assert len(found) == len(expected)
+    for here, there in zip(found, expected, strict=True):
+        assert {n for n in here if not n.startswith("state.")} == set(there)
+        for name, array in there.items():
+            assert np.array_equal(here[name], array), name
+            if f"state.{name}.mean" in here:
+                assert np.array_equal(here[f"state.{name}.mean"], -array), name
+                assert here[f"state.{name}.step"] == 7
+
+
+# --- the files of the page --------------------------------------------------------------------
+
+
+def rows(data: int, tensor: int) -> list[dict[str, Array]]:
+    """What zero.yaml describes, on so many ranks."""
+    up, bias = numbers(10, 6), numbers(5, start=1000)
+    found = []
+    for rank in range(data * tensor):
+        index, at = divmod(rank, tensor)
+        part = np.array_split(up, tensor)[at]
+        row = np.concatenate([part.reshape(-1), bias])
+        row = np.pad(row, (0, -len(row) % (2 * data)))
+        own = {"model.up": part, "model.bias": bias}
+        found.append({**own, "optimizer.params[0][0]": np.split(row, data)[index]})
+    return found
+
+
+@pytest.mark.parametrize(("data", "tensor"), [(2, 1), (1, 2), (4, 3)])
+def test_rows_that_are_shared_and_padded_otherwise(
+    convert: Converter, data: int, tensor: int
+) -> None:
+    World(convert.folder / "old", rows(3, 2))
+    words = ("--rules", convert.rules("zero.yaml"), "--mesh", f"dp={data},tp={tensor}")
+    assert_ranks(arrays_of(convert("new", *words)), rows(data, tensor))
+
+
+def stages(pipeline: int, tensor: int) -> list[dict[str, Array]]:
+    """What pipeline.yaml describes, on so many ranks."""
+    found = []
+    for rank in range(pipeline * tensor):
+        stage, at = divmod(rank, tensor)
+        held = {"model.embed": numbers(3)} if stage == 0 else {}
+        for layer in np.array_split(np.arange(5), pipeline)[stage]:
+            whole = numbers(7, 2, start=100 * int(layer))
+            held[f"model.layers.{layer}.weight"] = np.array_split(whole, tensor)[at]
+            held[f"model.layers.{layer}.scale"] = numbers(2, start=50 * int(layer))
+        if stage == pipeline - 1:
+            held["model.head"] = numbers(4)
+        found.append(held)
+    return found
+
+
+def test_layers_move_to_other_stages(convert: Converter) -> None:
+    World(convert.folder / "old", stages(2, 2))
+    name = convert.rules("pipeline.yaml")
+    for pipeline, tensor in ((1, 3), (4, 1)):
+        out = f"new-{pipeline}"
+        found = convert(out, "--rules", name, "--mesh", f"pp={pipeline},tp={tensor}")
+        expected = stages(pipeline, tensor)
+        assert_ranks(arrays_of(found), expected)
+        for rank, held in enumerate(expected):
+            parts = plain_of(found, rank)
+            params = parts["groups"]["optimizer"][0]["params"]
+            assert params == list(held)
+            assert set(parts["optimizer_state"]["optimizer"]["state"]) == set(held)
+
+
+def test_copies_that_went_their_own_ways_become_their_mean(convert: Converter) -> None:
+    counts = [np.array([rank], np.int64) for rank in range(2)]
+    held = [
+        {"model.w": numbers(400, 300, start=3 * rank), "model.count": counts[rank]}
+        for rank in range(2)
+    ]
+    World(convert.folder / "old", held)
+    found = convert("new", "--rules", convert.rules("average.yaml"), "--ranks", "3")
+    mean = (held[0]["model.w"] + held[1]["model.w"]) / 2
+    assert_ranks(
+        arrays_of(found), [{"model.w": mean, "model.count": counts[r % 2]} for r in range(3)]
+    )
+    assert [plain_of(found, rank)["dicts"]["mine"]["rank"] for rank in range(3)] == [0, 1, 0]
+
+
+def test_what_lies_in_padding_does_not_count(convert: Converter) -> None:
+    text = "mesh: {dp: 2}\nshard:\n  - {name: model.*, axis: tp, dim: 0, size: 3, pad_to: 4}\n"
+    held = [{"model.w": np.array([1, 2, 3, rank], np.float32)} for rank in range(2)]
+    World(convert.folder / "old", held)
+    name = convert.rules("x.yaml", text.replace("{dp: 2}", "{dp: 2, tp: 1}"))
+    found = convert("new", "--rules", name, "--mesh", "dp=1")
+    assert arrays_of(found)[0]["model.w"].tolist() == [1, 2, 3, 0]
+
+
+# --- a larger one -----------------------------------------------------------------------------
+
+LARGE = """
+mesh: {dp: 2, tp: 2}
+replicate: [model.norm]
+shard:
+  - {name: model.wide, axis: tp, dim: 1}
+fragment:
+  - {name: model.qkv, axis: tp, dim: 0, unit: 32, parts: [4, 2, 2]}
+"""
+
+
+def large(data: int, tensor: int) -> list[dict[str, Array]]:
+    wide, qkv, norm = numbers(500, 700), numbers(256, 700), numbers(33)
+    found = []
+    for rank in range(data * tensor):
+        at = rank % tensor
+        heads = [np.array_split(one.reshape(-1, 32, 700), tensor)[at].reshape(-1, 700)
+                 for one in np.split(qkv, [128, 192])]  # fmt: skip
+        found.append(
+            {
+                "model.wide": np.array_split(wide, tensor, 1)[at],
+                "model.qkv": np.concatenate(heads),
+                "model.norm": norm,
+            }
+        )
+    return found
+
+
+def digests(folder: Path) -> dict[str, str]:
+    paths = sorted(folder.glob("rank-*"))
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
+
+
+def test_any_number_of_workers_writes_the_same_bytes(convert: Converter) -> None:
+    World(convert.folder / "old", large(2, 2))
+    name = convert.rules("large.yaml", LARGE)
+    made = {}
+    for workers in ("1", "2", "7"):
+        words = ("--rules", name, "--mesh", "tp=3,dp=2", "--workers", workers)
+        found = convert(f"new-{workers}", *words)
+        made[workers] = digests(found)
+    assert_ranks(arrays_of(found), large(2, 3))
+    assert made["1"] == made["2"] == made["7"]
+    assert len(made["1"]) == 12
+
+
+def test_there_and_back_is_what_it_was(convert: Converter) -> None:
+    world = World(convert.folder / "old", large(2, 2))
+    name = convert.rules("large.yaml", LARGE)
+    convert("there", "--rules", name, "--mesh", "tp=1,dp=1")
+    other = convert.rules("one.yaml", LARGE.replace("dp: 2, tp: 2", "dp: 1, tp: 1"))
+    done = convert.command("there", "back", "--rules", other, "--to", name)
+    assert done.returncode == 0, done.stderr
+    assert_ranks(arrays_of(convert.folder / "back" / "latest"), large(2, 2))
+    assert len(plain_of(world.path, 0)) == len(plain_of(convert.folder / "back" / "latest", 0))
+
+
+def test_the_same_layout_is_not_converted(convert: Converter) -> None:
+    world = World(convert.folder / "old", large(2, 2))
+    name = convert.rules("large.yaml", LARGE)
+    found = convert("new", "--rules", name, "--mesh", "tp=2")
+    for path in sorted(world.path.glob("rank-*")):
+        assert (found / path.name).samefile(path)
+
+
+def test_another_dtype(convert: Converter) -> None:
+    World(convert.folder / "old", large(2, 2))
+    name = convert.rules("large.yaml", LARGE)
+    words = ("--dtype", "bf16", "--dtype", "state.model.norm.*=f64")
+    (held, *_) = arrays_of(convert("new", "--rules", name, "--ranks", "2", *words))
+    bits = large(1, 2)[0]["model.norm"].view(np.uint32)
+    assert np.array_equal(held["model.norm"], ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16))
+    assert held["model.wide"].dtype == np.uint16
+    assert held["state.model.norm.mean"].dtype == np.float64
+    assert held["state.model.wide.mean"].dtype == np.float32
+
+
+@pytest.mark.full
+@pytest.mark.slow
+def test_no_more_than_a_few_tensors_are_in_memory(convert: Converter) -> None:
+    held = [{f"model.w{at}": numbers(1 << 20) for at in range(16)} for _ in range(2)]
+    World(convert.folder / "old", held)
+    text = "mesh: {dp: 1, tp: 2}\nshard:\n  - {name: model.*, axis: tp, dim: 0}\n"
+    name = convert.rules("x.yaml", text)
+    words = ["old", "new", "--rules", name, "--mesh", "tp=1", "--workers", "1"]
+    code = (
+        "import pathlib, runpy, sys\n"
+        f"sys.argv = ['convert', *{words!r}]\n"
+        "try:\n    runpy.run_module('ftrun.smp.convert', run_name='__main__')\n"
+        "except SystemExit:\n    pass\n"
+        "lines = pathlib.Path('/proc/self/status').read_text().splitlines()\n"
+        "sys.stderr.write(next(line.split()[1] for line in lines if line.startswith('VmHWM')))\n"
+    )
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(
+        command, cwd=convert.folder, capture_output=True, text=True, check=True, timeout=60
+    )
+    told = json.loads(done.stdout)
+    assert told["problem"] == ""
+    assert told["num_bytes"] > 256e6
+    assert int(done.stderr) * 1024 < 150e6
+
+
+def test_what_was_made_is_told(convert: Converter) -> None:
+    World(convert.folder / "old", large(2, 2))
+    words = ("old", "new", "--rules", convert.rules("large.yaml", LARGE), "--ranks", "2")
+    told = json.loads(convert.command(*words, "--json").stdout)
+    assert (told["world_size"], told["num_tensors"]) == (2, 9)
+    assert (told["mesh_before"], told["mesh_after"]) == ("dp 2, tp 2", "dp 1, tp 2")
+    again = convert.command(*words)
+    assert "dp 2, tp 2 -> dp 1, tp 2" in again.stdout
+    assert (convert.folder / "new" / "latest").readlink().name.endswith(".2")
+
+
+# --- what goes wrong --------------------------------------------------------------------------
+
+
+def flipped(world: World, name: str, rank: int) -> None:
+    """The first byte of a tensor in a rank's file."""
+    path = world.path / f"rank-{rank:05d}.safetensors"
+    data = bytearray(path.read_bytes())
+    layout, start = parse_header(memoryview(bytes(data)))
+    entry = next(entry for entry in layout.entries if entry.name == name)
+    data[start + entry.offset] ^= 1
+    path.write_bytes(data)
+
+
+def cut_off(world: World) -> None:
+    os.truncate(world.path / "rank-00001.safetensors", 20_000)
+
+
+def without_file(world: World) -> None:
+    (world.path / "rank-00001.digests").unlink()
+
+
+@pytest.mark.parametrize(
+    ("harm", "told"),
+    [
+        (lambda world: flipped(world, "model.wide", 1), "rank 1: the digest of piece"),
+        (lambda world: flipped(world, "model.norm", 0), "rank 0: the digest of piece"),
+        (cut_off, "has 20,000 bytes of"),
+        (without_file, "No such file"),
+    ],
+    ids=["large", "small", "cut off", "no digests"],
+)
+def test_a_damaged_checkpoint_is_not_converted(
+    convert: Converter, harm: Callable[[World], None], told: str
+) -> None:
+    harm(World(convert.folder / "old", large(2, 2)))
+    name = convert.rules("large.yaml", LARGE)
+    code, words = convert.refused("--rules", name, "--ranks", "2")
+    assert code == 77
+    assert told in words
+
+
+@pytest.mark.parametrize("name", ["model.norm", "model.wide"])
+def test_ranks_that_should_have_the_same_and_do_not(convert: Converter, name: str) -> None:
+    ranks = large(2, 2)
+    ranks[3][name] = ranks[3][name] + 1
+    World(convert.folder / "old", ranks)
+    rules = convert.rules("large.yaml", LARGE)
+    code, words = convert.refused("--rules", rules, "--ranks", "2")
+    assert code == 2
+    first = 0 if name == "model.norm" else 1
+    assert f"{name} is F32" in words
+    assert f"ranks {first} and 3" in words
+
+
+@pytest.mark.parametrize(
+    ("rules", "more", "told"),
+    [
+        ("mesh: {tp: 2", ["--ranks", "2"], "line 1, column 13"),
+        ("mesh: {tp: 3}", ["--ranks", "2"], "does not go with the mesh"),
+        ("mesh: {dp: 3}", ["--ranks", "2"], "4 ranks took"),
+        ("mesh: {dp: 4}\nreplicate: [model.norm]", ["--ranks", "2"], "model.wide is matched by no"),
+        (LARGE, [], "say the new layout"),
+        (LARGE, ["--ranks", "3"], "--mesh tp=4,dp=2"),
+        (LARGE, ["--ranks", "2", "--mesh", "tp=1"], "--ranks and --mesh both"),
+        (LARGE, ["--mesh", "tp"], "--mesh is axes"),
+        (LARGE, ["--mesh", "pp=2"], "pp is no axis"),
+        (LARGE, ["--to", "none.yaml"], "none.yaml: No such file"),
+        (LARGE, ["--dtype", "int4"], "there are f64, f32, f16, bf16"),
+        (LARGE, ["--dtype", "x*=bf16"], "names no floating tensor"),
+        (LARGE, ["--ranks", "2", "--workers", "-1"], "at least 1"),
+        (LARGE, ["--mesh", "tp=5", "--to", ""], "--to and --mesh"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(
+    convert: Converter, rules: str, more: list[str], told: str
+) -> None:
+    World(convert.folder / "old", large(2, 2))
+    code, words = convert.refused("--rules", convert.rules("x.yaml", rules), *more)
+    assert code == 2
+    assert told in words
+
+
+def test_the_command_line_says_why_and_has_the_exit_code(convert: Converter) -> None:
+    World(convert.folder / "old", large(2, 2))
+    words = ("old", "new", "--rules", convert.rules("large.yaml", LARGE), "--ranks", "3")
+    done = convert.command(*words)
+    assert done.returncode == 2
+    assert done.stderr.startswith("Error: --ranks 3 does not go with the mesh")
+    done = convert.command(*words, "--json")
+    assert done.returncode == 2
+    assert json.loads(done.stdout)["exit_code"] == 2
+
+
+def test_no_checkpoint_there(convert: Converter) -> None:
+    code, words = convert.refused("--rules", convert.rules("x.yaml", LARGE), "--ranks", "2")
+    assert code == 77
+    assert "neither a checkpoint nor a directory" in words

@@ -1,0 +1,124 @@
+"""A training on plain tensors goes on in another tensor-parallel layout, bit for bit.
+
+The rules are those that docs/layouts.md shows.
+"""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.integration.conftest import Run, Start
+from tests.integration.documented import rule_file
+
+SCRIPT = str(Path(__file__).parent / "scripts" / "tensor_parallel_training.py")
+
+
+def told(run: Run, word: str) -> set[str]:
+    """Step and digest of the whole state, of which all ranks should say the same."""
+    return set(re.findall(rf"{word} (step=\d+ digest=\w+)", run.text))
+
+
+def trained(start: Start, folder: str, ranks: int, size: int, steps: int, rules: str = "") -> Run:
+    words = ("--checkpoint-dir", folder, "--nproc-per-node", str(ranks))
+    run = start(*words, SCRIPT, str(size), str(steps), *([rules] if rules else []))
+    assert run.wait() == 0, run.text
+    return run
+
+
+def converted(folder: Path, source: str, out: str, *words: str) -> str:
+    command = [sys.executable, "-m", "ftrun", "snapshots", "convert", source, out]
+    done = subprocess.run(
+        [*command, "--rules", "tensor-parallel.yaml", *words],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        [(3, 3)],
+        pytest.param([(4, 4), (1, 1), (2, 1)], marks=pytest.mark.full),
+        pytest.param([(3, 3), (8, 4), (2, 2)], marks=pytest.mark.full),
+    ],
+    ids=["to 3", "to 4, 1 and 1 of 2", "to 3, 4 of 8 and 2"],
+)
+def test_parameters_and_moments_are_equal_bit_for_bit_in_another_layout(
+    start: Start, tmp_path: Path, sizes: list[tuple[int, int]]
+) -> None:
+    """Each of `sizes`: ranks in all, and the tensor-parallel size."""
+    rules = tmp_path / "tensor-parallel.yaml"
+    rules.write_text(rule_file("tensor-parallel.yaml"))
+    steps, before, folder = 6, (4, 2), "saved-0"
+    run = trained(start, folder, *before, steps)
+    for number, (ranks, size) in enumerate(sizes, start=1):
+        last = told(run, "ends")
+        assert len(last) == 1, run.text
+        new = f"saved-{number}"
+        text = rules.read_text()
+        rules.write_text(re.sub(r"mesh: .*", f"mesh: {{dp: {before[0] // before[1]}, "
+                                             f"tp: {before[1]}}}", text))  # fmt: skip
+        shown = converted(tmp_path, folder, new, "--mesh", f"dp={ranks // size},tp={size}")
+        assert f"a checkpoint of {ranks} ranks" in shown
+        steps += 4
+        run = trained(start, new, ranks, size, steps)
+        assert told(run, "begins") == last, run.text
+        assert "not bitwise" not in run.text
+        before, folder = (ranks, size), new
+    assert next(iter(told(run, "ends"))).startswith(f"step={steps} ")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        [(3, 3)],
+        pytest.param([(4, 4), (2, 1), (4, 2), (4, 2)], marks=pytest.mark.full),
+    ],
+    ids=["to 3", "to 4, 1 of 2, 2 of 4 and the same"],
+)
+def test_a_run_that_declares_its_layout_goes_on_from_another_by_itself(
+    start: Start, tmp_path: Path, sizes: list[tuple[int, int]]
+) -> None:
+    (tmp_path / "rules.yaml").write_text(rule_file("tensor-parallel.yaml"))
+    steps = 6
+    run = trained(start, "saved", 4, 2, steps, "rules.yaml")
+    for ranks, size in sizes:
+        last = told(run, "ends")
+        assert len(last) == 1, run.text
+        steps += 4
+        run = trained(start, "saved", ranks, size, steps, "rules.yaml")
+        assert told(run, "begins") == last, run.text
+    assert next(iter(told(run, "ends"))).startswith(f"step={steps} ")
+
+
+@pytest.mark.full
+def test_a_converted_checkpoint_says_its_new_layout(start: Start, tmp_path: Path) -> None:
+    rules = tmp_path / "tensor-parallel.yaml"
+    rules.write_text(rule_file("tensor-parallel.yaml"))
+    run = trained(start, "saved", 4, 2, 3, rules.name)
+    last = told(run, "ends")
+    converted(tmp_path, "saved", "one", "--mesh", "dp=1,tp=1")
+    assert told(trained(start, "one", 1, 1, 3, rules.name), "begins") == last
+    run = trained(start, "one", 2, 2, 5, rules.name)
+    assert told(run, "begins") == last
+    assert run.text.count("not bitwise") == 1
+
+
+@pytest.mark.full
+def test_a_version_that_says_no_layout_is_refused_in_words(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "rules.yaml").write_text(rule_file("tensor-parallel.yaml"))
+    trained(start, "saved", 4, 2, 3)
+    words = ("--checkpoint-dir", "saved", "--nproc-per-node", "3", SCRIPT, "3", "9", "rules.yaml")
+    run = start(*words)
+    assert run.wait() != 0
+    assert "declared no layout" in run.text

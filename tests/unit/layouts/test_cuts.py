@@ -1,0 +1,73 @@
+"""A dimension is cut so that all coordinates together have each item, and nothing else."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ftrun.layouts.cuts import CutImpossible, divide, hold, place_of, share
+from ftrun.layouts.rules import Cut, FusedPart, Uneven
+
+counts = st.integers(1, 7)
+
+
+@given(st.integers(0, 40), counts, st.sampled_from(Uneven), st.integers(0, 3))
+def test_all_items_are_somewhere_once(size: int, count: int, uneven: Uneven, pad_to: int) -> None:
+    cut = Cut("tp", 0, uneven=uneven, pad_to=pad_to)
+    held = [hold(cut, size, count=count, index=index) for index in range(count)]
+    items = [
+        at for one in held for run in one.runs for at in range(run.start, run.start + run.size)
+    ]
+    assert items == list(range(size))
+    if pad_to:
+        assert len({one.size for one in held}) == 1
+        assert sum(one.size for one in held) - size < pad_to * count
+    else:
+        assert sum(one.size for one in held) == size
+
+
+@given(st.integers(0, 40), counts)
+def test_a_balanced_cut_differs_by_one_and_a_chunk_only_at_the_end(size: int, count: int) -> None:
+    sizes = [high - low for low, high in (divide(size, count, at) for at in range(count))]
+    assert max(sizes) - min(sizes) <= 1
+    assert sizes == sorted(sizes, reverse=True)
+    chunks = [
+        high - low for low, high in (divide(size, count, i, Uneven.CHUNK) for i in range(count))
+    ]
+    assert sum(chunks) == size
+    assert all(one == chunks[0] for one in chunks[: size // max(1, chunks[0])])
+
+
+def test_sizes_may_be_given() -> None:
+    part = FusedPart(unit=4, sizes=(2, 0, 1))
+    found = [share(part, Uneven.BALANCED, 12, count=3, index=index) for index in range(3)]
+    assert found == [(0, 8), (8, 0), (8, 4)]
+
+
+def test_units_that_are_fewer_than_the_coordinates_may_be_shared() -> None:
+    part = FusedPart(unit=2, is_shared=True)
+    found = [share(part, Uneven.BALANCED, 4, count=4, index=index) for index in range(4)]
+    assert found == [(0, 2), (0, 2), (2, 2), (2, 2)]
+    assert share(part, Uneven.BALANCED, 8, count=2, index=1) == (4, 4)
+    assert share(part, Uneven.BALANCED, 0, count=2, index=1) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("cut", "size", "told"),
+    [
+        (Cut("tp", 0, size=9), 8, "rule's size 9"),
+        (Cut("tp", 0, (FusedPart(2), FusedPart(1))), 8, "parts of 2 : 1"),
+        (Cut("tp", 0, (FusedPart(unit=3),)), 8, "units of 3"),
+        (Cut("tp", 0, (FusedPart(sizes=(4, 4)),)), 8, "for 2 coordinates"),
+        (Cut("tp", 0, (FusedPart(sizes=(4, 4, 1)),)), 8, "there are 8 units"),
+        (Cut("tp", 0, (FusedPart(unit=4, is_shared=True),)), 8, "2 units cannot be shared"),
+    ],
+)
+def test_what_cannot_be_cut_is_told(cut: Cut, size: int, told: str) -> None:
+    with pytest.raises(CutImpossible, match=told):
+        hold(cut, size, count=3, index=0)
+
+
+def test_the_place_of_a_number() -> None:
+    assert [place_of(number, [2, 0, 1]) for number in range(3)] == [0, 0, 2]
+    with pytest.raises(CutImpossible):
+        place_of(3, [2, 0, 1])

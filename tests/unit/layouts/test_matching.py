@@ -1,0 +1,82 @@
+"""Every name has one rule: those with none and those with two are all told."""
+
+import pytest
+
+from ftrun.errors import RulesUnfit
+from ftrun.layouts.cuts import CutImpossible
+from ftrun.layouts.matching import Follows, Kin, match
+from ftrun.layouts.rule_file import read_rules
+from ftrun.layouts.rules import Kind
+
+TEXT = """
+mesh: {pp: 2, tp: 2}
+replicate:
+  - "*.norm"
+  - lonely
+shard:
+  - {name: "model.*", axis: tp, dim: 0}
+own: [mine]
+unique:
+  - {name: "*.{n}.w", axis: pp, of: 4}
+  - {name: "*.w", axis: pp, at: 0}
+  - {name: "model.last", axis: pp, at: last}
+"""
+RULES = read_rules(TEXT, source="x.yaml")
+
+
+def test_names_with_two_rules_and_with_none_are_all_listed() -> None:
+    names = ["model.norm", "a.1.w", "b", "c", "model.up"]
+    kin = Kin("model.up", None)
+    with pytest.raises(RulesUnfit) as caught:
+        match(RULES, [*((name, None) for name in names), ("factor", kin)])
+    assert caught.value.problems == (
+        "model.norm is matched by replicate *.norm (line 4) and by shard model.* (line 7)",
+        "a.1.w is matched by unique *.{n}.w (line 10) and by unique *.w (line 11)",
+        "b is matched by no rule",
+        "c is matched by no rule",
+        "factor is matched by no rule, and has not the shape of model.up",
+    )
+
+
+def test_the_first_ten_are_shown_and_the_others_counted() -> None:
+    with pytest.raises(RulesUnfit) as caught:
+        match(RULES, [(f"x{at}", None) for at in range(13)])
+    text = str(caught.value)
+    assert "x9 is" in text
+    assert "x10" not in text
+    assert "and 3 more" in text
+    assert text.startswith("x.yaml does not fit")
+
+
+def test_state_has_the_rule_of_its_parameter_unless_it_has_its_own() -> None:
+    found = match(
+        RULES,
+        [
+            ("s.like", Kin("model.last", Follows.LIKE)),
+            ("s.number", Kin("model.last", Follows.NUMBER)),
+            ("model.last", None),
+            ("lonely", Kin("model.last", Follows.LIKE)),
+            ("mine", None),
+            ("s.mine", Kin("mine", Follows.NUMBER)),
+        ],
+    )
+    assert found["s.like"] == found["model.last"]
+    assert found["s.number"].rule.kind is Kind.REPLICATE
+    assert found["s.number"].homes(2) == {1}
+    assert found["lonely"].home is None
+    assert found["s.mine"].rule.kind is Kind.OWN
+    with pytest.raises(RulesUnfit):
+        match(RULES, [("s", Kin("nobody", Follows.LIKE))])
+
+
+def test_where_a_number_lives() -> None:
+    text = "mesh: {{pp: 2}}\nunique: [{{name: 'l.{{n}}', axis: pp, of: 5{}}}]"
+    even = read_rules(text.format(""), source="x")
+    found = match(even, [(f"l.{n}", None) for n in range(6)])
+    assert [found[f"l.{n}"].homes(2) for n in range(5)] == [{0}, {0}, {0}, {1}, {1}]
+    with pytest.raises(CutImpossible, match="number 5 is not below of: 5"):
+        found["l.5"].homes(2)
+    sized = match(read_rules(text.format(", sizes: [1, 4]"), source="x"), [("l.1", None)])
+    assert sized["l.1"].homes(2) == {1}
+    with pytest.raises(CutImpossible, match="for 2 coordinates"):
+        sized["l.1"].homes(3)

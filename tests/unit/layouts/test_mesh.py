@@ -1,0 +1,60 @@
+"""Ranks and coordinates say the same; what is a rank's own comes from the same coordinates."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ftrun.layouts.mesh import Mesh
+
+sizes = st.lists(st.integers(1, 4), min_size=1, max_size=3)
+
+
+def mesh(*given_sizes: int) -> Mesh:
+    names = ("pp", "dp", "tp")[-len(given_sizes) :]
+    return Mesh(tuple(zip(names, given_sizes, strict=True)), tuple(n for n in names if n == "dp"))
+
+
+@given(sizes)
+def test_coordinates_and_back(some: list[int]) -> None:
+    made = mesh(*some)
+    found = [made.coordinates(rank) for rank in range(made.size)]
+    assert [made.rank_at(where) for where in found] == list(range(made.size))
+    assert len({tuple(where.items()) for where in found}) == made.size
+
+
+def test_the_last_axis_is_the_quickest() -> None:
+    assert mesh(2, 2, 3).coordinates(7) == {"tp": 1, "dp": 0, "pp": 1}
+    assert str(mesh(2, 3)) == "dp 2, tp 3"
+    assert mesh(2, 3).names == ("dp", "tp")
+
+
+@given(sizes, sizes)
+def test_a_counterpart_is_there_and_is_itself_where_nothing_changes(
+    old: list[int], new: list[int]
+) -> None:
+    before, after = mesh(*old), mesh(*new)
+    found = [before.counterpart(after, rank) for rank in range(after.size)]
+    assert all(0 <= rank < before.size for rank in found)
+    assert old != new or found == list(range(before.size))
+
+
+def test_shares_of_the_data_go_by_the_axes_of_batches() -> None:
+    made = mesh(2, 2, 2)
+    assert [made.batch_index(rank) for rank in range(8)] == [0, 0, 1, 1, 0, 0, 1, 1]
+    assert made.num_batches == 2
+    assert mesh(3).batch_index(2) == 0  # tp alone
+
+
+def test_another_number_of_ranks_changes_the_axis_of_batches() -> None:
+    made = mesh(2, 3)
+    assert made.resized(9) == mesh(3, 3)
+    assert made.resized(3) == mesh(1, 3)
+    assert made.resized(4) is None
+    assert made.resized(0) is None
+    assert Mesh((("tp", 2),)).resized(4) is None
+
+
+@pytest.mark.parametrize(("axis", "size"), [("dp", 2), ("tp", 3)])
+def test_sizes_go_by_name(axis: str, size: int) -> None:
+    assert mesh(2, 3).size_of(axis) == size
+    assert mesh(2, 3).having({axis: 5}).size_of(axis) == 5

@@ -1,0 +1,150 @@
+"""A file of rules is read whole, and whatever is wrong with it is told with line and column."""
+
+import pytest
+
+from ftrun.errors import RulesInvalid
+from ftrun.layouts.mesh import Mesh
+from ftrun.layouts.rule_file import carried, read_carried, read_rules
+from ftrun.layouts.rules import Cut, Flat, FusedPart, Kind, Uneven
+
+WHOLE = """
+mesh: {pp: 2, dp: 2, tp: 4}
+batches: [dp, pp]
+
+replicate:
+  - "*.norm.*"
+  - name: [model.a, model.b]
+  - [model.c]
+own:
+  - {name: model.mine}
+average:
+  - {name: [model.e, model.f], axis: dp}
+shard:
+  - {name: model.embed, axis: tp, dim: 0, size: 1_000, pad_to: 64}
+  - {name: model.proj, axis: tp, dim: -1, uneven: chunk}
+  - name: model.both
+    cuts:
+      - {axis: tp, dim: 0}
+      - {axis: dp, dim: 1}
+fragment:
+  - {name: model.up, axis: tp, dim: 0, parts: [1, 1]}
+  - name: model.qkv
+    axis: tp
+    dim: 0
+    unit: 64
+    parts: [8, {weight: 2, share: true}, {weight: 2, unit: 32, sizes: [1, 1, 0, 0]}]
+flat:
+  - name: row
+    axis: dp
+    pad_to: 2
+    tensors:
+      model.w: [4, 8]
+      model.b: [8]
+      model.n: []
+unique:
+  - {name: "model.layers.{n}.*", axis: pp, of: 24, sizes: [10, 14]}
+  - {name: [model.embed, model.tied], axis: pp, at: [first, last, 1]}
+"""
+
+
+def test_everything_that_can_be_said() -> None:
+    rules = read_rules(WHOLE, source="x.yaml")
+    assert rules.mesh == Mesh((("pp", 2), ("dp", 2), ("tp", 4)), ("dp", "pp"))
+    by_name = {rule.pattern.text: rule for rule in rules.rules}
+    assert [by_name[f"model.{one}"].kind for one in "abc"] == [Kind.REPLICATE] * 3
+    assert by_name["model.mine"].kind is Kind.OWN
+    assert by_name["model.f"].axis == "dp"
+    assert by_name["model.embed"].cuts == (Cut("tp", 0, size=1000, pad_to=64),)
+    assert by_name["model.proj"].cuts == (Cut("tp", -1, uneven=Uneven.CHUNK),)
+    assert by_name["model.both"].cuts == (Cut("tp", 0), Cut("dp", 1))
+    assert by_name["model.up"].cuts == (Cut("tp", 0, (FusedPart(), FusedPart())),)
+    assert by_name["model.qkv"].cuts[0].parts == (
+        FusedPart(8, 64),
+        FusedPart(2, 64, is_shared=True),
+        FusedPart(2, 32, (1, 1, 0, 0)),
+    )
+    shapes = (("model.w", (4, 8)), ("model.b", (8,)), ("model.n", ()))
+    assert by_name["row"].flat == Flat("dp", 2, shapes)
+    layers, embed, tied = rules.homes
+    assert (layers.at, layers.count, layers.sizes) == (None, 24, (10, 14))
+    assert embed.at == tied.at == (0, -1, 1)
+    lines = WHOLE.splitlines()
+    assert str(by_name["row"]) == f"flat row (line {lines.index('  - name: row') + 1})"
+    assert str(layers) == "unique model.layers.{n}.* (line 36)"
+
+
+def test_a_snapshot_carries_its_rules_and_its_own_mesh() -> None:
+    rules = read_rules(WHOLE, source="x.yaml")
+    rules = rules.on(rules.mesh.having({"dp": 5}))
+    back = read_carried(carried(rules))
+    assert back.layout == rules.layout
+    assert back.source == "x.yaml of the snapshot"
+
+
+def test_batches_differ_along_dp_unless_said_otherwise() -> None:
+    assert read_rules("mesh: {tp: 2, dp: 3}", source="x").mesh.batch_axes == ("dp",)
+    assert read_rules("mesh: {tp: 2}\nreplicate:\n", source="x").mesh.batch_axes == ()
+    assert read_rules("mesh: {tp: 2}\nbatches: tp", source="x").mesh.batch_axes == ("tp",)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("", "line 1, column 1: expected mesh and rules, and the file is empty"),
+        ("- a", "line 1, column 1: expected rules, as keys with values, and there is a list of 1"),
+        ("mesh: {tp: 2}\nshad: []", "line 2, column 1: expected shard in rules"),
+        ("mesh: {tp: 2}\nxyzzy: []", "expected one of mesh, batches, replicate, shard, fragment"),
+        ("replicate: [a]", "line 1, column 1: expected the key mesh in rules"),
+        ("mesh: {}", "line 1, column 7: expected at least one axis"),
+        ("mesh: {tp: 0}", "line 1, column 12: expected a number, 1 or more, and there is '0'"),
+        ("mesh: {tp: 010}", "expected a number, 1 or more, and there is '010'"),
+        ("mesh: {tp: '2'}", "expected a number"),
+        ("mesh: {tp: }", "expected a number, 1 or more, and there is nothing"),
+        ("mesh: {tp: {}}", "expected a number, 1 or more, and there is a mapping of nothing"),
+        ("mesh: {tp: 1, tp: 2}", "line 1, column 15: expected tp once"),
+        ("mesh: {tp: 2}\nbatches: dp", "line 2, column 10: expected an axis of the mesh (tp)"),
+        ("mesh: {tp: 2}\nreplicate: a", "line 2, column 12: expected a list of replicate rules"),
+        ("mesh: {tp: 2}\nreplicate: [{nam: a}]", "expected name in a rule"),
+        ("mesh: {tp: 2}\nreplicate: [{name: {a: b}}]", "expected a name, and there is a mapping"),
+        ("mesh: {tp: 2}\naverage: [{name: a}]", "expected the key axis in a rule under average"),
+        ("mesh: {tp: 2}\nshard: [{name: a, axis: tp}]", "expected the key dim, beside axis"),
+        ("mesh: {tp: 2}\nshard: [{name: a}]", "expected the key axis, beside others"),
+        ("mesh: {tp: 2}\nshard: [{name: a, axis: tp, dim: x}]", "column 34: expected a number"),
+        ("mesh: {tp: 2}\nshard: [{name: a, axis: tp, dim: 0, unit: 2}]", "none of parts, unit"),
+        ("mesh: {tp: 2}\nfragment: [{name: a, axis: tp, dim: 0}]", "belongs under shard"),
+        ("mesh: {tp: 2}\nfragment: [{name: a, axis: tp, dim: 0, parts: 3}]", "a list of parts"),
+        ("mesh: {tp: 2}\nfragment: [{name: a, axis: tp, dim: 0, parts: [{unit: 3}]}]",
+         "the key weight in a part"),
+        ("mesh: {tp: 2}\nfragment: [{name: a, axis: tp, dim: 0, sizes: 3}]", "a list of numbers"),
+        ("mesh: {tp: 2}\nfragment: [{name: a, axis: tp, dim: 0, sizes: [1], pad_to: 2}]",
+         "either sizes or pad_to"),
+        ("mesh: {tp: 2}\nshard: [{name: a, axis: tp, cuts: []}]", "axis inside of cuts"),
+        ("mesh: {tp: 2}\nshard: [{name: a, axis: tp, dim: 0, uneven: odd}]", "balanced or chunk"),
+        ("mesh: {tp: 2}\nshard: [{name: a, axis: tp, dim: 0, share: 1}]", "expected true or false"),
+        ("mesh: {tp: 2}\nflat: [{name: a, axis: tp, tensors: [w]}]", "expected tensors with their"),
+        ("mesh: {tp: 2}\nflat: [{name: a, axis: tp, tensors: {w: 4}}]", "expected a shape"),
+        ("mesh: {tp: 2}\nunique: [{name: a, axis: tp}]", "either at: with coordinates, or of:"),
+        ("mesh: {tp: 2}\nunique: [{name: a, axis: tp, of: 3}]", "expected one number in the name"),
+        ("mesh: {tp: 2}\nunique: [{name: a, axis: tp, at: middle}]", "a number, and there is 'mid"),
+        ("mesh: {tp: 2", "line 1, column 13: expected YAML (while parsing a flow mapping)"),
+        ("mesh: *a", "line 1, column 7: expected YAML"),
+        ("mesh: \x00", "expected YAML, and "),
+        (f"mesh: {{tp: {'x' * 50}}}", f"there is '{'x' * 40}...'"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_told_with_its_place(text: str, told: str) -> None:
+    with pytest.raises(RulesInvalid) as caught:
+        read_rules(text, source="x.yaml")
+    assert told in caught.value.problems[0]
+    assert str(caught.value).startswith("x.yaml has 1 problem(s):")
+
+
+def test_everything_that_is_wrong_is_told_at_once() -> None:
+    text = "mesh: {tp: 2}\nshard:\n  - {axis: tp}\n  - {name: a, axis: dp, dim: 0}\nunique: [a]\n"
+    with pytest.raises(RulesInvalid) as caught:
+        read_rules(text, source="x")
+    assert [problem.split(":")[0] for problem in caught.value.problems] == [
+        "line 3, column 5",
+        "line 4, column 21",
+        "line 5, column 10",
+    ]
