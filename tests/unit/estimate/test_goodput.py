@@ -153,7 +153,7 @@ def test_going_back_to_the_disk_costs_something(
     memory: float, every_s: float, share: float, recovery_s: float
 ) -> None:
     found = over_disk(memory, every_s=every_s, blocks_s=0.0, share=share, recovery_s=recovery_s)
-    assert 0.0 <= found <= memory
+    assert 0.0 <= found <= memory * (1 + 1e-12)
 
 
 def test_where_nothing_is_gained_the_disk_has_nothing_to_lose() -> None:
