@@ -18,6 +18,7 @@ from ftrun.cli.manifest_volumes import PodPlace, Volumes
 from ftrun.cli.manifest_yaml import Said, Tree, to_yaml
 from ftrun.errors import ExitCode, UsageError
 
+LOOPBACK = "127.0.0.1"
 KINDS = ("jobset", "trainjob")
 
 _LABEL = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
@@ -25,6 +26,10 @@ _MAX_LABEL = 63
 _RANDOM_END = len("-abcde")
 _MAX_WORDS = 128
 _NO_OTHER_START = (ExitCode.USAGE, ExitCode.STATE_LOST, ExitCode.DO_NOT_RESTART)
+_WHY_FLAGS = (
+    "--nnodes and --nproc-per-node are said here: PET_NNODES counts the spares too, and a flag "
+    "wins over its variable."
+)
 _BY_SIGNAL = (138, ExitCode.TERMINATED)
 
 
@@ -235,6 +240,10 @@ def _trainjob(pod: Pod, cluster: Cluster) -> list[dict[str, Tree]]:
                 f"a TrainJob takes {_MAX_WORDS} words at most, and these are {len(words)} {what}. "
                 "Put flags into a profile, or render --kind jobset"
             )
+    command, why = pod.command(), _WHY_FLAGS
+    if job.nodes == 1:
+        command[1:1] = ["--master-addr", LOOPBACK]
+        why += " --master-addr: the pod's own name may not be known yet when it starts."
     container = pod.container(start={"image": pod.place.image}, env=[])
     runtime: dict[str, Tree] = {
         "apiVersion": "trainer.kubeflow.org/v1alpha1",
@@ -252,11 +261,7 @@ def _trainjob(pod: Pod, cluster: Cluster) -> list[dict[str, Tree]]:
     trainer: dict[str, Tree] = {
         "numNodes": Said("All pods, those that stand by too.", job.nodes),
         "image": pod.place.image,
-        "command": Said(
-            "--nnodes and --nproc-per-node are said here: PET_NNODES counts the spares too, and a "
-            "flag wins over its variable.",
-            pod.command(),
-        ),
+        "command": Said(why, command),
         "args": pod.script(),
         "resourcesPerNode": Said(pod.resources_in_words(), pod.resources()),
     }

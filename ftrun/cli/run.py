@@ -21,13 +21,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NoReturn
 
+from ftrun import clock
 from ftrun.cli.command_line import CommandLine
 from ftrun.cli.nodes import nodes_of, rdzv_settings
 from ftrun.cli.profile_files import Resolved, Setting, plain_value, resolve, setting_from_text
 from ftrun.cli.slurm import SlurmStep, slurm_step
-from ftrun.cli.stub import answers, python_command
+from ftrun.cli.stub import SHUTDOWN_S, answers, python_command, shut_down_smp
 from ftrun.config import NodesSpec, RunSpec
-from ftrun.errors import NotSupportedHere, RunIdTaken, UsageError
+from ftrun.errors import NotSupportedHere, PeerTimeout, RunIdTaken, UsageError
 from ftrun.ids import RunId
 from ftrun.wire.checkpoint_messages import INDEX_NAME
 from ftrun.wire.run_folder import RunFolder, all_run_folders, check_run_id, run_folder
@@ -50,6 +51,7 @@ _PATH_FLAGS = ("checkpoint-dir", "secret-file")
 _TEXT_FLAGS = (*_PATH_FLAGS, "start", "erasure", "resume")
 _FAULT_FLAGS = ("allow-faults", "allow-network-faults")
 _LOCK_ATTEMPTS = 100
+_LOOK_AGAIN_S = 0.05
 _KINDS_OF_DEVICE = ("auto", "cpu", "gpu", "xpu")
 
 
@@ -70,6 +72,7 @@ def run(line: CommandLine, *, variables: Mapping[str, str]) -> NoReturn:
     sweep()
     node_id = spec.nodes.node_id if spec.nodes is not None and spec.nodes.is_named else None
     folder, lock_fd = take_folder(RunId(spec.run_id), script=spec.script, node_id=node_id)
+    forget_earlier_life(folder, spec, slurm_step(variables))
     folder.spec.write_text(spec.model_dump_json(indent=1))
     sys.stdout.flush()
     sys.stderr.flush()
@@ -241,6 +244,27 @@ def take_folder(run_id: RunId, *, script: str, node_id: str | None = None) -> tu
     os.ftruncate(lock_fd, 0)
     os.pwrite(lock_fd, f"{os.getpid()}\n".encode(), 0)
     return folder, lock_fd
+
+
+def forget_earlier_life(folder: RunFolder, spec: RunSpec, step: SlurmStep | None) -> None:
+    """Free what the life before this one of a Slurm job may have left in memory here.
+
+    Slurm has ended that life on all nodes, so mostly nothing is left. Where some node still has
+    its memory and most have none, those who are left could not decide without the others, and
+    would wait for them; the checkpoint is what all of this life's nodes have.
+
+    Raises: PeerTimeout: it cannot be freed.
+    """
+    if step is None or step.restarts == 0 or spec.checkpoint_directory is None:
+        return
+    if not answers(folder.smp_socket):
+        return
+    give_up_s = clock.now_s() + SHUTDOWN_S
+    is_going = shut_down_smp(folder)
+    while answers(folder.smp_socket):  # so that the agent finds none to take over
+        if not is_going or clock.now_s() > give_up_s:
+            raise PeerTimeout(peer="the SMP of the job's life before", waited_s=SHUTDOWN_S)
+        clock.sleep(_LOOK_AGAIN_S)
 
 
 def sweep() -> None:

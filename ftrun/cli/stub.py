@@ -54,7 +54,7 @@ MAX_AGENT_STARTS = 5
 AGENT_WINDOW_S = 600.0
 _PAUSES_S = (0.0, 0.1, 0.5, 2.0, 5.0)
 _READY_CHECK_S = 0.05
-_SHUTDOWN_S = 5.0
+SHUTDOWN_S = 5.0
 _LEFTOVER_S = 3.0
 
 
@@ -269,12 +269,12 @@ def shut_down_smp(folder: RunFolder) -> bool:
             run_id=folder.run_id,
             peer="the SMP",
             hello=Hello(role="cli", pid=os.getpid()),
-            deadline_s=_SHUTDOWN_S,
+            deadline_s=SHUTDOWN_S,
         )
     except FtrunError:
         return False
     try:
-        return isinstance(channel.ask(Shutdown(), deadline_s=_SHUTDOWN_S).body, Done)
+        return isinstance(channel.ask(Shutdown(), deadline_s=SHUTDOWN_S).body, Done)
     except FtrunError:
         return False
     finally:

@@ -189,6 +189,7 @@ def test_a_trainjob_says_what_its_variables_would_say_otherwise() -> None:
     _, alone = documents("train.py", kind="trainjob")
     command = alone["spec"]["trainer"]["command"]
     assert command[command.index("--nnodes") + 1] == "1"
+    assert command[command.index("--master-addr") + 1] == "127.0.0.1"
 
 
 def test_one_pod_needs_no_secret_and_no_place_to_meet() -> None:
