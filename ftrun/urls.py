@@ -15,11 +15,11 @@ _PASSWORD = re.compile(r"(?<=://)([^/@:]*):([^/@]*)(?=@)")
 
 
 def is_url(text: str) -> bool:
-    """Not a path of this machine; `file://` is none either, once `place` has seen it."""
+    """Not a path of this machine; `file://` is none either, once `located` has seen it."""
     return _URL.match(text) is not None
 
 
-def place(text: str, *, cwd: str) -> str:
+def located(text: str, *, cwd: str) -> str:
     """An absolute path, or a URL as it is.
 
     Args:

@@ -1,20 +1,19 @@
-"""`ftrun snapshots`: the checkpoints in a directory, and what can be done with them.
+"""`ftrun snapshots`: the checkpoints in a directory or at a URL, and what can be done with them.
 
 Runs in:  cli. Reading and removing is done by a process of the SMP's folder, started for it.
-Takes in: a directory that `--checkpoint-dir` was given.
+Takes in: what `--checkpoint-dir` was given.
 Gives:    a table, or JSON; exit code 0, or 1 where a checkpoint cannot be used.
 """
 
 import math
-import subprocess
-import sys
 from collections.abc import Sequence
 
 import msgspec
 
 from ftrun import clock
 from ftrun.cli import render
-from ftrun.errors import ExitCode, FtrunError, UsageError
+from ftrun.cli.shelf_process import ask
+from ftrun.errors import ExitCode, UsageError
 from ftrun.wire.shelf_facts import CheckpointFacts, ShelfFacts
 
 _HEAD = ("checkpoint", "step", "ranks", "size", "written", "run", "state")
@@ -23,7 +22,7 @@ _UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
 
 def list_checkpoints(directory: str, *, as_json: bool) -> int:
     """Show what is there, by its indexes and the sizes of its files."""
-    found = _ask("list", directory)
+    found = ask("list", directory)
     if as_json:
         return _as_json(found)
     _show(found)
@@ -36,7 +35,7 @@ def list_checkpoints(directory: str, *, as_json: bool) -> int:
 
 def verify(directory: str, names: Sequence[str], *, as_json: bool) -> int:
     """Read every byte, and compare it with its digests."""
-    found = _ask("verify", directory, *names)
+    found = ask("verify", directory, *names)
     if as_json:
         return _as_json(found)
     for one in found.checkpoints:
@@ -63,7 +62,7 @@ def prune(
     words = [f"--keep={keep}"]
     if older_than is not None:
         words.append(f"--keep-s={_age_s(older_than)}")
-    found = _ask("prune", directory, *words, *([] if is_real else ["--dry-run"]))
+    found = ask("prune", directory, *words, *([] if is_real else ["--dry-run"]))
     if as_json:
         return _as_json(found)
     would = "" if is_real else "would be "
@@ -72,22 +71,6 @@ def prune(
     left = len(found.checkpoints) - (0 if is_real else len(found.removed))
     render.write_plain(f"{len(found.removed)} {would}removed, {left} left in {found.directory}")
     return 0
-
-
-# --- asking -----------------------------------------------------------------------------------
-
-
-def _ask(*words: str) -> ShelfFacts:
-    safe_path = ["-P"] if sys.flags.safe_path else []
-    command = [sys.executable, *safe_path, "-m", "ftrun.smp.shelf", *words]
-    done = subprocess.run(command, stdout=subprocess.PIPE, check=False)
-    try:
-        found = msgspec.json.decode(done.stdout, type=ShelfFacts)
-    except msgspec.MsgspecError as error:
-        raise FtrunError(f"the checkpoints could not be read (exit {done.returncode})") from error
-    if found.problem:
-        raise FtrunError(found.problem)
-    return found
 
 
 def _age_s(text: str) -> float:

@@ -22,6 +22,7 @@ Rule 4: removing is never what a checkpoint fails by.
 import contextlib
 import logging
 import re
+import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -154,9 +155,9 @@ def sweep_finished(
     )
 
 
-def sweep_run(store: UrlStore, run_id: str) -> None:
+def sweep_url(url: str, stop: threading.Event, run_id: str) -> None:
     """The run begins anew on all nodes: no half of it will be finished."""
-    with contextlib.suppress(CheckpointError):
+    with contextlib.suppress(CheckpointError), UrlStore(url, stop) as store:
         halves = [one for one in read_folders(store) if one.is_half]
         remove(store, [one.name for one in halves if one.run_tag == tag_of(run_id)])
 
