@@ -12,9 +12,8 @@ The libraries behind fsspec raise what they like, so here, and nowhere else, all
 import queue
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, wait
 from functools import partial
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 from ftrun import clock
 from ftrun.errors import CheckpointError
@@ -26,6 +25,39 @@ ANSWER_S = 120.0
 _NAP_S = 0.1
 _T = TypeVar("_T")
 _Job = Callable[[], None]
+
+
+class Answer(Generic[_T]):
+    """What a call will give, once.
+
+    An error is let go of when it is taken: its frames hold the store and its connection, and what
+    holds this would hold them.
+    """
+
+    def __init__(self) -> None:
+        self._is_there = threading.Event()
+        self._value: list[_T] = []
+        self._error: Exception | None = None
+
+    def make(self, call: Callable[[], _T]) -> None:
+        try:
+            self._value.append(call())
+        except Exception as error:  # noqa: BLE001 - whoever waits for it gets it
+            self._error = error
+        self._is_there.set()
+
+    def wait(self, limit_s: float) -> bool:
+        """Whether it is there."""
+        return self._is_there.wait(limit_s)
+
+    def take(self) -> _T:
+        """Raises: Exception: that of the call."""
+        if self._error is not None:
+            try:
+                raise self._error
+            finally:
+                self._error = None
+        return self._value.pop()
 
 
 class Calls:
@@ -58,28 +90,28 @@ class Calls:
         """
         return self.wait(self.start(call))
 
-    def start(self, call: Callable[[], _T]) -> Future[_T]:
+    def start(self, call: Callable[[], _T]) -> Answer[_T]:
         """Have it made after those before; `wait` gives the result."""
         if self._lost:
             raise CheckpointError(self._lost)
-        future: Future[_T] = Future()
-        self._jobs.put(partial(_make, future, call))
-        return future
+        answer: Answer[_T] = Answer()
+        self._jobs.put(partial(answer.make, call))
+        return answer
 
-    def wait(self, future: Future[_T]) -> _T:
+    def wait(self, answer: Answer[_T]) -> _T:
         """What a call has given.
 
         Raises:
             CheckpointError: it failed, it takes too long, or all is given up.
         """
         give_up_s = clock.now_s() + self._answer_s
-        while not wait([future], timeout=_NAP_S).done:
+        while not answer.wait(_NAP_S):
             if self._stop.is_set():
                 self._lose("the checkpoint is given up: the run is being stopped")
             if clock.now_s() > give_up_s:
                 self._lose(f"{self._where} has not answered for {self._answer_s:.0f} s")
         try:
-            return future.result()
+            return answer.take()
         except CheckpointError:
             raise
         except Exception as error:
@@ -103,10 +135,4 @@ class Calls:
 def _serve(jobs: queue.SimpleQueue[_Job | None]) -> None:
     while (job := jobs.get()) is not None:
         job()
-
-
-def _make(future: Future[_T], call: Callable[[], _T]) -> None:
-    try:
-        future.set_result(call())
-    except Exception as error:  # noqa: BLE001 - whoever waits for it gets it
-        future.set_exception(error)
+        del job

@@ -123,7 +123,7 @@ def remove(store: UrlStore, names: Iterable[str]) -> list[str]:
         try:
             store.remove(name, first=INDEX_NAME)
         except CheckpointError as error:
-            _log.warning("%s is not removed: %s", name, error)
+            _log.warning("%s is not removed: %s", name, str(error))
         else:
             removed.append(name)
     return removed

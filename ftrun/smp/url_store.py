@@ -176,6 +176,8 @@ def _time_of(details: dict[str, Any]) -> float | None:
         found = details.get(key)
         try:
             if isinstance(found, str):
+                if found[:14].isdigit():  # FTP's
+                    found = f"{found[:8]}T{found[8:]}"
                 when = datetime.fromisoformat(found)
                 return (when if when.tzinfo else when.replace(tzinfo=UTC)).timestamp()
             if isinstance(found, datetime):

@@ -11,14 +11,13 @@ Rule 1: a file that is given up is never closed: closing is what publishes an ob
 """
 
 from collections.abc import Callable
-from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from typing import Any
 
 from ftrun.errors import CheckpointError
 from ftrun.smp.disk_file import Pace
-from ftrun.smp.url_calls import Calls
+from ftrun.smp.url_calls import Answer, Calls
 
 BLOCK_BYTES = 16 << 20
 _MOST_BLOCKS = 8_000
@@ -45,7 +44,7 @@ class UploadFile:
         self._pace = pace
         self._block = memoryview(bytearray(size))
         self._filled = 0
-        self._sending: Future[None] | None = None
+        self._sending: Answer[None] | None = None
         self._file = calls(opened)
 
     def room(self) -> memoryview:
