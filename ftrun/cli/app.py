@@ -328,14 +328,14 @@ def _show_profile(
 
 
 _snapshots_app = typer.Typer(
-    help="List, verify and prune the checkpoints in a directory.",
+    help="List, verify and prune the checkpoints in a directory or at a URL.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
 app.add_typer(_snapshots_app, name="snapshots")
 
 _DirectoryArgument = Annotated[
-    str, typer.Argument(metavar="DIR", help="as --checkpoint-dir had it")
+    str, typer.Argument(metavar="DIR", help="or URL, as --checkpoint-dir had it")
 ]
 _AsJson = Annotated[bool, typer.Option("--json", help="as one JSON document")]
 
