@@ -7,7 +7,6 @@ Runs in: every process. Pure.
 
 import os
 import re
-from urllib.parse import unquote
 
 _URL = re.compile(r"[a-z][a-z0-9+.-]+://")
 _FILE = "file://"
@@ -27,6 +26,8 @@ def located(text: str, *, cwd: str) -> str:
         cwd: what a relative path counts from.
     """
     if text.startswith(_FILE):
+        from urllib.parse import unquote
+
         return os.path.join("/", unquote(text.removeprefix(_FILE)))
     return text if is_url(text) else os.path.join(cwd, text)
 

@@ -5,6 +5,7 @@ that we use, no lock and no link.
 """
 
 import errno
+import sys
 import threading
 import warnings
 from collections.abc import Iterator
@@ -28,6 +29,7 @@ class FtpServer:
 
     Args:
         root: what a login sees as /.
+        host: where it listens.
         port: 0: any that is free.
         die_at: at this change (a file begun, in the middle of, a name made or removed) it dies with
             all its connections, as a killed process does; 0: never.
@@ -39,6 +41,7 @@ class FtpServer:
         self,
         root: Path,
         *,
+        host: str = "127.0.0.1",
         port: int = 0,
         die_at: int = 0,
         quota_bytes: int = 1 << 60,
@@ -59,13 +62,13 @@ class FtpServer:
         kind = type("Handler", (_Handler,), {"authorizer": authorizer, "owner": self})
         kind.dtp_handler = type("Data", (_Data,), {"owner": self})
         self._ioloop = IOLoop()
-        self._server = FTPServer(("127.0.0.1", port), kind, ioloop=self._ioloop)
+        self._server = FTPServer((host, port), kind, ioloop=self._ioloop)
         self.port: int = self._server.address[1]
         self._thread = threading.Thread(target=self._serve, name="ftp", daemon=True)
         self._thread.start()
 
     def url(self, path: str = "run") -> str:
-        return f"ftp://me:s3cret@127.0.0.1:{self.port}/{path}"
+        return url_of("127.0.0.1", self.port, path)
 
     def freeze(self) -> None:
         """It takes connections and bytes, as far as its kernel does, and says nothing."""
@@ -100,6 +103,10 @@ class FtpServer:
             self.is_dead = True
         finally:
             self._server.close_all()
+
+
+def url_of(host: str, port: int, path: str = "run") -> str:
+    return f"ftp://me:s3cret@{host}:{port}/{path}"
 
 
 class _Handler(FTPHandler):  # type: ignore[misc]
@@ -150,3 +157,14 @@ def ftp_server(root: Path, **how: Any) -> Iterator[FtpServer]:
         yield server
     finally:
         server.close()
+
+
+def main() -> None:
+    """`python -m tests.ftp_server FOLDER HOST PORT`: until it is killed."""
+    folder, host, port = sys.argv[1:]
+    FtpServer(Path(folder), host=host, port=int(port))
+    threading.Event().wait()
+
+
+if __name__ == "__main__":
+    main()
