@@ -8,10 +8,11 @@ The SMP and the workers do not import this (pydantic costs 60 ms); they are hand
 need: the SMP by arguments, a worker as `SnapshotSettings` in its environment.
 """
 
-import os
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
+
+from ftrun.urls import located
 
 MAX_DATA, MAX_PARITY = 32, 16
 """The largest K+M; what the codec in `ftrun.erasure` can do."""
@@ -174,7 +175,9 @@ class NumbersConfig(_Section):
 class CheckpointConfig(_Section):
     """Committed snapshots on disk, written by the SMP."""
 
-    directory: str | None = Field(default=None, description="where; none: no checkpoints")
+    directory: str | None = Field(
+        default=None, description="directory or URL; none: no checkpoints"
+    )
     resume: str = Field(
         default="auto",
         min_length=1,
@@ -405,12 +408,12 @@ class RunSpec(BaseModel):
 
     @property
     def checkpoint_directory(self) -> str | None:
-        """Absolute: the SMP does not share our working directory."""
+        """Absolute, as the SMP does not share our working directory; or a URL."""
         directory = self.profile.checkpoint.directory
-        return os.path.join(self.cwd, directory) if directory else None
+        return located(directory, cwd=self.cwd) if directory else None
 
     @property
     def resume_path(self) -> str | None:
-        """Absolute: what `checkpoint.resume` names; None: nothing in particular."""
+        """Absolute, or a URL: what `checkpoint.resume` names; None: nothing in particular."""
         wish = self.profile.checkpoint.resume
-        return None if wish in ("auto", "never") else os.path.join(self.cwd, wish)
+        return None if wish in ("auto", "never") else located(wish, cwd=self.cwd)

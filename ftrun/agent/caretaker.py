@@ -90,14 +90,14 @@ class Caretaker:
         if not directory or (self._smp.committed is None and not is_late):
             return
         try:
-            self._smp.finish_checkpoint(limit_s, is_cancelled)
-            if self._spec.nodes is None:
-                settings = self._spec.profile.checkpoint
-                life = self._generations.life
-                self._smp.begin_checkpoint(directory, settings, life=life, is_urgent=True)
-            elif self.last_commit is not None:
-                self.write_part(self.last_commit, is_urgent=True)
-            self._smp.finish_checkpoint(limit_s, is_cancelled)
+            if self._smp.finish_checkpoint(limit_s, is_cancelled):
+                if self._spec.nodes is None:
+                    settings = self._spec.profile.checkpoint
+                    life = self._generations.life
+                    self._smp.begin_checkpoint(directory, settings, life=life, is_urgent=True)
+                elif self.last_commit is not None:
+                    self.write_part(self.last_commit, is_urgent=True)
+                self._smp.finish_checkpoint(limit_s, is_cancelled)
         except PeerError as error:
             self._smp.refused = str(error)
         self._tell_checkpoint()

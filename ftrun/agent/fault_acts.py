@@ -26,6 +26,7 @@ from ftrun.agent.machine_faults import clock_jump, cpu_starve, fd_limit, fill, p
 from ftrun.agent.network_faults import link_fault
 from ftrun.agent.worker_starter import WorkerHandle
 from ftrun.errors import FaultRefused
+from ftrun.urls import is_url
 from ftrun.wire.fault_messages import FaultOrder
 from ftrun.wire.fault_orders import FAULT_PREFIX
 
@@ -355,6 +356,8 @@ class FaultActs:
         directory = self._run.spec.checkpoint_directory
         if directory is None:
             raise FaultRefused("this run writes no checkpoints: --checkpoint-dir DIR")
+        if is_url(directory):
+            raise FaultRefused("this run writes its checkpoints to a URL, not to a directory")
         spoiling.newest_file(Path(directory))
 
         def do() -> None:

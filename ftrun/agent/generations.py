@@ -26,6 +26,7 @@ from ftrun.config import RunSpec
 from ftrun.errors import PeerError, SnapshotError
 from ftrun.ids import Version, version
 from ftrun.journal import Journal
+from ftrun.urls import without_password
 from ftrun.wire import checkpoint_messages
 from ftrun.wire.crash_points import crash_point
 from ftrun.wire.pages import Beat
@@ -263,6 +264,7 @@ class Generations:
             if answer is not None:
                 raise SnapshotError(f"{answer}. Nothing there was changed")
         if path := self._spec.resume_path:
+            path = without_password(path)
             raise SnapshotError(f"--resume {path}: there is no checkpoint there; name another one")
         return None, sources[0].why_none
 

@@ -13,12 +13,13 @@ import os
 from dataclasses import dataclass
 
 from ftrun.config import RunSpec
+from ftrun.urls import is_url, without_password
 from ftrun.wire.checkpoint_messages import INDEX_NAME
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A directory of checkpoints, and which of them count."""
+    """A directory of checkpoints, or its URL, and which of them count."""
 
     directory: str
     only: str = ""
@@ -29,9 +30,10 @@ class Source:
     @property
     def why_none(self) -> str:
         """In words, where there is none."""
+        where = without_password(self.directory)
         if self.life:
-            return f"this run has written no checkpoint in {self.directory} yet"
-        return f"no checkpoint in {self.directory} yet"
+            return f"this run has written no checkpoint in {where} yet"
+        return f"no checkpoint in {where} yet"
 
 
 def sources_of(spec: RunSpec, life: str, *, has_committed: bool) -> list[Source]:
@@ -52,7 +54,11 @@ def sources_of(spec: RunSpec, life: str, *, has_committed: bool) -> list[Source]
 
 
 def _named(path: str) -> Source:
-    """One checkpoint, or a directory of them."""
+    """One checkpoint, or a directory of them. A URL says by its last part which of the two."""
+    if is_url(path):
+        directory, _, name = path.rstrip("/").rpartition("/")
+        is_one = name == "latest" or name.startswith("step-")
+        return Source(directory, only=name) if is_one else Source(path)
     real = os.path.realpath(path)  # DIR/latest is a link
     if os.path.exists(os.path.join(real, INDEX_NAME)):
         directory, name = os.path.split(real)

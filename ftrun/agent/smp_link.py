@@ -282,8 +282,8 @@ class SmpLink:
             self.channel.send(body)
             self.writing = True
 
-    def finish_checkpoint(self, limit_s: float, is_cancelled: Callable[[], bool]) -> None:
-        """Wait for the checkpoint that is being written, so long at most."""
+    def finish_checkpoint(self, limit_s: float, is_cancelled: Callable[[], bool]) -> bool:
+        """Wait for the checkpoint that is being written, so long at most; whether it is over."""
         give_up_s = clock.now_s() + limit_s
         if self.writing and self.channel is not None:
             self.channel.send(checkpoint_messages.HurryCheckpoint())
@@ -291,9 +291,10 @@ class SmpLink:
             if is_cancelled() or clock.now_s() > give_up_s:
                 self.refused = "it was not done in time; the one before stays"
                 self.writing = False
-                return
+                return False
             with suppress(PeerTimeout):
                 self._take(self.channel.receive(deadline_s=0.1))
+        return True
 
     def void_slot(self, rank: Rank, wanted: Version | None) -> None:
         """Set one rank's slot aside: its digest did not match."""

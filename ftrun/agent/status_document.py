@@ -18,6 +18,7 @@ from ftrun.journal import FILE_NAME
 from ftrun.monitor.numbers import finite
 from ftrun.monitor.step_times import quantile_s
 from ftrun.recovery.supervisor import STOPPING, State
+from ftrun.urls import without_password
 from ftrun.wire.arena import SlotState, read_shape, read_slot_headers
 from ftrun.wire.pages import Beat, Command, Page
 
@@ -222,7 +223,7 @@ def _checkpoint(run: RunLoop, now_s: float) -> dict[str, Any] | None:
         return None
     written = run.smp.last_checkpoint
     return {
-        "directory": settings.directory,
+        "directory": without_password(settings.directory),
         "step": written.step if written else None,
         "age_s": now_s - run.smp.last_checkpoint_s if written else None,
         "not_written": run.caretaker.not_written,

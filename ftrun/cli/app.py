@@ -332,7 +332,7 @@ def _show_profile(
 
 
 _snapshots_app = typer.Typer(
-    help="List, verify, prune, export and convert checkpoints.",
+    help="List, verify, prune, export and convert checkpoints, in a directory or at a URL.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
@@ -340,7 +340,7 @@ app.add_typer(_snapshots_app, name="snapshots")
 app.add_typer(manifests.app, name="render")
 
 _DirectoryArgument = Annotated[
-    str, typer.Argument(metavar="DIR", help="as --checkpoint-dir had it")
+    str, typer.Argument(metavar="DIR", help="or URL, as --checkpoint-dir had it")
 ]
 _AsJson = Annotated[bool, typer.Option("--json", help="as one JSON document")]
 

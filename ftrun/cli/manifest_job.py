@@ -14,10 +14,11 @@ from pathlib import PurePath
 
 from ftrun.cli.command_line import CommandLine, parse
 from ftrun.cli.nodes import OUR_BACKENDS, num_nodes
-from ftrun.cli.run import check_num_ranks, is_url, resolve_options
+from ftrun.cli.run import check_num_ranks, resolve_options
 from ftrun.config import Profile
 from ftrun.erasure.groups import default_parity, make_groups
 from ftrun.errors import UsageError
+from ftrun.urls import is_url
 
 MIB, GIB = 1 << 20, 1 << 30
 
@@ -100,6 +101,12 @@ class Job:
     def checkpoint_directory(self) -> str | None:
         """As typed."""
         return self.line.own_value("checkpoint-dir") or self.profile.checkpoint.directory
+
+    @property
+    def shared_directory(self) -> str | None:
+        """The same, where it is one; None: there are no checkpoints, or they go to a URL."""
+        directory = self.checkpoint_directory
+        return None if directory is None or is_url(directory) else directory
 
     @property
     def stem(self) -> str:
@@ -195,11 +202,6 @@ def job_of(
     job.refuse(_OF_ONE_NODE, "of one node, and the same line is run on all")
     if (line.torchrun_value("rdzv-backend") or "") in OUR_BACKENDS:
         job.refuse(_WHERE_THEY_MEET, "known where a scheduler starts the nodes")
-    if is_url(job.checkpoint_directory or ""):
-        raise UsageError(
-            f"--checkpoint-dir {job.checkpoint_directory} is a URL, and only directories are "
-            "written. Mount it, or name a directory and copy from there"
-        )
     return job
 
 

@@ -203,6 +203,11 @@ def _step(job: Job, name: str) -> Iterator[str]:
         said.append(
             "No --checkpoint-dir: what a later life of the job begins from is the script's own."
         )
+    elif job.shared_directory is None:
+        said.append(
+            "--checkpoint-dir: every node sends its own part to the URL, and needs what its "
+            "library takes to get in."
+        )
     elif job.nodes > 1:
         said.append(
             "--checkpoint-dir: on a file system that all nodes share; each writes its own part."

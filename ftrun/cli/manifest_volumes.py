@@ -106,7 +106,7 @@ class Volumes:
         """Where the claim is mounted."""
         if self.place.claim is None:
             return None
-        return self.place.claim.partition(":")[2] or self.job.checkpoint_directory or "/shared"
+        return self.place.claim.partition(":")[2] or self.job.shared_directory or "/shared"
 
     # --- what is written ----------------------------------------------------------------------
 
@@ -168,7 +168,7 @@ class Volumes:
             yield Said("No --claim: journals go with the pod.", {"name": "logs", "emptyDir": {}})
 
     def _check_claim(self) -> None:
-        directory = self.job.checkpoint_directory
+        directory = self.job.shared_directory
         if directory is not None:
             check_path(directory, "--checkpoint-dir")
         if directory is not None and self.mount is None:

@@ -27,9 +27,11 @@ from ftrun.cli.nodes import nodes_of, rdzv_settings
 from ftrun.cli.profile_files import Resolved, Setting, plain_value, resolve, setting_from_text
 from ftrun.cli.slurm import SlurmStep, slurm_step
 from ftrun.cli.stub import SHUTDOWN_S, answers, python_command, shut_down_smp
+from ftrun.cli.url_check import check_there, check_writable
 from ftrun.config import NodesSpec, RunSpec
 from ftrun.errors import NotSupportedHere, PeerTimeout, RunIdTaken, UsageError
 from ftrun.ids import RunId
+from ftrun.urls import is_url, located
 from ftrun.wire.checkpoint_messages import INDEX_NAME
 from ftrun.wire.run_folder import RunFolder, all_run_folders, check_run_id, run_folder
 
@@ -123,11 +125,9 @@ def check_checkpoint_directory(spec: RunSpec) -> None:
     directory = spec.checkpoint_directory
     if directory is None:
         return
-    if is_url(spec.profile.checkpoint.directory or ""):
-        raise UsageError(
-            f"--checkpoint-dir {spec.profile.checkpoint.directory} is a URL, and only directories "
-            "are written. Mount it, or name a directory and copy from there"
-        )
+    if is_url(directory):
+        check_writable(directory)
+        return
     try:
         Path(directory).mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=directory):
@@ -151,6 +151,9 @@ def check_resume(spec: RunSpec) -> None:
     wish = f"--resume {spec.profile.checkpoint.resume}"
     if not spec.profile.snapshot.enabled:
         raise UsageError(f"{wish} needs snapshots, and there are none with --no-snapshots")
+    if is_url(path):
+        check_there(path)
+        return
     found = Path(path)
     if not found.is_dir():
         what = "is a file" if found.exists() else "is not there"
@@ -163,10 +166,6 @@ def check_resume(spec: RunSpec) -> None:
             f"{wish}: there is no checkpoint of ftrun in {path}, neither {INDEX_NAME} nor "
             "step-.../. Nothing was started"
         )
-
-
-def is_url(text: str) -> bool:
-    return re.match(r"[a-z][a-z0-9+.-]+://", text) is not None
 
 
 def resolve_options(line: CommandLine, *, variables: Mapping[str, str]) -> Resolved:
@@ -188,10 +187,9 @@ def settings_of(line: CommandLine) -> list[Setting]:
         text = line.own_value(flag)
         if text is not None:
             value = text if flag in _TEXT_FLAGS else plain_value(text)
-            if flag == "resume" and text not in ("auto", "never"):
-                value = str(Path(text).absolute())
-            if flag in _PATH_FLAGS and not is_url(text):
-                value = str(Path(text).absolute())
+            is_path = flag == "resume" and text not in ("auto", "never")
+            if is_path or flag in _PATH_FLAGS:
+                value = located(text, cwd=str(Path.cwd()))
             found.append(Setting(section, key, value, f"--{flag}"))
     if line.own_value("snapshot-required"):
         found.append(Setting("snapshot", "required", True, "--snapshot-required"))

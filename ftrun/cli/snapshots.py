@@ -1,20 +1,19 @@
-"""`ftrun snapshots`: the checkpoints in a directory, and what can be done with them.
+"""`ftrun snapshots`: the checkpoints in a directory or at a URL, and what can be done with them.
 
 Runs in:  cli. Reading and removing is done by a process of the SMP's folder, started for it.
-Takes in: a directory that `--checkpoint-dir` was given.
+Takes in: what `--checkpoint-dir` was given.
 Gives:    a table, or JSON; exit code 0, or 1 where a checkpoint cannot be used.
 """
 
 import math
-import subprocess
-import sys
 from collections.abc import Sequence
 
 import msgspec
 
 from ftrun import clock
 from ftrun.cli import render
-from ftrun.errors import ExitCode, FtrunError, UsageError
+from ftrun.cli.shelf_process import ask
+from ftrun.errors import ExitCode, UsageError
 from ftrun.wire.shelf_facts import CheckpointFacts, ShelfFacts
 
 _HEAD = ("checkpoint", "step", "ranks", "size", "written", "run", "state")
@@ -72,27 +71,6 @@ def prune(
     left = len(found.checkpoints) - (0 if is_real else len(found.removed))
     render.write_plain(f"{len(found.removed)} {would}removed, {left} left in {found.directory}")
     return 0
-
-
-# --- asking -----------------------------------------------------------------------------------
-
-
-def ask(*words: str) -> ShelfFacts:
-    """What the process that reads checkpoints says.
-
-    Raises:
-        FtrunError: why it could do nothing.
-    """
-    safe_path = ["-P"] if sys.flags.safe_path else []
-    command = [sys.executable, *safe_path, "-m", "ftrun.smp.shelf", *words]
-    done = subprocess.run(command, stdout=subprocess.PIPE, check=False)
-    try:
-        found = msgspec.json.decode(done.stdout, type=ShelfFacts)
-    except msgspec.MsgspecError as error:
-        raise FtrunError(f"the checkpoints could not be read (exit {done.returncode})") from error
-    if found.problem:
-        raise FtrunError(found.problem)
-    return found
 
 
 def _age_s(text: str) -> float:

@@ -17,7 +17,7 @@ from typing import TypeVar
 import msgspec
 
 from ftrun.cli import render
-from ftrun.cli.snapshots import ask
+from ftrun.cli.shelf_process import ask
 from ftrun.errors import FtrunError, UsageError
 from ftrun.wire.export_facts import DTYPE_WORDS, FORMATS, ExportFacts, ExportOrder
 

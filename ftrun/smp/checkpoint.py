@@ -60,14 +60,14 @@ class Written:
     """A checkpoint that is durable, or this node's part of one.
 
     Args:
-        path: of the checkpoint; of the folder of parts where it is a part.
+        path: of the checkpoint, or its URL; of the folder of parts where it is a part.
         total_bytes: of the checkpoint or the part; 0 where it was there already.
         missing_ranks: those whose parts have not come; none: it is finished.
         note: what is odd about that, in words.
     """
 
     version: Version
-    path: Path
+    path: Path | str
     total_bytes: int
     seconds: float = 0.0
     missing_ranks: tuple[int, ...] = ()
@@ -120,7 +120,7 @@ class CheckpointWriter:
             with locked(directory) as folder_fd:
                 found = self._write(fds, world_size, directory, folder_fd)
                 crash_point("smp.checkpoint.latest")
-                prune(directory, retention, newest=found.path)
+                prune(directory, retention, newest=Path(found.path))
         except OSError as error:
             raise CheckpointError(
                 f"the checkpoint in {directory} is not written: {error.strerror or error}. The "

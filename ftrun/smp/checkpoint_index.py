@@ -66,6 +66,8 @@ class Index(msgspec.Struct, frozen=True):
     shards: list[ShardFile]
     life: str = ""
     """Of the run that wrote it; see `Plan.life`."""
+    written_s: float = 0.0
+    """Wall time; 0: the index's file has it."""
 
 
 class Part(msgspec.Struct, frozen=True):
@@ -79,6 +81,7 @@ class Part(msgspec.Struct, frozen=True):
     world_size: int
     shards: list[ShardFile]
     life: str = ""
+    written_s: float = 0.0
 
     @property
     def key(self) -> tuple[str, str, int, int, int]:
@@ -131,6 +134,15 @@ def read_index(folder: Path) -> Index:
     return _read(folder / INDEX_NAME, Index, what=f"{folder}: its index")
 
 
+def parse_index(data: bytes, *, what: str) -> Index:
+    """The same of the content of its file.
+
+    Raises:
+        CheckpointError: it is not as it was written.
+    """
+    return _parse(data, Index, what=f"{what}: its index")
+
+
 def read_part(path: Path) -> Part:
     """One node's part of a checkpoint that is not finished.
 
@@ -138,6 +150,15 @@ def read_part(path: Path) -> Part:
         CheckpointError: it is not there, or not as it was written.
     """
     return _read(path, Part, what=f"{path}: the part")
+
+
+def parse_part(data: bytes, *, what: str) -> Part:
+    """The same of the content of its file.
+
+    Raises:
+        CheckpointError: it is not as it was written.
+    """
+    return _parse(data, Part, what=f"{what}: the part")
 
 
 def read_indexes(directory: Path) -> list[tuple[Path, Index]]:
@@ -152,12 +173,18 @@ def read_indexes(directory: Path) -> list[tuple[Path, Index]]:
 
 def _read(path: Path, kind: type[_T], *, what: str) -> _T:
     try:
-        sealed = msgspec.json.decode(path.read_bytes(), type=Sealed)
+        data = path.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"{what} is not readable: {error.strerror}") from error
+    return _parse(data, kind, what=what)
+
+
+def _parse(data: bytes, kind: type[_T], *, what: str) -> _T:
+    try:
+        sealed = msgspec.json.decode(data, type=Sealed)
         if xxhash.xxh3_64_hexdigest(bytes(sealed.index)) != sealed.digest:
             raise CheckpointError(f"{what} is damaged: its digest does not match")
         content = msgspec.json.decode(sealed.index, type=kind)
-    except OSError as error:
-        raise CheckpointError(f"{what} is not readable: {error.strerror}") from error
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{what} is not one: {error}") from error
     if content.format != FORMAT:

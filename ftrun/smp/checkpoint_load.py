@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol
 
 import xxhash
 
@@ -39,10 +40,47 @@ class Loaded:
     """Arenas filled from a checkpoint; the descriptors are the caller's to close."""
 
     version: Version
-    path: Path
+    path: Path | str
     fds: list[int]
     notes: list[str]
     world_size: int
+
+
+class Source(Protocol):
+    """One checkpoint that can be read, wherever it is."""
+
+    @property
+    def path(self) -> Path | str:
+        """Where, for messages; its last part is its name."""
+
+    def index(self) -> Index:
+        """Raises: CheckpointError: it is not there, or not as it was written."""
+
+    def size(self, name: str) -> int:
+        """Of one of its files, in bytes."""
+
+    def read_into(self, name: str, target: memoryview) -> int:
+        """Fill it from the beginning of a file; how many bytes there were."""
+
+
+@dataclass(frozen=True, slots=True)
+class FolderSource:
+    """A checkpoint in a directory."""
+
+    path: Path
+
+    def index(self) -> Index:
+        return read_index(self.path)
+
+    def size(self, name: str) -> int:
+        return (self.path / name).stat().st_size
+
+    def read_into(self, name: str, target: memoryview) -> int:
+        at = 0
+        with (self.path / name).open("rb", buffering=0) as file:
+            while at < len(target) and (got := file.readinto(target[at : at + _READ_BYTES])):
+                at += got
+        return at
 
 
 def load_checkpoint(
@@ -73,26 +111,65 @@ def load_checkpoint(
     if only:
         candidates = [directory / only]
     if life:
-        candidates = [folder for folder in candidates if _life_of(folder) == life]
         notes.clear()
-    for folder in candidates:
+    sources = [FolderSource(folder) for folder in candidates]
+    return load_first(
+        sources,
+        notes,
+        where=str(directory),
+        world_size=world_size,
+        ranks=ranks,
+        check=check,
+        life=life,
+    )
+
+
+def load_first(
+    sources: Sequence[Source],
+    notes: list[str],
+    *,
+    where: str,
+    world_size: int,
+    ranks: Sequence[Rank],
+    check: Check,
+    life: str,
+) -> Loaded | None:
+    """Fill arenas from the first that can be used; None where there is none at all.
+
+    Args:
+        sources: in the order in which they are tried.
+        notes: what was set aside already; more is added.
+        where: they are, for the message.
+        world_size: as the rest, see `load_checkpoint`.
+        ranks: the node's own.
+        check: raises MemoryTooSmall where so many bytes do not fit.
+        life: of the run that must have written it; empty: any.
+
+    Raises:
+        CheckpointError: there are checkpoints, and none of them can be used.
+        MemoryTooSmall: the arenas do not fit.
+    """
+    for source in sources:
+        if life and _life_of(source) != life:
+            continue
         try:
-            index = read_index(folder)
+            index = source.index()
             wanted = ranks
             if index.world_size != world_size:
                 wanted = [Rank(rank) for rank in range(index.world_size)]
-            fds = _load(folder, index, wanted, check)
+            fds = _load(source, index, wanted, check)
         except (CheckpointError, SnapshotCorrupt, LayoutUnknown) as error:
             notes.append(str(error))
             continue
         except OSError as error:
-            notes.append(f"{folder} is not readable: {error.strerror or error}")
+            notes.append(f"{source.path} is not readable: {error.strerror or error}")
             continue
-        return Loaded(version(LOADED_GENERATION, index.step), folder, fds, notes, index.world_size)
+        at = version(LOADED_GENERATION, index.step)
+        return Loaded(at, source.path, fds, notes, index.world_size)
     if not notes:
         return None
     raise CheckpointError(
-        f"no checkpoint in {directory} can be used: {'; '.join(notes)}. Name another "
+        f"no checkpoint in {where} can be used: {'; '.join(notes)}. Name another "
         "--checkpoint-dir, or start from the beginning with --resume never"
     )
 
@@ -116,10 +193,10 @@ def _candidates(directory: Path, notes: list[str]) -> list[Path]:
     return found
 
 
-def _life_of(folder: Path) -> str | None:
+def _life_of(source: Source) -> str | None:
     """None: it cannot be read, so it is nobody's."""
     try:
-        return read_index(folder).life
+        return source.index().life
     except (CheckpointError, OSError):
         return None
 
@@ -131,24 +208,24 @@ def _note_unreadable(folder: Path, notes: list[str]) -> None:
         notes.append(str(error))
 
 
-def _load(folder: Path, index: Index, ranks: Sequence[Rank], check: Check) -> list[int]:
+def _load(source: Source, index: Index, ranks: Sequence[Rank], check: Check) -> list[int]:
     shards = {shard.rank: shard for shard in index.shards}
     missing = [rank for rank in ranks if rank not in shards]
     if missing:
-        raise CheckpointError(f"{folder}: its index has no rank {missing[0]}")
+        raise CheckpointError(f"{source.path}: its index has no rank {missing[0]}")
     shapes = [_shape(shards[rank], index.world_size) for rank in ranks]
     for shape in shapes:
-        size = (folder / shards[shape.rank].file).stat().st_size
+        size = source.size(shards[shape.rank].file)
         if size != shape.image_bytes:
             raise CheckpointError(
-                f"{folder}: rank {shape.rank} has {size} bytes of {shape.image_bytes}"
+                f"{source.path}: rank {shape.rank} has {size} bytes of {shape.image_bytes}"
             )
     check(sum(shape.total_bytes for shape in shapes))
     fds: list[int] = []
     try:
         for shape in shapes:
             fds.append(create(shape))
-            _fill(fds[-1], folder, shards[shape.rank], index.step)
+            _fill(fds[-1], source, shards[shape.rank], index.step)
             crash_point("smp.checkpoint.shard_loaded")
     except BaseException:
         for fd in fds:
@@ -167,13 +244,13 @@ def _shape(shard: ShardFile, world_size: int) -> ArenaShape:
     )
 
 
-def _fill(fd: int, folder: Path, shard: ShardFile, step: int) -> None:
+def _fill(fd: int, source: Source, shard: ShardFile, step: int) -> None:
     """Read one shard into slot 0, check every digest, seal it."""
-    what = f"{folder}, rank {shard.rank}"
+    what = f"{source.path}, rank {shard.rank}"
     arena = Arena(fd, writable=True)
     try:
-        _read_into(folder / shard.file, arena.image(0), what)
-        _read_into(folder / shard.digests, arena.table(0).cast("B"), what)
+        _read_into(source, shard.file, arena.image(0), what)
+        _read_into(source, shard.digests, arena.table(0).cast("B"), what)
         header = SlotHeader(
             SlotState.COPYING,
             LOADED_GENERATION,
@@ -197,11 +274,7 @@ def _check_header(image: memoryview, shard: ShardFile, what: str) -> None:
         raise SnapshotCorrupt(what=f"{what}, header", piece=0, pieces=shard.num_pieces)
 
 
-def _read_into(path: Path, target: memoryview, what: str) -> None:
-    with path.open("rb", buffering=0) as file:
-        at = 0
-        while at < len(target):
-            got = file.readinto(target[at : at + _READ_BYTES])
-            if not got:
-                raise CheckpointError(f"{what}: {path.name} ends after {at} bytes")
-            at += got
+def _read_into(source: Source, name: str, target: memoryview, what: str) -> None:
+    got = source.read_into(name, target)
+    if got < len(target):
+        raise CheckpointError(f"{what}: {name} ends after {got} bytes")

@@ -7,6 +7,7 @@ Survives: a kill at any point: before the rename the next one to look does it ag
           next one to be asked for this version finds it finished and does the rest.
 """
 
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from ftrun.errors import CheckpointError
@@ -51,7 +52,10 @@ def look(
     """
     if not folder.is_dir():
         raise CheckpointError(f"{folder} was swept, for a later version. Ask for a later one")
-    found, set_aside = _shards(folder, like)
+    parts = sorted(str(path) for path in folder.glob("part-*.json"))
+    found, set_aside = gather(
+        parts, lambda name: read_part(Path(name)), lambda shard: shard.is_whole(folder), like
+    )
     missing = tuple(rank for rank in range(like.world_size) if rank not in found)
     if missing:
         notes = [*set_aside, *_who_never_came(folder.parent, like, version, missing)]
@@ -99,14 +103,29 @@ def is_of(index: Index, like: Part) -> bool:
     )
 
 
-def _shards(folder: Path, like: Part) -> tuple[dict[int, ShardFile], list[str]]:
-    """The files of each rank that is there; in words, the parts that do not count."""
+def gather(
+    parts: Iterable[str],
+    read: Callable[[str], Part],
+    is_whole: Callable[[ShardFile], bool],
+    like: Part,
+) -> tuple[dict[int, ShardFile], list[str]]:
+    """The files of each rank that is there; in words, the parts that do not count.
+
+    Args:
+        parts: where they are.
+        read: one of them; raises CheckpointError.
+        is_whole: whether both files of a rank are there with their sizes.
+        like: run, token, version and world size that they must have.
+
+    Raises:
+        CheckpointError: two parts do not agree about a rank.
+    """
     found: dict[int, ShardFile] = {}
     set_aside: list[str] = []
-    for path in sorted(folder.glob("part-*.json")):
+    for path in parts:
         try:
-            part = read_part(path)
-            _check(path, part, like)
+            part = read(path)
+            _check(path, part, is_whole, like)
         except CheckpointError as error:
             set_aside.append(str(error))
             continue
@@ -119,11 +138,11 @@ def _shards(folder: Path, like: Part) -> tuple[dict[int, ShardFile], list[str]]:
     return found, set_aside
 
 
-def _check(path: Path, part: Part, like: Part) -> None:
+def _check(path: str, part: Part, is_whole: Callable[[ShardFile], bool], like: Part) -> None:
     if part.key != like.key:
         raise CheckpointError(f"{path} is of {part.key}, not of {like.key}; it does not count")
     for shard in part.shards:
-        if not 0 <= shard.rank < like.world_size or not shard.is_whole(path.parent):
+        if not 0 <= shard.rank < like.world_size or not is_whole(shard):
             raise CheckpointError(
                 f"{path} does not count: the files of rank {shard.rank} are not there as it says"
             )

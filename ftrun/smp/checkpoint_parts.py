@@ -111,7 +111,7 @@ class PartWriter:
         folder = folder_of(order.directory, blank)
         chosen = {rank: fds.get(rank, ()) for rank in order.ranks}
         shards = find_shards(chosen, order.version, order.world_size)
-        contents = self._contents(order, shards, blank)
+        contents = known_contents(shards, order.ranks, blank, self._last)
         part_path = folder / f"part-{order.ranks[0]:05d}.json"
         with locked_shortly(order.directory, self._stop) as folder_fd:
             found = _finished(order, blank, contents, folder_fd)
@@ -120,7 +120,7 @@ class PartWriter:
             sweep_before(order.directory, self._run_id, order.version)
             part = _whole_part(part_path, blank, order, contents)
             if part is None:
-                self._check_all_here(order, shards)
+                check_all_here(shards, order.ranks, order.version)
                 folder.mkdir(exist_ok=True)
                 sync(folder_fd)
         own_bytes = 0
@@ -146,24 +146,6 @@ class PartWriter:
             shards=shards,
             life=order.life,
         )
-
-    def _contents(self, order: PartOrder, shards: Sequence[Shard], blank: Part) -> set[Content]:
-        """What the ranks here have of this version; empty where that is no longer known."""
-        if len(shards) == len(order.ranks):
-            return {shard.content for shard in shards}
-        if self._last is not None and self._last.key == blank.key:
-            last = {shard.content for shard in self._last.shards}
-            if {rank for rank, *_ in last} == set(order.ranks):
-                return last
-        return set()
-
-    def _check_all_here(self, order: PartOrder, shards: Sequence[Shard]) -> None:
-        missing = sorted(set(order.ranks) - {shard.shape.rank for shard in shards})
-        if missing:
-            raise CheckpointError(
-                f"rank {missing[0]} has no slot with {order.version} any more, or never had: it "
-                "was overwritten by a later one. Ask for a later version"
-            )
 
     def _fill(
         self, folder: Path, part_path: Path, shards: Sequence[Shard], order: PartOrder
@@ -194,6 +176,36 @@ class PartWriter:
         sync_folder(folder)
         crash_point("smp.checkpoint.part_written")
         return part
+
+
+def known_contents(
+    shards: Sequence[Shard], ranks: Sequence[Rank], blank: Part, last: Part | None
+) -> set[Content]:
+    """What the ranks here have of this version; empty where that is no longer known.
+
+    Args:
+        shards: those that are in memory.
+        ranks: the node's own.
+        blank: of this version.
+        last: the part that was written last.
+    """
+    if len(shards) == len(ranks):
+        return {shard.content for shard in shards}
+    if last is not None and last.key == blank.key:
+        known = {shard.content for shard in last.shards}
+        if {rank for rank, *_ in known} == set(ranks):
+            return known
+    return set()
+
+
+def check_all_here(shards: Sequence[Shard], ranks: Sequence[Rank], wanted: Version) -> None:
+    """Raises: CheckpointError: a rank's slot is not there."""
+    missing = sorted(set(ranks) - {shard.shape.rank for shard in shards})
+    if missing:
+        raise CheckpointError(
+            f"rank {missing[0]} has no slot with {wanted} any more, or never had: it "
+            "was overwritten by a later one. Ask for a later version"
+        )
 
 
 def _finished(

@@ -8,6 +8,7 @@ Gives:    `Shard`s; files whose digests are those of the bytes written, or Snaps
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Protocol
 
 import xxhash
 
@@ -15,7 +16,7 @@ from ftrun.errors import LayoutUnknown, SnapshotCorrupt
 from ftrun.ids import Rank, Version
 from ftrun.smp.checkpoint_files import replaced, replaced_large
 from ftrun.smp.checkpoint_index import ShardFile
-from ftrun.smp.disk_file import DiskFile, Pace
+from ftrun.smp.disk_file import Pace
 from ftrun.snapshot.layout import PAGE_BYTES, Layout, parse_header
 from ftrun.snapshot.versions import newest_common
 from ftrun.wire.arena import (
@@ -31,6 +32,16 @@ from ftrun.wire.arena import (
 _READ_BYTES = 1 << 22
 
 ArenaFds = Mapping[Rank, Sequence[int]]
+
+
+class Sink(Protocol):
+    """A file that is filled in place: on a disk, or on its way to a store."""
+
+    def room(self) -> memoryview:
+        """Memory for the bytes that come next, at least one."""
+
+    def take(self, num_bytes: int) -> None:
+        """So many bytes of `room` belong to the file now."""
 
 
 class Shard:
@@ -156,23 +167,40 @@ def write_shard(folder: Path, shard: Shard, pace: Pace) -> ShardFile:
         SnapshotCorrupt: what was read does not match its digests: corrupt, or overwritten.
         CheckpointError: it was told to stop.
     """
+    data_name, table_name = file_names(shard)
+    with replaced_large(folder / data_name, pace) as file:
+        described = write_image(file, shard)
+    with replaced(folder / table_name) as write:
+        write(shard.table())
+    return described
+
+
+def file_names(shard: Shard) -> tuple[str, str]:
+    """Of its image, and of its digest table."""
     name = f"rank-{shard.shape.rank:05d}"
+    return f"{name}.safetensors", f"{name}.digests"
+
+
+def write_image(file: Sink, shard: Shard) -> ShardFile:
+    """Fill a file with a rank's image; what the index will say of it.
+
+    Raises:
+        SnapshotCorrupt: what was read does not match its digests: corrupt, or overwritten.
+    """
     table = shard.table()
     if table_digest(table) != shard.header.table_digest:
         raise SnapshotCorrupt(what=f"{shard.what}, digest table", piece=0, pieces=len(table))
     layout, start = shard.layout()
-    with replaced_large(folder / f"{name}.safetensors", pace) as file:
-        header_digest = _write_range(file, shard, 0, start)
-        for index, piece in enumerate(layout.pieces):
-            digest = _write_range(file, shard, start + piece.offset, piece.num_bytes)
-            if index >= len(table) or digest.intdigest() != table[index]:
-                raise SnapshotCorrupt(what=shard.what, piece=index, pieces=len(table))
-    with replaced(folder / f"{name}.digests") as write:
-        write(table)
+    header_digest = _write_range(file, shard, 0, start)
+    for index, piece in enumerate(layout.pieces):
+        digest = _write_range(file, shard, start + piece.offset, piece.num_bytes)
+        if index >= len(table) or digest.intdigest() != table[index]:
+            raise SnapshotCorrupt(what=shard.what, piece=index, pieces=len(table))
+    data_name, table_name = file_names(shard)
     return ShardFile(
         rank=shard.shape.rank,
-        file=f"{name}.safetensors",
-        digests=f"{name}.digests",
+        file=data_name,
+        digests=table_name,
         num_bytes=shard.shape.image_bytes,
         num_pieces=shard.shape.num_pieces,
         layout_id=f"{shard.shape.layout_id:016x}",
@@ -181,7 +209,7 @@ def write_shard(folder: Path, shard: Shard, pace: Pace) -> ShardFile:
     )
 
 
-def _write_range(file: DiskFile, shard: Shard, at: int, size: int) -> xxhash.xxh3_64:
+def _write_range(file: Sink, shard: Shard, at: int, size: int) -> xxhash.xxh3_64:
     """Add these bytes of the image; the digest is of what was put into the file."""
     digest, end = xxhash.xxh3_64(), at + size
     while at < end:

@@ -6,9 +6,13 @@ Gives:    what is wrong with it, in words: the file, the piece, the tensors that
 """
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 import xxhash
 
@@ -23,6 +27,40 @@ _HEADER_LENGTH_BYTES = 8
 _LONGEST_HEADER = 1 << 30
 
 
+class Readable(Protocol):
+    """One file of a checkpoint, wherever it is."""
+
+    @property
+    def size(self) -> int:
+        """In bytes."""
+
+    def read(self, at: int, num_bytes: int) -> bytes:
+        """So many bytes from there on, fewer where it ends."""
+
+
+Opened = Callable[[str], AbstractContextManager[Readable]]
+
+
+@dataclass
+class _File:
+    path: Path
+    fd: int = -1
+
+    def __enter__(self) -> "_File":
+        self.fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self.fd)
+
+    @property
+    def size(self) -> int:
+        return os.fstat(self.fd).st_size
+
+    def read(self, at: int, num_bytes: int) -> bytes:
+        return os.pread(self.fd, num_bytes, at)
+
+
 def verify_folder(folder: Path) -> tuple[Index | None, list[str]]:
     """Read all of it; its index, and what is wrong.
 
@@ -33,38 +71,49 @@ def verify_folder(folder: Path) -> tuple[Index | None, list[str]]:
         index = read_index(folder)
     except CheckpointError as error:
         return None, [str(error)]
-    problems = _missing(index)
+    problems = missing_ranks(index)
+    check = partial(verify_shard, lambda name: _File(folder / name))
     with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as pool:
-        for found in pool.map(lambda shard: _verify_shard(folder, shard), index.shards):
+        for found in pool.map(check, index.shards):
             problems += found
     return index, problems
 
 
-def _missing(index: Index) -> list[str]:
+def missing_ranks(index: Index) -> list[str]:
+    """Those that no file is of, in words."""
     there = {shard.rank for shard in index.shards}
     missing = [rank for rank in range(index.world_size) if rank not in there]
     return [f"its index has no rank {rank}" for rank in missing]
 
 
-def _verify_shard(folder: Path, shard: ShardFile) -> list[str]:
+def verify_shard(opened: Opened, shard: ShardFile) -> list[str]:
+    """What is wrong with the files of one rank.
+
+    Args:
+        opened: opens a file of the checkpoint.
+        shard: as the index has it.
+    """
     try:
-        return list(_problems_of(folder, shard))
+        return list(_problems_of(opened, shard))
     except OSError as error:
         return [f"{shard.file} is not readable: {error.strerror or error}"]
+    except CheckpointError as error:
+        return [f"{shard.file} is not readable: {error}"]
 
 
-def _problems_of(folder: Path, shard: ShardFile) -> Iterator[str]:
-    table = (folder / shard.digests).read_bytes()
+def _problems_of(opened: Opened, shard: ShardFile) -> Iterator[str]:
+    with opened(shard.digests) as file:
+        table = file.read(0, file.size)
     if f"{xxhash.xxh3_64_intdigest(table):016x}" != shard.table_digest:
         yield f"{shard.digests}: {len(table)} bytes that are not the digests that were written"
         return
     digests = memoryview(table).cast("Q")
-    with (folder / shard.file).open("rb", buffering=0) as file:
-        size = os.fstat(file.fileno()).st_size
+    with opened(shard.file) as file:
+        size = file.size
         if size != shard.num_bytes:
             yield f"{shard.file} has {size:,} bytes of {shard.num_bytes:,}"
             return
-        header = _read_header(file.fileno(), size)
+        header = _read_header(file, size)
         if xxhash.xxh3_64_hexdigest(header) != shard.header_digest:
             yield f"{shard.file}: its header is not the one that was written"
             return
@@ -73,20 +122,20 @@ def _problems_of(folder: Path, shard: ShardFile) -> Iterator[str]:
         except LayoutUnknown as error:
             yield f"{shard.file}: {error}"
             return
-        yield from _damaged(file.fileno(), shard, layout, start, digests)
+        yield from _damaged(file, shard, layout, start, digests)
 
 
-def _read_header(fd: int, size: int) -> bytes:
-    length = int.from_bytes(os.pread(fd, _HEADER_LENGTH_BYTES, 0), "little")
-    return os.pread(fd, _HEADER_LENGTH_BYTES + min(length, size, _LONGEST_HEADER), 0)
+def _read_header(file: Readable, size: int) -> bytes:
+    length = int.from_bytes(file.read(0, _HEADER_LENGTH_BYTES), "little")
+    return file.read(0, _HEADER_LENGTH_BYTES + min(length, size, _LONGEST_HEADER))
 
 
 def _damaged(
-    fd: int, shard: ShardFile, layout: Layout, start: int, digests: Sequence[int]
+    file: Readable, shard: ShardFile, layout: Layout, start: int, digests: Sequence[int]
 ) -> Iterator[str]:
     count = 0
     for index, piece in enumerate(layout.pieces):
-        data = os.pread(fd, piece.num_bytes, start + piece.offset)
+        data = file.read(start + piece.offset, piece.num_bytes)
         if index < len(digests) and xxhash.xxh3_64_intdigest(data) == digests[index]:
             continue
         count += 1

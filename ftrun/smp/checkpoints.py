@@ -25,6 +25,10 @@ from ftrun.smp.jobs import Finish, Jobs
 from ftrun.smp.limits import available_memory
 from ftrun.smp.memory import ArenaMemory
 from ftrun.smp.pace import Throttle
+from ftrun.smp.url_checkpoint import UrlOrder, UrlWriter
+from ftrun.smp.url_folders import sweep_url
+from ftrun.smp.url_load import load_from_url
+from ftrun.urls import is_url
 from ftrun.wire import checkpoint_messages, messages
 
 _BUG = "a bug in ftrun; the SMP's log has it"
@@ -51,6 +55,7 @@ class Checkpoints:
         self._throttle = Throttle(self._stop)
         self._writer = CheckpointWriter(run_id, free_bytes=_free_bytes, throttle=self._throttle)
         self._parts = PartWriter(run_id, free_bytes=_free_bytes, throttle=self._throttle)
+        self._urls = UrlWriter(run_id, free_bytes=_free_bytes, throttle=self._throttle)
 
     def write(
         self,
@@ -97,58 +102,86 @@ class Checkpoints:
         world_size: int,
         ranks: tuple[Rank, ...],
     ) -> Finish:
-        directory, retention = Path(body.directory), Retention(body.keep, body.keep_s)
         try:
-            if body.version is None:
-                done = self._writer.write(
-                    fds,
-                    world_size=world_size,
-                    directory=directory,
-                    retention=retention,
-                    life=body.life,
-                )
-            else:
-                order = PartOrder(
-                    version(*body.version),
-                    ranks,
-                    world_size,
-                    directory,
-                    retention,
-                    body.token,
-                    body.life,
-                )
-                done = self._parts.write(fds, order)
+            done = self._written(body, fds, world_size, ranks)
         except CheckpointError as error:
             return partial(client.tell, checkpoint_messages.CheckpointRefused(str(error)))
         finally:
             _close(fds.values())
         return partial(client.tell, _answer(done))
 
-    def _load(self, client: Client, body: checkpoint_messages.LoadCheckpoint) -> Finish:
-        directory = Path(body.directory)
-        try:
-            loaded = load_checkpoint(
-                directory,
-                world_size=body.world_size,
-                ranks=[Rank(rank) for rank in body.local_ranks],
-                check=check_available,
-                only=body.only,
+    def _written(
+        self,
+        body: checkpoint_messages.WriteCheckpoint,
+        fds: ArenaFds,
+        world_size: int,
+        ranks: tuple[Rank, ...],
+    ) -> Written:
+        where, retention = body.directory, Retention(body.keep, body.keep_s)
+        wanted = version(*body.version) if body.version is not None else None
+        if is_url(where):
+            return self._urls.write(
+                fds, UrlOrder(where, ranks, world_size, retention, wanted, body.token, body.life)
+            )
+        directory = Path(where)
+        if wanted is None:
+            return self._writer.write(
+                fds,
+                world_size=world_size,
+                directory=directory,
+                retention=retention,
                 life=body.life,
             )
+        return self._parts.write(
+            fds,
+            PartOrder(wanted, ranks, world_size, directory, retention, body.token, body.life),
+        )
+
+    def _load(self, client: Client, body: checkpoint_messages.LoadCheckpoint) -> Finish:
+        try:
+            loaded = self._loaded_from(body)
         except (CheckpointError, MemoryTooSmall) as error:
             return partial(client.tell, messages.Refused(str(error)))
-        with suppress(OSError):
-            sweep_run(directory, self._run_id)
         if loaded is None:
             return partial(
                 client.tell, checkpoint_messages.CheckpointLoaded(generation=-1, step=-1, path="")
             )
         return partial(self._put, client, body, loaded)
 
+    def _loaded_from(self, body: checkpoint_messages.LoadCheckpoint) -> Loaded | None:
+        ranks = [Rank(rank) for rank in body.local_ranks]
+        if is_url(body.directory):
+            loaded = load_from_url(
+                body.directory,
+                world_size=body.world_size,
+                ranks=ranks,
+                check=check_available,
+                stop=self._stop,
+                only=body.only,
+                life=body.life,
+            )
+            sweep_url(body.directory, self._stop, self._run_id)
+            return loaded
+        directory = Path(body.directory)
+        loaded = load_checkpoint(
+            directory,
+            world_size=body.world_size,
+            ranks=ranks,
+            check=check_available,
+            only=body.only,
+            life=body.life,
+        )
+        with suppress(OSError):
+            sweep_run(directory, self._run_id)
+        return loaded
+
     def _put(
         self, client: Client, body: checkpoint_messages.LoadCheckpoint, loaded: Loaded
     ) -> None:
-        self._writer.remember(Path(body.directory), loaded.version, loaded.path)
+        if is_url(body.directory):
+            self._urls.remember(body.directory, loaded.version, str(loaded.path))
+        else:
+            self._writer.remember(Path(body.directory), loaded.version, Path(loaded.path))
         self._loaded(loaded)
         client.tell(
             checkpoint_messages.CheckpointLoaded(

@@ -1,8 +1,9 @@
-"""`python -m ftrun.smp.shelf VERB DIR`: what is done with checkpoints while no run needs them.
+"""`python -m ftrun.smp.shelf VERB WHERE`: what is done with checkpoints while no run needs them.
 
 Runs in:  a process of its own, started by the cli: whatever reads or removes checkpoints is of
           this folder.
-Takes in: list, verify, prune or find; a directory of checkpoints, for find also one of them.
+Takes in: list, verify, prune, find or try; a directory of checkpoints, or a URL; for find also one
+          of them.
 Gives:    `ShelfFacts` as JSON on stdout.
 Survives: runs that write there meanwhile: what they have not finished is left alone.
 """
@@ -20,6 +21,8 @@ from ftrun.errors import CheckpointError
 from ftrun.smp.checkpoint_files import LATEST_NAME, Retention, locked_shortly, prune, to_prune
 from ftrun.smp.checkpoint_index import Index, read_index, read_indexes
 from ftrun.smp.checkpoint_verify import verify_folder
+from ftrun.smp.url_shelf import do_at_url
+from ftrun.urls import is_url, located, without_password
 from ftrun.wire.checkpoint_messages import INDEX_NAME
 from ftrun.wire.export_facts import CheckpointPlaces, ShardPlace
 from ftrun.wire.shelf_facts import CheckpointFacts, ShelfFacts
@@ -29,13 +32,14 @@ def main() -> int:
     """Do what is asked; 0 also where something is wrong with the checkpoints: that is said."""
     arguments = _arguments()
     began_s = clock.now_s()
-    directory = Path(arguments.directory).absolute()
+    where = located(arguments.directory, cwd=str(Path.cwd()))
+    directory = without_password(where)
     try:
-        found = _do(arguments, directory)
+        found = do_at_url(arguments, where) if is_url(where) else _do(arguments, Path(where))
     except CheckpointError as error:
-        found = ShelfFacts(str(directory), [], problem=str(error))
+        found = ShelfFacts(directory, [], problem=str(error))
     except OSError as error:
-        found = ShelfFacts(str(directory), [], problem=f"{error.filename}: {error.strerror}")
+        found = ShelfFacts(directory, [], problem=f"{error.filename}: {error.strerror}")
     found = msgspec.structs.replace(found, seconds=clock.now_s() - began_s)
     sys.stdout.buffer.write(msgspec.json.encode(found))
     return 0
@@ -56,7 +60,7 @@ def _do(arguments: argparse.Namespace, directory: Path) -> ShelfFacts:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="ftrun.smp.shelf", description="checkpoints on disk")
-    parser.add_argument("verb", choices=["list", "verify", "prune", "find"])
+    parser.add_argument("verb", choices=["list", "verify", "prune", "find", "try"])
     parser.add_argument("directory")
     parser.add_argument("names", nargs="*")
     parser.add_argument("--keep", type=int, default=1)

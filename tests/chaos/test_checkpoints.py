@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.chaos.conftest import STEPS, Checked
+from tests.ftp_server import ftp_server
 from tests.integration.conftest import WAIT_S, Run, Start, free_port
 
 pytestmark = [pytest.mark.chaos, pytest.mark.slow]
@@ -38,6 +40,56 @@ def test_sigterm_saves_the_last_step_and_the_next_run_goes_on(
     assert again.wait() == 0, again.text
     assert first_step(again) == stopped_at
     undisturbed.check(again)
+
+
+def test_what_was_sent_to_a_url_is_gone_on_from(
+    start: Start, train: tuple[str, ...], undisturbed: Checked, tmp_path: Path
+) -> None:
+    """SIGTERM; the second run has a failure of its own before it has sent anything."""
+    with ftp_server(tmp_path / "store") as server:
+        kept = ("--checkpoint-dir", server.url())
+        run = start(*kept, "--checkpoint-every", "0.3", *train)
+        run.wait_for_step(30)
+        run.process.send_signal(signal.SIGTERM)
+        assert run.wait() == 143, run.text
+        written = run.journal("CheckpointWritten")
+        assert not run.journal("checkpoint_not_written")
+        stopped_at = written[-1]["step"]
+        assert str(written[-1]["path"]).startswith("ftp://me:***@")
+        once = {
+            "FTRUN_CRASH_AT": "worker.capture.marked",
+            "FTRUN_CRASH_ONCE": str(run.folder / "once"),
+        }
+        again = start(*kept, "--resume", "auto", *train, env=once)
+        assert again.wait() == 0, again.text
+        assert (run.folder / "once").exists()
+        assert first_step(again) == stopped_at
+        undisturbed.check(again)
+        assert "s3cret" not in again.text
+
+
+@pytest.mark.full
+def test_a_url_that_goes_away_is_told_and_comes_back(
+    start: Start, train: tuple[str, ...], undisturbed: Checked, tmp_path: Path
+) -> None:
+    with ftp_server(tmp_path / "store") as server:
+        kept, port = ("--checkpoint-dir", server.url()), server.port
+        words = ("--checkpoint-every", "0.2", "--set", "stop.grace_s=4")
+        run = start(*kept, *words, *train[:-1], "0.08")
+        run.wait_until("a checkpoint is there", lambda: run.journal("CheckpointWritten"))
+    run.wait_until("status says why", lambda: "Connection refused" in told_of_checkpoint(run))
+    with ftp_server(tmp_path / "store", port=port) as server:
+        run.wait_until("the next one is written", lambda: not told_of_checkpoint(run))
+        run.wait_for_step(60)
+        server.freeze()
+        began_s = time.monotonic()
+        run.process.send_signal(signal.SIGTERM)
+        assert run.wait() == 143, run.text
+        assert time.monotonic() - began_s < 30
+        server.thaw()
+        again = start(*kept, *train)
+        assert again.wait() == 0, again.text
+        undisturbed.check(again)
 
 
 def test_sigkill_of_everything_loses_what_came_after_the_last_checkpoint(

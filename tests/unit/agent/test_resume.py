@@ -57,3 +57,17 @@ def test_without_a_directory_a_path_is_only_where_the_run_begins(
     wanted = spec(tmp_path, resume="old", directory=None)
     found = sources_of(wanted, LIFE, has_committed=has_committed)
     assert found == ([] if has_committed else [Source(str(tmp_path / "old"))])
+
+
+def test_a_url_says_by_its_last_part_whether_it_is_one_checkpoint(tmp_path: Path) -> None:
+    for wish, found in (
+        ("ftp://me:pw@h/run", Source("ftp://me:pw@h/run")),
+        ("ftp://me:pw@h/run/latest", Source("ftp://me:pw@h/run", only="latest")),
+        ("s3://b/r/step-00000003-g0-0-1/", Source("s3://b/r", only="step-00000003-g0-0-1")),
+    ):
+        wanted = spec(tmp_path, resume=wish, directory="gs://b/own")
+        assert sources_of(wanted, LIFE, has_committed=True) == [
+            Source("gs://b/own", life=LIFE),
+            found,
+        ]
+    assert "pw" not in Source("ftp://me:pw@h/run").why_none

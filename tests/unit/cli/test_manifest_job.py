@@ -68,7 +68,6 @@ def test_flags_and_script_stay_as_typed() -> None:
         ("--nnodes 2 --bind 10.0.0.1 train.py", "--bind is of one node"),
         ("--nnodes 2 --rdzv-endpoint n1 train.py", "--rdzv-endpoint is known where a scheduler"),
         ("--nnodes 2 --standalone train.py", "--standalone means one node alone"),
-        ("--checkpoint-dir s3://bucket/x train.py", "is a URL"),
         ("--profile nowhere.yaml train.py", "nowhere"),
         ("--set checkpoint.evry_s=1 train.py", "evry_s"),
         ("train.py \udcff", "is not UTF-8"),

@@ -33,7 +33,7 @@ def documents(
 ) -> list[dict[str, Any]]:
     typed = words.split() if isinstance(words, str) else words
     job = job_of(typed, machine=machine or Machine(), name=name, time=time)
-    if job.checkpoint_directory:
+    if job.shared_directory:
         place.setdefault("claim", "shared")
     where = PodPlace(image=place.pop("image", "registry.example/train:1"), **place)
     text = manifest(job, where, Cluster(kind, namespace, restarts))
@@ -229,6 +229,12 @@ def test_shm_is_reckoned_from_what_needs_it() -> None:
     assert shm(loader_workers=0) == "1Gi"
     assert shm(loader_workers=3, batch="32Mi") == "2Gi"  # 4 ranks, 2 x 3 + 2 batches
     assert shm(shm="3G") == "2862Mi"
+
+
+def test_checkpoints_at_a_url_need_no_volume() -> None:
+    (document,) = documents("--checkpoint-dir s3://bucket/run1 train.py", kind="jobset")
+    assert "s3://bucket/run1" in node_of(document)["command"]
+    assert not [one for one in pod_of(document)["volumes"] if one["name"] == "shared"]
 
 
 def test_prometheus_finds_the_figures() -> None:

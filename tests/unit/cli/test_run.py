@@ -189,10 +189,26 @@ def test_a_directory_for_checkpoints_is_tried_before_anything_starts(place: Path
     for words, told in (
         ("file/below", "cannot be written: Not a directory"),
         ("/proc/here", "cannot be written: No such file or directory"),
-        ("s3://bucket/run", "is a URL, and only directories are written"),
     ):
         with pytest.raises(UsageError, match=told):
             check_checkpoint_directory(spec(f"--checkpoint-dir {words} train.py"))
+
+
+def test_a_url_stays_one_but_that_of_a_file_is_a_directory(place: Path) -> None:
+    for typed, meant in (
+        ("ftp://me@host/run", "ftp://me@host/run"),
+        (f"file://{place}/a%20b", f"{place}/a b"),
+        ("saved", f"{place}/saved"),
+        ("a:b", f"{place}/a:b"),
+    ):
+        found = spec(f"--checkpoint-dir {typed} --resume {typed} train.py")
+        assert found.checkpoint_directory == meant
+        assert found.resume_path == meant
+    (place / "ftrun.yaml").write_text(f"checkpoint:\n  directory: file://{place}/of-profile\n")
+    found = spec("--profile ./ftrun.yaml train.py")
+    assert found.checkpoint_directory == f"{place}/of-profile"
+    check_checkpoint_directory(found)
+    assert (place / "of-profile").is_dir()
 
 
 def test_what_is_to_be_resumed_is_looked_for_before_anything_starts(place: Path) -> None:

@@ -1,0 +1,138 @@
+"""Calls into a library that may never come back.
+
+Runs in:  the SMP, asked in its disk lane's thread; a thread of its own makes the calls.
+Takes in: functions; a time in which each of them has to be done; an event that ends all waiting.
+Gives:    their results in order, or a `CheckpointError` in words.
+Survives: a store that hangs: whoever asked is told, and the thread is left to its call. It is a
+          daemon, so that the SMP ends without it.
+
+The libraries behind fsspec raise what they like, so here, and nowhere else, all of it is caught.
+"""
+
+import queue
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import Generic, TypeVar
+
+from ftrun import clock
+from ftrun.errors import CheckpointError
+
+ANSWER_S = 120.0
+"""No single call, such as one block, takes so long where anything works: 16 MiB in that time are
+0.14 MB/s."""
+
+_NAP_S = 0.1
+_T = TypeVar("_T")
+_Job = Callable[[], None]
+
+
+class Answer(Generic[_T]):
+    """What a call will give, once.
+
+    An error is let go of when it is taken: its frames hold the store and its connection, and what
+    holds this would hold them.
+    """
+
+    def __init__(self) -> None:
+        self._is_there = threading.Event()
+        self._value: list[_T] = []
+        self._error: Exception | None = None
+
+    def make(self, call: Callable[[], _T]) -> None:
+        try:
+            self._value.append(call())
+        except Exception as error:  # noqa: BLE001 - whoever waits for it gets it
+            self._error = error
+        self._is_there.set()
+
+    def wait(self, limit_s: float) -> bool:
+        """Whether it is there."""
+        return self._is_there.wait(limit_s)
+
+    def take(self) -> _T:
+        """Raises: Exception: that of the call."""
+        if self._error is not None:
+            try:
+                raise self._error
+            finally:
+                self._error = None
+        return self._value.pop()
+
+
+class Calls:
+    """One thread's calls, one after the other.
+
+    Args:
+        where: the store, in words.
+        stop: when set, nobody waits any more.
+        answer_s: for each call.
+        secret: left out of what is told.
+    """
+
+    def __init__(
+        self, where: str, stop: threading.Event, *, answer_s: float = ANSWER_S, secret: str = ""
+    ) -> None:
+        self._where = where
+        self._stop = stop
+        self._answer_s = answer_s
+        self._secret = secret
+        self._lost = ""
+        """Why it is of no use any more."""
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        threading.Thread(target=_serve, args=(self._jobs,), name="ftrun-url", daemon=True).start()
+
+    def __call__(self, call: Callable[[], _T]) -> _T:
+        """Its result.
+
+        Raises:
+            CheckpointError: it failed, it takes too long, or all is given up.
+        """
+        return self.wait(self.start(call))
+
+    def start(self, call: Callable[[], _T]) -> Answer[_T]:
+        """Have it made after those before; `wait` gives the result."""
+        if self._lost:
+            raise CheckpointError(self._lost)
+        answer: Answer[_T] = Answer()
+        self._jobs.put(partial(answer.make, call))
+        return answer
+
+    def wait(self, answer: Answer[_T]) -> _T:
+        """What a call has given.
+
+        Raises:
+            CheckpointError: it failed, it takes too long, or all is given up.
+        """
+        give_up_s = clock.now_s() + self._answer_s
+        while not answer.wait(_NAP_S):
+            if self._stop.is_set():
+                self._lose("the checkpoint is given up: the run is being stopped")
+            if clock.now_s() > give_up_s:
+                self._lose(f"{self._where} has not answered for {self._answer_s:.0f} s")
+        try:
+            return answer.take()
+        except CheckpointError:
+            raise
+        except Exception as error:
+            raise CheckpointError(f"{self._where}: {self._words(error)}") from error
+
+    def close(self) -> None:
+        """The thread ends after the call that it is in."""
+        self._lost = self._lost or f"{self._where} is closed"
+        self._jobs.put(None)
+
+    def _lose(self, why: str) -> None:
+        self._lost = why
+        raise CheckpointError(why)
+
+    def _words(self, error: Exception) -> str:
+        strerror = getattr(error, "strerror", None)
+        text = f"{strerror or error}".strip() or type(error).__name__
+        return text.replace(self._secret, "***") if self._secret else text
+
+
+def _serve(jobs: queue.SimpleQueue[_Job | None]) -> None:
+    while (job := jobs.get()) is not None:
+        job()
+        del job

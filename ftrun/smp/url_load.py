@@ -1,0 +1,99 @@
+"""A checkpoint at a URL, back into arenas.
+
+Runs in:  the SMP, in its disk lane's thread.
+Takes in: a URL that `url_checkpoint` has written to.
+Gives:    a `Loaded` with one fresh arena per rank, or a `CheckpointError` in words.
+
+As `checkpoint_load` does it with a directory: `latest` first, then every other whole checkpoint,
+the one written last first; every digest is checked. The bytes come straight into the arenas.
+"""
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ftrun.errors import CheckpointError
+from ftrun.ids import Rank
+from ftrun.smp.checkpoint_files import LATEST_NAME
+from ftrun.smp.checkpoint_index import Index
+from ftrun.smp.checkpoint_load import Check, Loaded, load_first
+from ftrun.smp.url_folders import UrlFolder, read_folders, read_latest
+from ftrun.smp.url_store import UrlStore
+from ftrun.urls import below
+
+
+@dataclass(frozen=True, slots=True)
+class UrlSource:
+    """A checkpoint in a store."""
+
+    store: UrlStore
+    folder: UrlFolder
+
+    @property
+    def path(self) -> str:
+        return below(self.store.shown, self.folder.name)
+
+    def index(self) -> Index:
+        if self.folder.index is None:
+            raise CheckpointError(self.folder.problem or f"{self.path} has no index")
+        return self.folder.index
+
+    def size(self, name: str) -> int:
+        with self.store.opened(f"{self.folder.name}/{name}") as file:
+            return file.size
+
+    def read_into(self, name: str, target: memoryview) -> int:
+        with self.store.opened(f"{self.folder.name}/{name}") as file:
+            return file.read_into(target)
+
+
+def load_from_url(
+    url: str,
+    *,
+    world_size: int,
+    ranks: Sequence[Rank],
+    check: Check,
+    stop: threading.Event,
+    only: str = "",
+    life: str = "",
+) -> Loaded | None:
+    """Fill arenas from the newest usable checkpoint; None where there is none at all.
+
+    Args:
+        url: need not be there.
+        world_size: as the rest, see `checkpoint_load.load_checkpoint`.
+        ranks: the node's own.
+        check: raises MemoryTooSmall where so many bytes do not fit.
+        stop: when set, nobody waits for it any more.
+        only: name of the one checkpoint that may be used, or `latest`; empty: any.
+        life: of the run that must have written it; empty: any.
+
+    Raises:
+        CheckpointError: there are checkpoints, and none of them can be used; or it is not known,
+            as the store cannot be reached.
+        MemoryTooSmall: the arenas do not fit.
+    """
+    with UrlStore(url, stop) as store:
+        latest = read_latest(store)
+        folders = read_folders(store)
+        notes = [one.problem for one in folders if one.problem and not life]
+        chosen = in_order(folders, latest)
+        if only:
+            name = latest if only == LATEST_NAME else only
+            chosen = [one for one in folders if one.name == name and not one.is_half]
+            notes = [] if chosen else [f"{below(store.shown, only)} is not there"]
+        return load_first(
+            [UrlSource(store, one) for one in chosen],
+            notes,
+            where=store.shown,
+            world_size=world_size,
+            ranks=ranks,
+            check=check,
+            life=life,
+        )
+
+
+def in_order(folders: Sequence[UrlFolder], latest: str) -> list[UrlFolder]:
+    """Those that can be used, `latest` before the others."""
+    whole = [one for one in folders if one.index is not None]
+    return sorted(whole, key=lambda one: one.name != latest)

@@ -1,0 +1,74 @@
+"""Every node loses power, and the run goes on from what was sent to a URL."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from bench_common import ROOT, Deadline
+from drill_nodes import STEPS, job_words
+from nodes_run import NodesRun
+from virtual_cluster import VirtualCluster, available
+
+from ftrun.cli.drill_jobs import Job, Undisturbed
+from ftrun.cli.drill_outcome import difference, outcome_of
+from tests.ftp_server import url_of
+
+if reason := available():
+    pytest.skip(f"needs namespaces: {reason}", allow_module_level=True)
+
+pytestmark = [pytest.mark.chaos, pytest.mark.full, pytest.mark.timeout(300)]
+
+MEMBERS, STORE, PORT = 2, 2, 2121
+
+
+@pytest.fixture
+def cluster() -> Iterator[VirtualCluster]:
+    """Two nodes that train, and one that has an FTP server."""
+    with VirtualCluster(MEMBERS + 1) as found:
+        yield found
+
+
+def written(run: NodesRun) -> list[dict[str, Any]]:
+    return run.journals("CheckpointWritten")
+
+
+def test_all_nodes_lost_at_once_cost_what_came_after_the_last_checkpoint(
+    cluster: VirtualCluster, tmp_path: Path
+) -> None:
+    names = tuple(f"rank{rank}.jsonl" for rank in range(MEMBERS))
+    job = Job("fsdp2", tuple(job_words("fsdp2", Path("FOLDER"))), names, STEPS)
+    expected = Undisturbed(tmp_path / "undisturbed").of(job, MEMBERS)
+    host = cluster.address(STORE)
+    words = [sys.executable, "-m", "tests.ftp_server", str(tmp_path / "store"), host, str(PORT)]
+    server = cluster.run(STORE, words, cwd=ROOT)
+    folder = tmp_path / "run"
+    run = NodesRun(
+        cluster,
+        folder,
+        job_words("fsdp2", folder),
+        Deadline(200),
+        members=MEMBERS,
+        flags=("--checkpoint-dir", url_of(host, PORT), "--checkpoint-every", 0.5),
+    )
+    run.start_all()
+    run.wait_for("two checkpoints", lambda: len(written(run)) >= 2)
+    for node in range(MEMBERS):
+        run.fault("kill", node)
+        run.may_end(node)
+    saved_at = max(line["step"] for line in written(run))
+    for node in range(MEMBERS):
+        cluster.revive(node)
+        run.start(node)
+    begun = [reader.of("attached") for reader in run.readers]
+    run.wait_for(
+        "a second beginning",
+        lambda: all(len(reader.of("attached")) > len(one)
+                    for reader, one in zip(run.readers, begun, strict=True)),
+    )  # fmt: skip
+    assert {reader.of("attached")[-1]["step"] for reader in run.readers} == {saved_at}
+    run.finish()
+    server.kill()
+    outcomes = [outcome_of(folder / name) for name in names]
+    assert not difference(expected, outcomes)

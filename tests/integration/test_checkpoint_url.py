@@ -1,0 +1,462 @@
+"""A checkpoint at a URL is whole or none, whatever happens to the store and to its writers.
+
+The stores are real: fsspec's own file system of this machine, and a server that speaks FTP.
+"""
+
+import gc
+import os
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from ftrun.errors import CheckpointError
+from ftrun.ids import Rank, RunId, version
+from ftrun.smp.checkpoint import Written
+from ftrun.smp.checkpoint_files import STALE_S, Retention
+from ftrun.smp.checkpoint_load import Loaded
+from ftrun.smp.disk_file import no_pace
+from ftrun.smp.pace import Throttle
+from ftrun.smp.url_checkpoint import UrlOrder, UrlWriter
+from ftrun.smp.url_folders import read_folders
+from ftrun.smp.url_load import load_from_url
+from ftrun.smp.url_store import UrlStore
+from ftrun.smp.url_upload import BLOCK_BYTES
+from tests.ftp_server import FtpServer, ftp_server
+from tests.integration.test_checkpoint_files import LAYOUT, RANKS, Arenas, check, spoil
+
+NEVER = threading.Event()
+
+
+@pytest.fixture
+def arenas() -> Iterator[Arenas]:
+    """Those of two ranks; afterwards no thread, connection or memory is left of anything."""
+    gc.collect()
+    before = len(os.listdir("/proc/self/fd"))
+    found = Arenas()
+    yield found
+    for some in found.fds.values():
+        for fd in some:
+            os.close(fd)
+    for thread in threading.enumerate():
+        if thread.name == "ftrun-url":
+            thread.join(10)
+            assert not thread.is_alive()
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) <= before
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """What the store has, as its own machine sees it."""
+    return tmp_path / "store"
+
+
+@pytest.fixture
+def server(root: Path) -> Iterator[FtpServer]:
+    with ftp_server(root) as found:
+        yield found
+
+
+@pytest.fixture(params=["file", "ftp"])
+def url(request: pytest.FixtureRequest, root: Path) -> Iterator[str]:
+    if request.param == "file":
+        yield f"file://{root}/run"
+        return
+    with ftp_server(root) as found:
+        yield found.url()
+
+
+def writer(
+    run_id: str = "run", *, free_bytes: int = 1 << 40, stop: threading.Event = NEVER
+) -> UrlWriter:
+    return UrlWriter(RunId(run_id), free_bytes=lambda: free_bytes, throttle=Throttle(stop))
+
+
+def write(
+    found: Arenas, url: str, by: UrlWriter, *, keep: int = 3, keep_s: float = 0.0, life: str = ""
+) -> Written:
+    """All ranks are here."""
+    order = UrlOrder(url, tuple(RANKS), 2, Retention(keep, keep_s), life=life)
+    return by.write(found.fds, order)
+
+
+def write_part(
+    found: Arenas, url: str, by: UrlWriter, rank: int, step: int, *, token: str = "5b6a"
+) -> Written:
+    """Of two nodes, one with this rank."""
+    order = UrlOrder(url, (Rank(rank),), 2, Retention(3), version(0, step), token)
+    return by.write({Rank(rank): found.fds[Rank(rank)]}, order)
+
+
+def load(url: str, *, only: str = "", life: str = "") -> Loaded | None:
+    return load_from_url(
+        url,
+        world_size=2,
+        ranks=RANKS,
+        check=lambda needed_bytes: None,
+        stop=NEVER,
+        only=only,
+        life=life,
+    )
+
+
+def steps(root: Path) -> list[int]:
+    """Of the whole checkpoints."""
+    return sorted(int(path.parent.name.split("-")[1]) for path in root.glob("run/*/index.json"))
+
+
+def halves(root: Path) -> list[str]:
+    return [p.name for p in root.glob("run/step-*") if not (p / "index.json").exists()]
+
+
+def newest(root: Path) -> Path:
+    return root / "run" / (root / "run" / "latest").read_text().strip()
+
+
+@pytest.mark.parametrize("free_bytes", [1 << 40, 0], ids=["copied first", "piece by piece"])
+def test_what_was_sealed_comes_back(arenas: Arenas, url: str, root: Path, free_bytes: int) -> None:
+    assert load(url) is None
+    by = writer(free_bytes=free_bytes)
+    for step in (1, 2, 3, 4):
+        arenas.seal(step)
+        done = write(arenas, url, by, keep=2)
+        assert (done.version, done.missing_ranks) == (version(0, step), ())
+        assert done.total_bytes == 2 * LAYOUT.image_bytes
+        assert check(load(url), step) == []
+    assert steps(root) == [3, 4]
+    assert halves(root) == []
+    assert str(done.path).endswith(f"/run/{newest(root).name}")
+    assert write(arenas, url, by).total_bytes == 0, "what is there is not sent again"
+    assert check(load(url, only="latest"), 4) == []
+    (older,) = [path.parent.name for path in root.glob("run/step-00000003*/index.json")]
+    assert check(load(url, only=older), 3) == []
+    image = newest(root) / "rank-00000.safetensors"
+    assert image.read_bytes()[: len(LAYOUT.header)] == LAYOUT.header
+
+
+def test_what_was_loaded_is_not_sent_again(arenas: Arenas, url: str, root: Path) -> None:
+    arenas.seal(4)
+    write(arenas, url, writer())
+    loaded = load(url)
+    assert loaded is not None
+    by = writer()
+    by.remember(url, loaded.version, str(loaded.path))
+    fds = {rank: [fd] for rank, fd in zip(RANKS, loaded.fds, strict=True)}
+    done = by.write(fds, UrlOrder(url, tuple(RANKS), 2, Retention(1)))
+    assert (done.version, done.total_bytes) == (version(-1, 4), 0)
+    assert check(loaded, 4) == []
+    assert steps(root) == [4]
+
+
+def test_large_objects_go_and_come_in_blocks(url: str) -> None:
+    """Of sizes that nothing divides; read from the beginning and from anywhere."""
+    size = 2 * BLOCK_BYTES + 12_345
+    data = os.urandom(size)
+    asked: list[int] = []
+    with UrlStore(url, NEVER) as store:
+        store.make("folder")
+        with store.uploaded("folder/large", size, asked.append) as file:
+            at = 0
+            while at < size:
+                room = file.room()[: min(999_983, size - at)]
+                room[:] = data[at : at + len(room)]
+                file.take(len(room))
+                at += len(room)
+        assert asked == [BLOCK_BYTES, BLOCK_BYTES, 12_345]
+        assert store.sizes("folder") == {"large": size}
+        back = bytearray(size)
+        with store.opened("folder/large") as found:
+            assert found.size == size
+            assert found.read_into(memoryview(back)) == size
+            assert back == data
+            for at in (BLOCK_BYTES + 1, 0, size - 7):
+                assert found.read(at, 1_000) == data[at : at + 1_000]
+
+
+def test_a_file_that_is_given_up_is_not_there(url: str) -> None:
+    with UrlStore(url, NEVER) as store:
+        store.make()
+        with suppress(ZeroDivisionError), store.uploaded("one", 100, no_pace) as file:
+            file.room()[:10] = bytes(10)
+            file.take(10)
+            raise ZeroDivisionError
+        assert store.sizes("").get("one") in (None, 0)
+
+
+# --- the store breaks -------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_server_killed_at_any_point_costs_one_checkpoint_at_most(
+    arenas: Arenas, root: Path
+) -> None:
+    """Whichever change of its files it dies at, in a write that also prunes."""
+    died = 0
+    while True:
+        died += 1
+        with ftp_server(root) as server:
+            by = writer()
+            for step in (1, 2):
+                arenas.seal(step)
+                write(arenas, server.url(), by, keep=2)
+        arenas.seal(3)
+        with ftp_server(root, die_at=died) as server:
+            with suppress(CheckpointError):
+                write(arenas, server.url(), by, keep=2)
+            is_over = not server.is_dead
+        with ftp_server(root) as server:
+            loaded = load(server.url())
+            assert loaded is not None
+            notes = check(loaded, loaded.version.step)
+            assert all("its index" in note for note in notes), "it died in the middle of that"
+            assert loaded.version.step in ((3,) if is_over else (2, 3)), died
+            arenas.seal(4)
+            write(arenas, server.url(), writer(), keep=2)
+            assert check(load(server.url()), 4) == []
+        assert halves(root) == []
+        assert steps(root)[-1] == 4
+        assert len(steps(root)) == 2
+        if is_over:
+            break
+        for path in sorted(root.rglob("*"), reverse=True):
+            path.rmdir() if path.is_dir() else path.unlink()
+    assert died > 15
+
+
+def test_a_full_store_keeps_the_one_before(arenas: Arenas, root: Path) -> None:
+    by = writer()
+    with ftp_server(root, quota_bytes=3 * LAYOUT.image_bytes) as server:
+        arenas.seal(1)
+        write(arenas, server.url(), by)
+        for step in (2, 3):
+            arenas.seal(step)
+            with pytest.raises(CheckpointError, match=r"is not written.*The one before stays"):
+                write(arenas, server.url(), by)
+            assert check(load(server.url()), 1) == []
+            assert halves(root) == [], "what has no place is not left lying there"
+    with ftp_server(root) as server:
+        assert write(arenas, server.url(), by).version == version(0, 3)
+        assert check(load(server.url()), 3) == []
+
+
+def test_a_store_that_hangs_is_told_of_and_never_waited_for(
+    arenas: Arenas, server: FtpServer
+) -> None:
+    arenas.seal(1)
+    write(arenas, server.url(), writer())
+    arenas.seal(2)
+    stop = threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        server.freeze()
+        began_s = time.monotonic()
+        writing = pool.submit(write, arenas, server.url(), writer(stop=stop))
+        threading.Timer(0.3, stop.set).start()
+        with pytest.raises(CheckpointError, match="being stopped"):
+            writing.result(10)
+        assert time.monotonic() - began_s < 3
+    with pytest.raises(CheckpointError, match="has not answered for 0 s"):
+        UrlStore(server.url(), NEVER, answer_s=0.2)
+    server.thaw()
+    assert check(load(server.url()), 1) == []
+    with UrlStore(server.url(), NEVER, answer_s=0.2) as store:
+        server.freeze()
+        for _ in range(2):
+            with pytest.raises(CheckpointError, match="has not answered"):
+                store.read("latest")
+    server.thaw()
+
+
+def test_what_is_wrong_with_a_store_is_told_without_the_password(root: Path) -> None:
+    with ftp_server(root) as server:
+        url = server.url()
+        with pytest.raises(CheckpointError, match="530") as wrong:
+            load(url.replace("s3cret", "other"))
+        assert "other" not in str(wrong.value)
+    with pytest.raises(CheckpointError, match=r"me:\*\*\*@127.*refused") as gone:
+        load(url)
+    assert "s3cret" not in str(gone.value)
+    with pytest.raises(CheckpointError, match="nope"):
+        load("nope://somewhere/run")
+
+
+# --- what was damaged -------------------------------------------------------------------------
+
+
+def test_a_damaged_checkpoint_is_set_aside(arenas: Arenas, url: str, root: Path) -> None:
+    by = writer()
+    for step in (1, 2, 3):
+        arenas.seal(step)
+        write(arenas, url, by)
+    spoil(newest(root) / "rank-00001.safetensors", LAYOUT.image_bytes - 1)
+    (note,) = check(load(url), 2)
+    assert "rank 1" in note
+    assert "digest of piece" in note
+    (newest(root) / "index.json").write_bytes(b"{}")
+    (note,) = check(load(url), 2)
+    assert "its index" in note
+    for index in root.glob("run/*/index.json"):
+        index.write_bytes(index.read_bytes()[:100])
+    with pytest.raises(CheckpointError, match=r"no checkpoint in .* can be used"):
+        load(url)
+
+
+def test_latest_is_used_first_and_does_without(arenas: Arenas, url: str, root: Path) -> None:
+    by = writer()
+    for step in (1, 2, 3):
+        arenas.seal(step)
+        write(arenas, url, by)
+    latest = root / "run" / "latest"
+    (first,) = [path.parent.name for path in root.glob("run/step-00000001*/index.json")]
+    latest.write_text(f"{first}\n")
+    assert check(load(url), 1) == []
+    for text in ("step-00000009-g0-00000000-00000000\n", "\0\xff", ""):
+        latest.write_text(text)
+        assert check(load(url), 3) == []
+    latest.unlink()
+    assert check(load(url), 3) == []
+    with pytest.raises(CheckpointError, match="latest is not there"):
+        load(url, only="latest")
+
+
+def test_only_what_this_life_has_written_counts_where_that_is_asked(
+    arenas: Arenas, url: str
+) -> None:
+    arenas.seal(1)
+    write(arenas, url, writer(), life="first")
+    arenas.seal(2)
+    write(arenas, url, writer(), life="second")
+    assert check(load(url, life="first"), 1) == []
+    assert check(load(url), 2) == []
+    assert load(url, life="third") is None
+
+
+# --- which stay -------------------------------------------------------------------------------
+
+
+def test_old_ones_go_by_their_age_but_never_the_newest(
+    arenas: Arenas, url: str, root: Path
+) -> None:
+    by = writer()
+    for step in (1, 2):
+        arenas.seal(step)
+        write(arenas, url, by, keep=9)
+    time.sleep(0.05)
+    arenas.seal(3)
+    write(arenas, url, by, keep=9, keep_s=0.04)
+    assert steps(root) == [3]
+    write(arenas, url, by, keep=9, keep_s=1e-9)
+    assert steps(root) == [3]
+
+
+def test_halves_of_this_run_go_and_those_of_others_when_they_are_old(
+    arenas: Arenas, url: str, root: Path
+) -> None:
+    arenas.seal(1)
+    write(arenas, url, writer())
+    arenas.seal(2)
+    begun: dict[str, str] = {}
+    for run_id in ("run", "fresh", "stale"):
+        write_part(arenas, url, writer(run_id), 0, 2)
+        (begun[run_id],) = set(halves(root)) - set(begun.values())
+    for path in (root / "run" / begun["stale"]).iterdir():
+        os.utime(path, (time.time() - STALE_S - 60,) * 2)
+    assert check(load(url), 1) == [], "a half is never offered"
+    arenas.seal(3)
+    write(arenas, url, writer())
+    assert halves(root) == [begun["fresh"]]
+    assert steps(root) == [1, 3]
+
+
+def test_another_run_that_writes_there_is_noticed(arenas: Arenas, url: str, root: Path) -> None:
+    first, second = writer("first"), writer("second")
+    arenas.seal(1)
+    write(arenas, url, first, life="a", keep=1)
+    write(arenas, url, second, life="b", keep=5)
+    arenas.seal(2)
+    with pytest.raises(CheckpointError, match="another run, second, has written"):
+        write(arenas, url, first, life="a", keep=1)
+    write(arenas, url, second, life="b", keep=5)
+    assert steps(root) == [1, 1, 2]
+
+
+# --- several nodes ----------------------------------------------------------------------------
+
+
+def test_the_last_to_come_finishes(arenas: Arenas, url: str, root: Path) -> None:
+    nodes = [writer(), writer()]
+    arenas.seal(1)
+    part = write_part(arenas, url, nodes[0], 0, 1)
+    assert part.missing_ranks == (1,)
+    assert part.total_bytes == LAYOUT.image_bytes
+    assert load(url) is None
+    assert write_part(arenas, url, nodes[0], 0, 1).total_bytes == 0, "nothing is sent twice"
+    assert write_part(arenas, url, nodes[1], 1, 1).missing_ranks == ()
+    assert check(load(url), 1) == []
+    done = write_part(arenas, url, nodes[0], 0, 1)
+    assert (done.missing_ranks, done.total_bytes) == ((), 0), "asked again, it is told"
+    assert write_part(arenas, url, nodes[0], 0, 1, token="other life").total_bytes == 0
+    assert steps(root) == [1]
+
+
+def test_a_part_counts_when_its_slots_are_overwritten(arenas: Arenas, url: str) -> None:
+    nodes = [writer(), writer()]
+    arenas.seal(1)
+    write_part(arenas, url, nodes[0], 0, 1)
+    arenas.seal_one(Rank(0), 2)
+    assert write_part(arenas, url, nodes[0], 0, 1).missing_ranks == (1,)
+    with pytest.raises(CheckpointError, match="no slot with step 1"):
+        write_part(arenas, url, writer(), 0, 1, token="nobody's")
+    assert write_part(arenas, url, nodes[1], 1, 1).missing_ranks == ()
+    assert check(load(url), 1) == []
+
+
+def test_whoever_publishes_writes_the_same(arenas: Arenas, url: str, root: Path) -> None:
+    """A node that was killed between the index and `latest`, or that both see all parts."""
+    nodes = [writer(), writer()]
+    for step in (1, 2):
+        arenas.seal(step)
+        for rank, node in enumerate(nodes):
+            write_part(arenas, url, node, rank, step)
+    index = newest(root) / "index.json"
+    first = index.read_bytes()
+    for rank in (0, 1):
+        index.unlink()
+        (root / "run" / "latest").unlink()
+        assert write_part(arenas, url, writer(), rank, 2).missing_ranks == ()
+        assert index.read_bytes() == first
+        assert newest(root) == index.parent
+
+
+@pytest.mark.slow
+def test_two_that_publish_at_once_make_one_checkpoint(arenas: Arenas, url: str, root: Path) -> None:
+    nodes = [writer(), writer()]
+    with ThreadPoolExecutor(2) as pool:
+        for step in range(1, 9):
+            arenas.seal(step)
+            parts = [pool.submit(write_part, arenas, url, nodes[n], n, step) for n in (0, 1)]
+            assert () in [part.result(60).missing_ranks for part in parts]
+            assert check(load(url), step) == []
+    with UrlStore(url, NEVER) as store:
+        folders = read_folders(store)
+    assert [one.index.serial for one in folders if one.index] == [8, 7, 6]
+    assert steps(root) == [6, 7, 8]
+
+
+def test_parts_of_two_lives_are_never_put_together(arenas: Arenas, url: str, root: Path) -> None:
+    """Not even where one finds the other's file in its own folder."""
+    arenas.seal(1)
+    write_part(arenas, url, writer(), 0, 1, token="one")
+    (folder,) = root.glob("run/step-*")
+    assert write_part(arenas, url, writer(), 1, 1, token="two").missing_ranks == (0,)
+    (other,) = set(root.glob("run/step-*")) - {folder}
+    for file in folder.iterdir():
+        (other / file.name).write_bytes(file.read_bytes())
+    found = write_part(arenas, url, writer(), 1, 1, token="two")
+    assert found.missing_ranks == (0,)
+    assert "does not count" in found.note
+    assert load(url) is None
