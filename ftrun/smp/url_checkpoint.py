@@ -21,7 +21,6 @@ Rule 3: nothing locks a URL. An index of another life that appears while we writ
 
 import os
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from ftrun import clock
@@ -227,8 +226,7 @@ class UrlWriter:
             return send_part(store, name, shards, blank, self._pace)
         except CheckpointError:
             if is_alone:  # what is paid for by the byte, or has a quota, is not left lying there
-                with suppress(CheckpointError):
-                    remove(store, [name])
+                remove(store, [name])
             raise
 
     # --- publishing ---------------------------------------------------------------------------
@@ -239,9 +237,14 @@ class UrlWriter:
         """Finish the checkpoint if all parts are there; else say who is missing."""
         sizes = store.sizes(name)
         path = below(store.shown, name)
+        times_s: list[float] = []
 
         def read(part_name: str) -> Part:
-            return parse_part(store.read(f"{name}/{part_name}") or b"", what=f"{path}/{part_name}")
+            data = store.read(f"{name}/{part_name}") or b""
+            part = parse_part(data, what=f"{path}/{part_name}")
+            if part.key == blank.key:
+                times_s.append(part.written_s)
+            return part
 
         parts = sorted(one for one in sizes if one.startswith("part-"))
         found, set_aside = gather(parts, read, lambda shard: is_whole(shard, sizes), blank)
@@ -259,7 +262,7 @@ class UrlWriter:
             blank.world_size,
             sorted(found.values(), key=lambda shard: shard.rank),
             life=order.life,
-            written_s=max(read(one).written_s for one in parts),
+            written_s=max(times_s),
         )
         store.put(f"{name}/{INDEX_NAME}", seal(index))
         self._settle(store, name, order, version, folders)

@@ -447,6 +447,20 @@ def test_two_that_publish_at_once_make_one_checkpoint(arenas: Arenas, url: str, 
     assert steps(root) == [6, 7, 8]
 
 
+def test_a_damaged_part_is_not_in_the_way(arenas: Arenas, url: str, root: Path) -> None:
+    arenas.seal(1)
+    write_part(arenas, url, writer(), 0, 1)
+    (folder,) = root.glob("run/step-*")
+    (folder / "part-00000.json").write_bytes(b"{")
+    (folder / "part-00007.json").write_bytes(b"")
+    found = write_part(arenas, url, writer(), 1, 1)
+    assert found.missing_ranks == (0,)
+    assert "part-00000.json" in found.note
+    done = write_part(arenas, url, writer(), 0, 1)
+    assert (done.missing_ranks, "part-00007.json" in done.note) == ((), True)
+    assert check(load(url), 1) == []
+
+
 def test_parts_of_two_lives_are_never_put_together(arenas: Arenas, url: str, root: Path) -> None:
     """Not even where one finds the other's file in its own folder."""
     arenas.seal(1)
