@@ -43,6 +43,7 @@ def test_every_page_is_there() -> None:
         "benchmarks.md",
         "drills.md",
         "failure-modes.md",
+        "frameworks.md",
         "getting-started.md",
         "glossary.md",
         "many-nodes.md",
