@@ -112,6 +112,9 @@ class PreparedFeed(ReadAhead):
         yield from self._rest(iterator)
         self.settle()
 
+    def leave_out(self, count: int) -> None:
+        self._to_leave_out = count
+
     def _rest(self, iterator: Iterator[Any]) -> Iterator[Any]:
         for batch in iterator:
             self.settle()

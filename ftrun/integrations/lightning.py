@@ -14,10 +14,12 @@ numbers drawn while it loads in this process. Not exact: random numbers drawn in
 processes; averages over an epoch of what is logged, which count from the restart on (so do
 metrics without persistent state, and whatever monitors them). Not kept: what a module adds in
 `on_save_checkpoint` (give it to the callback by name), and the position in several loaders.
-Lightning runs forward and backward within `optimizer.step`, so the lazy copy overlaps little.
+Lightning runs forward and backward within `optimizer.step`, so the lazy copy overlaps little. With
+another number of ranks its counters go on as they were, and the data behind what all have used.
 """
 
 import logging
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -74,6 +76,8 @@ class FtrunCallback(Callback):
             callbacks=OtherStates(trainer, self),
             **self._named,
         )
+        if self._feed is not None and self._feed.is_indexed:
+            warnings.filterwarnings("ignore", ".*your dataloader is not resumable")
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._session is None or self._feed is None:
@@ -144,11 +148,13 @@ class Loops:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         loop = self._trainer.fit_loop
         loop.load_state_dict(state)
-        if state["epoch_loop.batch_progress"]["current"]["completed"] > 0:
-            # In the middle of an epoch: its validations so far are not done again.
-            loop.epoch_loop.update_restart_stage()
-        else:
-            loop.epoch_loop.restarting = False
+        # Only the loop over batches is in the middle of something, if that: what the one over
+        # epochs would leave out at the end of a resumed epoch, an undisturbed run does.
+        loop._restarting = False
+        is_within = state["epoch_loop.batch_progress"]["current"]["completed"] > 0
+        loop.epoch_loop.restarting = is_within
+        if is_within:
+            loop.epoch_loop.update_restart_stage()  # validations so far are not done again
 
 
 class OtherStates:

@@ -14,6 +14,7 @@ Asking is seen at the batch sampler, which every DataLoader over a data set with
 iterable data set is read again from its start.
 """
 
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from itertools import count
 from typing import Any
@@ -23,6 +24,8 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from ftrun.worker import rng
 from ftrun.worker.batches import Feed
+
+_log = logging.getLogger(__name__)
 
 _SAMPLERS = ("batch_sampler", "sampler")
 _GENERATORS = ("generator", "synchronized_generator")
@@ -56,11 +59,12 @@ class ReadAhead(Feed):
 
     # --- what the framework does ---------------------------------------------------------------
 
-    def begin_pass(self, settled: Callable[[], None]) -> None:
+    def begin_pass(self, settled: Callable[[], None], *, behind: int | None = None) -> None:
         """A pass begins, or what is left of one; the framework makes no iterator before this.
 
         Args:
             settled: called once, when the loader has come to where the snapshot was taken.
+            behind: so many batches are left out by the framework, which counts by itself.
         """
         again, self._resume = self._resume, None
         self._settled = settled
@@ -71,6 +75,8 @@ class ReadAhead(Feed):
             self._started_with = self._random_states()
         elif again["started_with"] is not None:
             self._put_back(again["started_with"])
+        if again is not None and behind is not None:
+            self._handed_out = behind
         self._has_begun = self._has_pass = True
         self._asked = self._handed_out
         self._before = {}
@@ -116,6 +122,14 @@ class ReadAhead(Feed):
     def load_state(self, state: dict[str, Any]) -> None:
         super().load_state(state)
         self._has_begun = True
+
+    def leave_out(self, count: int) -> None:
+        if count:
+            _log.warning(
+                "numbers.policy is skip-data, and %d batches were to be left out; but the "
+                "framework takes its batches by itself, so they come again",
+                count,
+            )
 
     def warning(self) -> str | None:
         if not self.is_indexed:

@@ -16,7 +16,8 @@ Exact: model, optimizer, scheduler, scaler, the state of the Trainer with its lo
 have an exported state, the order of the data, and random numbers drawn while batches are loaded
 in this process, such as random masking. Not exact: random numbers drawn in worker processes, and
 iterable data sets whose random numbers are drawn between others. Not done: DeepSpeed, FSDP1,
-several calls of `train` in one run.
+several calls of `train` in one run. With another number of ranks the Trainer goes on from the same
+step, which it takes for another place in the data.
 """
 
 import functools
@@ -49,7 +50,10 @@ _OF_THE_STATE = (
     "epoch", "global_step", "total_flos", "num_input_tokens_seen",
     "best_metric", "best_global_step", "best_model_checkpoint",
 )  # fmt: skip
-_OF_THE_TRAINER = ("_tr_loss", "_total_loss_scalar", "_globalstep_last_logged", "current_flos")
+_OF_THE_TRAINER = (
+    "_tr_loss", "_total_loss_scalar", "_globalstep_last_logged", "current_flos",
+    "_initial_global_step", "_initial_num_input_tokens_seen",
+)  # fmt: skip
 
 
 class FtrunCallback(TrainerCallback):
@@ -67,6 +71,7 @@ class FtrunCallback(TrainerCallback):
         self._session: Session | None = None
         self._feed: ReadAhead | None = None
         self._progress: Progress | None = None
+        self._batches_done = 0
         if is_inside("FtrunCallback"):
             _wrap()
 
@@ -84,7 +89,8 @@ class FtrunCallback(TrainerCallback):
         if context is None or context.restore is None:
             return found
         step = trainer.state.global_step = int(context.restore.step)
-        return step // per_epoch, step % per_epoch * trainer.args.gradient_accumulation_steps
+        self._batches_done = step % per_epoch * trainer.args.gradient_accumulation_steps
+        return step // per_epoch, self._batches_done
 
     def epoch_begins(self, epoch: int, loader: Any) -> bool:
         """Get ready for an epoch; whether there is anything left to train."""
@@ -94,7 +100,7 @@ class FtrunCallback(TrainerCallback):
         if self._progress.is_finished:
             self._trainer.control.should_training_stop = True
             return False
-        self._feed.begin_pass(self._begin)
+        self._feed.begin_pass(self._begin, behind=self._batches_done)
         # A copy of the loader that leaves batches out tells its samplers nothing.
         told: Any = loader
         while told is not None:

@@ -147,6 +147,16 @@ def test_another_number_of_ranks_goes_on_behind_what_was_used() -> None:
     assert settled == [1]
 
 
+def test_batches_that_are_to_be_left_out_come_again_and_that_is_said(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    feed = ReadAhead("loader", DataLoader(range(4)))
+    feed.leave_out(0)
+    assert not caplog.records
+    feed.leave_out(2)
+    assert "2 batches were to be left out" in caplog.text
+
+
 def test_what_cannot_be_exact_is_said() -> None:
     assert ReadAhead("loader", DataLoader(range(4))).warning() is None
     assert "worker processes" in (
