@@ -54,7 +54,7 @@ def attach(  # noqa: PLR0913 - what a script has
         optimizer: one torch optimizer, or a dict of them.
         scheduler: one object with a state_dict, or a dict of them.
         scaler: the same, for a GradScaler.
-        loader: the loader given to `Session.batches`, or a dict of them.
+        loader: the loader given to `Session.batches`, or a dict of them; a `Feed` in its place.
         warmup: called once before a restore with DDP on more than two ranks, in place of the
             synthetic backward that puts DDP's buckets in order.
         layout: file of layout rules, where ranks have parts of plain tensors; a version of another
@@ -80,7 +80,10 @@ def attach(  # noqa: PLR0913 - what a script has
             attached.add(name, thing)
     for name, thing in named.items():
         attached.add(name, thing)
-    feeds = {name: Feed(name, thing) for name, thing in by_name("loader", loader).items()}
+    feeds = {
+        name: thing if isinstance(thing, Feed) else Feed(name, thing)
+        for name, thing in by_name("loader", loader).items()
+    }
     context = worker_context()
     if layout is not None:
         from ftrun.worker.declared_layout import declared
@@ -203,6 +206,19 @@ class Session:
         finally:
             if drives:
                 self._leave()
+
+    def begin(self, done: int = 0) -> None:
+        """A loop of the script's own makes its first step now; may be left out.
+
+        What a restore has put back and the script has changed since then, by wrapping its model
+        in DDP or by drawing random numbers, is put back once more.
+
+        Args:
+            done: steps before this run, such as those of a checkpoint that the script has loaded.
+        """
+        if not (self._restored or self._has_begun):
+            self._step = done
+        self._begin()
 
     def step_done(self, snapshot: bool = True) -> None:
         """A boundary in a loop of the script's own.

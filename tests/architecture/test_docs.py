@@ -47,6 +47,7 @@ def test_every_page_is_there() -> None:
         "estimate.md",
         "failure-modes.md",
         "field.md",
+        "frameworks.md",
         "getting-started.md",
         "glossary.md",
         "layouts.md",

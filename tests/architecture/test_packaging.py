@@ -25,7 +25,8 @@ def test_version_is_one() -> None:
 def test_what_is_needed_is_pinned_for_the_checks() -> None:
     lines = (ROOT / "scripts" / "constraints.txt").read_text().splitlines()
     pinned = {line.partition("==")[0].lower().replace("_", "-") for line in lines if "==" in line}
-    wanted = [*PROJECT["project"]["dependencies"], *PROJECT["dependency-groups"]["dev"]]
+    groups = PROJECT["dependency-groups"]
+    wanted = [*PROJECT["project"]["dependencies"], *groups["dev"], *groups["frameworks"]]
     names = {name.partition(">=")[0].partition(";")[0].strip().lower() for name in wanted}
     assert names - pinned == set()
     assert "torch" not in pinned

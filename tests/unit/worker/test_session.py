@@ -85,6 +85,13 @@ def test_step_done_is_for_loops_of_the_script(session: Session) -> None:
         session.step_done()
 
 
+def test_a_loop_of_the_script_can_have_begun_elsewhere(session: Session) -> None:
+    session.begin(done=5)
+    session.step_done()
+    session.begin(done=9)
+    assert session.step == 6
+
+
 def test_loops_do_not_nest(session: Session) -> None:
     outer = session.steps(2)
     next(outer)

@@ -1,0 +1,125 @@
+"""Accelerate: `attach(accelerator)` takes whatever `accelerator.prepare` was given.
+
+Runs in:  worker; also under plain python or torchrun, without snapshots.
+Takes in: an Accelerator, after `prepare`.
+Gives:    the session that `ftrun.attach` gives, for loops over the prepared loader.
+
+What belongs to a training is what `accelerator.save_state` would save: models, optimizers,
+schedulers, the scaler, loaders, and what `register_for_checkpointing` was given.
+
+Exact: steps, accumulation (a fault in the middle of one goes back to the last optimizer step),
+the order of the data, random numbers drawn while batches are loaded in this process. Not exact:
+random numbers drawn in worker processes, and iterable data sets whose random numbers are drawn
+between others. Not done: DeepSpeed and Megatron-LM, whose engines keep state of their own.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from ftrun.errors import UsageError
+from ftrun.integrations.libraries import require
+from ftrun.integrations.read_ahead import ReadAhead
+from ftrun.worker import rng
+from ftrun.worker.session import Session
+from ftrun.worker.session import attach as attach_parts
+
+require("accelerate", at_least="1.0")
+
+from accelerate import Accelerator  # noqa: E402
+from accelerate.utils import DistributedType  # noqa: E402
+
+_NOT_DONE = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
+
+
+def attach(
+    accelerator: Accelerator, *, warmup: Callable[[], object] | None = None, **named: Any
+) -> Session:
+    """Attach all that this Accelerator has prepared, and restore it if there is something to.
+
+    Args:
+        accelerator: after `prepare`; loop over `session.batches(loader)` with the loader that
+            `prepare` gave back.
+        warmup: as for `ftrun.attach`.
+        named: whatever else has a state, as for `ftrun.attach`.
+
+    Raises:
+        UsageError: nothing is prepared yet, or an engine of its own trains.
+        SnapshotError: what is to be restored does not fit.
+    """
+    if accelerator.distributed_type in _NOT_DONE:
+        raise UsageError(
+            f"ftrun.integrations.accelerate does not take {accelerator.distributed_type.value}: "
+            "its engine keeps state that Accelerate does not see"
+        )
+    if not accelerator._models:
+        raise UsageError("this Accelerator has no model yet: call attach() after prepare()")
+    loaders = accelerator._dataloaders
+    feeds = {str(at): PreparedFeed(f"loader.{at}", one) for at, one in enumerate(loaders)}
+    return attach_parts(
+        model=_numbered(accelerator._models),
+        optimizer=_numbered([getattr(o, "optimizer", o) for o in accelerator._optimizers]),
+        scheduler=_numbered(accelerator._schedulers),
+        scaler=accelerator.scaler,
+        loader=feeds or None,
+        warmup=warmup,
+        accelerator=Counters(accelerator),
+        **{f"registered_{at}": one for at, one in enumerate(accelerator._custom_objects)},
+        **named,
+    )
+
+
+def _numbered(things: list[Any]) -> dict[str, Any]:
+    return {str(at): thing for at, thing in enumerate(things)}
+
+
+class Counters:
+    """The numbers that an Accelerator counts by itself."""
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self._accelerator = accelerator
+
+    def state_dict(self) -> dict[str, Any]:
+        accelerator = self._accelerator
+        return {"step": accelerator.step, "saved": accelerator.project_configuration.iteration}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._accelerator.step = state["step"]
+        self._accelerator.project_configuration.iteration = state["saved"]
+
+
+class PreparedFeed(ReadAhead):
+    """A loader that `prepare` has given back; it loads one batch ahead of the training."""
+
+    def batches(self, epoch: int | None, after_start: Callable[[], None]) -> Iterator[Any]:
+        again = self._resume
+        # Inside `steps()` the loop has begun already, and its random numbers must go on.
+        now = rng.take_all() if again is not None else None
+
+        def settled() -> None:
+            if now is not None:
+                rng.put_back(now)
+            after_start()
+
+        self.begin_pass(settled)
+        if again is not None and self.is_at_end:
+            self.settle()
+            return
+        if callable(set_epoch := getattr(self.loader, "set_epoch", None)):
+            set_epoch(self._pass if epoch is None else epoch)
+        iterator = iter(self.loader)
+        for _ in range(0 if again is None or self.is_indexed else self.trained_on):
+            next(iterator, None)
+        yield from self._rest(iterator)
+        self.settle()
+
+    def leave_out(self, count: int) -> None:
+        self._to_leave_out = count
+
+    def _rest(self, iterator: Iterator[Any]) -> Iterator[Any]:
+        for batch in iterator:
+            self.settle()
+            self.trained()
+            if self._to_leave_out > 0:
+                self._to_leave_out -= 1
+                continue
+            yield batch

@@ -1,0 +1,200 @@
+"""Lightning: `Trainer(callbacks=[FtrunCallback()])`.
+
+Runs in:  worker; does nothing where ftrun has not started the process, and says so.
+Takes in: a Trainer that fits.
+Gives:    snapshots between two batches; after a restart `fit` goes on behind the last of them.
+
+A boundary is passed when the next batch is about to be trained on, so that whatever Lightning
+does after a batch (validation, schedulers, callbacks, checkpoints) belongs to it. In the middle
+of an accumulation no snapshot is taken: a fault there goes back to the last optimizer step.
+
+Exact: model, optimizers, schedulers, precision plugin, counters of all loops, the state_dict of
+each callback and of the datamodule, the order of one train loader with indices, and random
+numbers drawn while it loads in this process. Not exact: random numbers drawn in worker
+processes; averages over an epoch of what is logged, which count from the restart on (so do
+metrics without persistent state, and whatever monitors them). Not kept: what a module adds in
+`on_save_checkpoint` (give it to the callback by name), and the position in several loaders.
+Lightning runs forward and backward within `optimizer.step`, so the lazy copy overlaps little. With
+another number of ranks its counters go on as they were, and the data behind what all have used.
+"""
+
+import logging
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ftrun.errors import UsageError
+from ftrun.integrations.libraries import is_inside, require
+from ftrun.integrations.read_ahead import ReadAhead
+from ftrun.worker.session import Session, attach
+
+require("lightning", at_least="2.6")
+
+from lightning.pytorch import Callback, LightningModule, Trainer  # noqa: E402
+
+_log = logging.getLogger(__name__)
+
+_OF_THE_BATCH = ("epoch_progress", "epoch_loop.batch_progress")
+
+
+class FtrunCallback(Callback):
+    """Snapshots and restores of a `Trainer.fit`.
+
+    Args:
+        warmup: as for `ftrun.attach`.
+        named: whatever else has a state, as for `ftrun.attach`.
+    """
+
+    def __init__(self, *, warmup: Callable[[], object] | None = None, **named: Any) -> None:
+        self._warmup = warmup
+        self._named = named
+        self._session: Session | None = None
+        self._feed: ReadAhead | None = None
+        self._has_trained = False
+        self._is_first_pass = True
+
+    @property
+    def session(self) -> Session | None:
+        """The session, once the training has begun; None outside of ftrun."""
+        return self._session
+
+    # --- hooks, in the order in which Lightning calls them ---------------------------------------
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not is_inside("FtrunCallback"):
+            return
+        if self._session is not None:
+            raise UsageError("FtrunCallback follows one fit(): a run of ftrun holds one training")
+        self._feed = _feed_of(trainer)
+        self._session = attach(
+            model=trainer.strategy.model,
+            optimizer=_numbered(trainer.optimizers),
+            scheduler=_numbered([config.scheduler for config in trainer.lr_scheduler_configs]),
+            loader=self._feed,
+            warmup=self._warmup,
+            loops=Loops(trainer),
+            callbacks=OtherStates(trainer, self),
+            **self._named,
+        )
+        if self._feed is not None and self._feed.is_indexed:
+            warnings.filterwarnings("ignore", ".*your dataloader is not resumable")
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._session is None or self._feed is None:
+            return
+        self._feed.begin_pass(self._session.begin)
+        if self._is_first_pass:
+            # Lightning has made its first iterator before anybody could know where to begin. The
+            # numbers that a second one draws are given back, as if there were none.
+            self._is_first_pass = False
+            fetcher = iter(trainer.fit_loop._data_fetcher)
+            self._feed.undo_first_draws()
+            if not self._feed.is_indexed:
+                _drop(fetcher, self._feed.trained_on)
+
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        if self._session is None:
+            return
+        if self._feed is not None:
+            self._feed.settle()
+        self._session.begin()
+        if self._has_trained:
+            self._session.step_done()
+        self._has_trained = False
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if self._session is None:
+            return
+        self._has_trained = True
+        if self._feed is not None:
+            self._feed.trained()
+        if isinstance(outputs, Mapping) and "loss" in outputs:
+            self._session.report(loss=outputs["loss"])
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._session is not None:
+            self._session.phase("eval")
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._session is not None:
+            self._session.phase("train")
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._session is not None and self._has_trained:
+            self._session.snapshot()
+            self._session.step_done()
+            self._has_trained = False
+
+
+class Loops:
+    """The counters of Lightning's loops, as they are between two batches."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+
+    def state_dict(self) -> dict[str, Any]:
+        state: dict[str, Any] = self._trainer.fit_loop.state_dict()
+        state["state_dict"].pop("combined_loader", None)  # the feed knows where the loader is
+        for name in _OF_THE_BATCH:
+            for counted in (state[name]["total"], state[name]["current"]):
+                counted.update(dict.fromkeys(counted, counted["completed"]))
+        state["epoch_loop.batch_progress"]["is_last_batch"] = False
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        loop = self._trainer.fit_loop
+        loop.load_state_dict(state)
+        # Only the loop over batches is in the middle of something, if that: what the one over
+        # epochs would leave out at the end of a resumed epoch, an undisturbed run does.
+        loop._restarting = False
+        is_within = state["epoch_loop.batch_progress"]["current"]["completed"] > 0
+        loop.epoch_loop.restarting = is_within
+        if is_within:
+            loop.epoch_loop.update_restart_stage()  # validations so far are not done again
+
+
+class OtherStates:
+    """What the precision plugin, the datamodule and other callbacks would put into a checkpoint."""
+
+    def __init__(self, trainer: Trainer, own: Callback) -> None:
+        self._holders: dict[str, Any] = {
+            callback.state_key: callback for callback in trainer.callbacks if callback is not own
+        }
+        self._holders["precision"] = trainer.precision_plugin
+        datamodule = getattr(trainer, "datamodule", None)
+        if datamodule is not None:
+            self._holders["datamodule"] = datamodule
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: holder.state_dict() for name, holder in self._holders.items()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for name, holder in self._holders.items():
+            if state.get(name):
+                holder.load_state_dict(state[name])
+
+
+def _drop(fetcher: Any, count: int) -> None:
+    """Load what has been trained on before; Lightning adds it to its count by itself."""
+    fetched = fetcher.fetched
+    for _ in range(count):
+        next(fetcher, None)
+    fetcher.fetched = fetched
+
+
+def _feed_of(trainer: Trainer) -> ReadAhead | None:
+    combined = trainer.fit_loop._combined_loader
+    loaders = [] if combined is None else combined.flattened
+    if len(loaders) == 1:
+        return ReadAhead("loader", loaders[0])
+    if trainer.is_global_zero:
+        _log.warning("not bitwise: a restart begins the pass over %d loaders anew", len(loaders))
+    return None
+
+
+def _numbered(things: list[Any]) -> dict[str, Any]:
+    return {str(at): thing for at, thing in enumerate(things)}

@@ -1,0 +1,288 @@
+"""Hugging Face's Trainer: `Trainer(..., callbacks=[FtrunCallback()])`.
+
+Runs in:  worker; does nothing where ftrun has not started the process, and says so.
+Takes in: a Trainer that trains.
+Gives:    snapshots between two steps; after a restart `train` goes on behind the last of them.
+
+A boundary is passed when the next step is about to begin, so that what the Trainer does after a
+step (logging, evaluation, saving) belongs to it. A step is an optimizer step: a fault within an
+accumulation goes back to the last one.
+
+The Trainer can go on in the middle of an epoch by itself, after `resume_from_checkpoint`. A
+callback is not asked where, so three of its methods are wrapped, in processes that ftrun has
+started and for Trainers that have this callback.
+
+Exact: model, optimizer, scheduler, scaler, the state of the Trainer with its log, callbacks that
+have an exported state, the order of the data, and random numbers drawn while batches are loaded
+in this process, such as random masking. Not exact: random numbers drawn in worker processes, and
+iterable data sets whose random numbers are drawn between others. Not done: DeepSpeed, FSDP1,
+several calls of `train` in one run. With another number of ranks the Trainer goes on from the same
+step, which it takes for another place in the data.
+"""
+
+import functools
+import json
+from collections.abc import Callable
+from typing import Any
+
+from ftrun.errors import NotSupportedHere, UsageError
+from ftrun.integrations.libraries import is_inside, require
+from ftrun.integrations.read_ahead import ReadAhead
+from ftrun.worker.context import worker_context
+from ftrun.worker.session import Session, attach
+
+require("transformers", at_least="5.0")
+
+from transformers import (  # noqa: E402
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
+from transformers.trainer_callback import ExportableState  # noqa: E402
+
+_WRAPPED = ("_init_training_state", "_run_epoch", "_load_rng_state")
+_HERE = "ftrun"
+"""In place of a checkpoint's folder: the state is in memory."""
+
+_OF_THE_STATE = (
+    "epoch", "global_step", "total_flos", "num_input_tokens_seen",
+    "best_metric", "best_global_step", "best_model_checkpoint",
+)  # fmt: skip
+_OF_THE_TRAINER = (
+    "_tr_loss", "_total_loss_scalar", "_globalstep_last_logged", "current_flos",
+    "_initial_global_step", "_initial_num_input_tokens_seen",
+)  # fmt: skip
+
+
+class FtrunCallback(TrainerCallback):
+    """Snapshots and restores of a `Trainer.train`.
+
+    Args:
+        warmup: as for `ftrun.attach`.
+        named: whatever else has a state, as for `ftrun.attach`.
+    """
+
+    def __init__(self, *, warmup: Callable[[], object] | None = None, **named: Any) -> None:
+        self._warmup = warmup
+        self._named = named
+        self._trainer: Any = None
+        self._session: Session | None = None
+        self._feed: ReadAhead | None = None
+        self._progress: Progress | None = None
+        self._batches_done = 0
+        if is_inside("FtrunCallback"):
+            _wrap()
+
+    @property
+    def session(self) -> Session | None:
+        """The session, once the training has begun; None outside of ftrun."""
+        return self._session
+
+    # --- the Trainer's own methods ---------------------------------------------------------------
+
+    def where_to_begin(self, trainer: Any, found: tuple[int, int], per_epoch: int) -> Any:
+        """Epochs done, and batches done of the next; known from the version to restore."""
+        self._trainer = trainer
+        context = worker_context()
+        if context is None or context.restore is None:
+            return found
+        step = trainer.state.global_step = int(context.restore.step)
+        self._batches_done = step % per_epoch * trainer.args.gradient_accumulation_steps
+        return step // per_epoch, self._batches_done
+
+    def epoch_begins(self, epoch: int, loader: Any) -> bool:
+        """Get ready for an epoch; whether there is anything left to train."""
+        assert self._session is not None
+        assert self._feed is not None
+        assert self._progress is not None
+        if self._progress.is_finished:
+            self._trainer.control.should_training_stop = True
+            return False
+        self._feed.begin_pass(self._begin, behind=self._batches_done)
+        # A copy of the loader that leaves batches out tells its samplers nothing.
+        told: Any = loader
+        while told is not None:
+            if callable(set_epoch := getattr(told, "set_epoch", None)):
+                set_epoch(epoch)
+            told = getattr(told, "batch_sampler", None)
+        return True
+
+    # --- hooks, in the order in which the Trainer calls them -------------------------------------
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **now: Any
+    ) -> None:
+        if worker_context() is None:
+            return
+        trainer = self._trainer
+        if trainer is None:
+            raise UsageError(
+                "FtrunCallback does not know its Trainer: a subclass overrides "
+                "_init_training_state() without calling it"
+            )
+        if self._progress is not None and self._progress.is_finished:
+            raise UsageError("FtrunCallback follows one train(): a run of ftrun holds one training")
+        if self._session is not None:
+            self._session.close()  # the Trainer has begun anew, with smaller batches
+        self._feed = ReadAhead("loader", now["train_dataloader"], leaves_out=False)
+        self._progress = Progress(trainer)
+        self._session = attach(
+            model=trainer.model_wrapped,
+            optimizer=getattr(trainer.optimizer, "optimizer", trainer.optimizer),
+            scheduler=trainer.lr_scheduler,
+            scaler=trainer.accelerator.scaler,
+            loader=self._feed,
+            warmup=self._warmup,
+            trainer=self._progress,
+            **self._named,
+        )
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **now: Any
+    ) -> None:
+        if self._session is None or self._feed is None:
+            return
+        self._feed.settle()
+        self._session.phase("train")
+        if state.global_step > self._session.step:
+            self._session.step_done()
+
+    def on_substep_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **now: Any
+    ) -> None:
+        if self._feed is not None:
+            self._feed.trained()
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **now: Any
+    ) -> None:
+        if self._feed is not None:
+            self._feed.trained()
+
+    def on_prediction_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **now: Any
+    ) -> None:
+        if self._session is not None:
+            self._session.phase("eval")
+
+    def on_log(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **now: Any
+    ) -> None:
+        loss = (now.get("logs") or {}).get("loss")
+        if self._session is not None and isinstance(loss, int | float):
+            self._session.report(loss=float(loss))
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **now: Any
+    ) -> None:
+        if self._session is None or self._progress is None:
+            return
+        self._progress.is_finished = True
+        if state.global_step > self._session.step:
+            self._session.snapshot()
+            self._session.step_done()
+
+    def _begin(self) -> None:
+        assert self._session is not None
+        self._session.begin(done=self._trainer.state.global_step)
+
+
+class Progress:
+    """The Trainer's counters, its log, and its callbacks' exported state."""
+
+    def __init__(self, trainer: Any) -> None:
+        self.is_finished = False
+        self._trainer = trainer
+        self._lines: list[str] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        trainer, state = self._trainer, self._trainer.state
+        return {
+            "state": {n: getattr(state, n) for n in _OF_THE_STATE if hasattr(state, n)},
+            "trainer": {n: getattr(trainer, n) for n in _OF_THE_TRAINER if hasattr(trainer, n)},
+            "log": self._log(state.log_history),
+            "callbacks": {
+                name: json.dumps(one.state()["attributes"]) for name, one in self._exporting()
+            },
+            "is_finished": self.is_finished,
+        }
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        trainer, state = self._trainer, self._trainer.state
+        for holder, values in ((state, saved["state"]), (trainer, saved["trainer"])):
+            for name, value in values.items():
+                before = getattr(holder, name, None)
+                setattr(holder, name, value.to(before) if hasattr(before, "device") else value)
+        self._lines = saved["log"].splitlines()
+        state.log_history[:] = [json.loads(line) for line in self._lines]
+        for name, one in self._exporting():
+            for attribute, value in json.loads(saved["callbacks"].get(name, "{}")).items():
+                setattr(one, attribute, value)
+        self.is_finished = saved["is_finished"]
+
+    def _log(self, history: list[dict[str, float]]) -> str:
+        # A long log is not made into text again at each boundary.
+        self._lines += [json.dumps(entry) for entry in history[len(self._lines) :]]
+        return "\n".join(self._lines)
+
+    def _exporting(self) -> list[tuple[str, Any]]:
+        callbacks = self._trainer.callback_handler.callbacks
+        found = [one for one in callbacks if isinstance(one, ExportableState)]
+        return [(f"{at}.{type(one).__name__}", one) for at, one in enumerate(found)]
+
+
+def _wrap() -> None:
+    """Have Trainers with this callback begin where the snapshot was taken.
+
+    Raises:
+        NotSupportedHere: this version of transformers has no such methods.
+    """
+    missing = [name for name in _WRAPPED if not hasattr(Trainer, name)]
+    if missing:
+        raise NotSupportedHere(
+            f"this version of transformers has no Trainer.{missing[0]}(), which ftrun needs to go "
+            "on in the middle of an epoch; docs/frameworks.md says which version was tested"
+        )
+    for around in (_init_training_state, _run_epoch, _load_rng_state):
+        original = getattr(Trainer, around.__name__)
+        if not hasattr(original, "__wrapped__"):
+            setattr(Trainer, around.__name__, _wrapped(original, around))
+
+
+def _wrapped(original: Callable[..., Any], around: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def method(trainer: Any, *args: Any, **named: Any) -> Any:
+        return around(trainer, original, *args, **named)
+
+    return method
+
+
+def _init_training_state(
+    trainer: Any, original: Any, max_steps: int, per_epoch: int, *args: Any, **named: Any
+) -> Any:
+    found = original(trainer, max_steps, per_epoch, *args, **named)
+    callback = _callback_of(trainer)
+    return callback.where_to_begin(trainer, found, per_epoch) if callback is not None else found
+
+
+def _run_epoch(trainer: Any, original: Any, *args: Any, **named: Any) -> Any:
+    callback = _callback_of(trainer)
+    if callback is None or callback.session is None:
+        return original(trainer, *args, **named)
+    if not callback.epoch_begins(named["epoch"], named["train_dataloader"]):
+        return None
+    if callback.session.restored:
+        named["resume_from_checkpoint"] = _HERE
+    return original(trainer, *args, **named)
+
+
+def _load_rng_state(trainer: Any, original: Any, checkpoint: Any) -> None:
+    if checkpoint != _HERE:
+        original(trainer, checkpoint)
+
+
+def _callback_of(trainer: Any) -> FtrunCallback | None:
+    callbacks = trainer.callback_handler.callbacks
+    return next((one for one in callbacks if isinstance(one, FtrunCallback)), None)

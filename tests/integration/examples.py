@@ -1,0 +1,111 @@
+"""The examples of docs/frameworks.md, run with and without a rank that is killed."""
+
+import re
+import subprocess
+import sys
+import types
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from tests.integration.conftest import WAIT_S, Run, Start
+
+PAGE = Path(__file__).parents[2] / "docs" / "frameworks.md"
+
+DIES = """
+import os, signal, torch
+
+backward, left = torch.Tensor.backward, {deaths}.get(os.environ["TORCHELASTIC_RESTART_COUNT"], 0)
+
+
+def backward_or_die(*args, **kwargs):
+    global left
+    backward(*args, **kwargs)
+    left -= 1
+    if left == 0 and os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+torch.Tensor.backward = backward_or_die
+"""
+"""Rank 1 of a generation dies after so many of its own backwards."""
+
+TELLS = """
+import hashlib
+
+digest = hashlib.sha256()
+for value in model.state_dict().values():
+    digest.update(value.detach().cpu().numpy().tobytes())
+print(f"digest {os.environ['RANK']} {digest.hexdigest()}", flush=True)
+if torch.distributed.is_initialized():
+    torch.distributed.destroy_process_group()
+"""
+
+
+def example(title: str, changes: Mapping[str, str] = types.MappingProxyType({})) -> str:
+    """The first block of code under a title, with some of its words replaced."""
+    _, found, rest = PAGE.read_text().partition(f"\n## {title}\n")
+    assert found, f"{PAGE.name} has no section {title}"
+    block = re.search(r"^```python\n(.*?)^```", rest, re.MULTILINE | re.DOTALL)
+    assert block is not None
+    code = block.group(1)
+    for old, new in changes.items():
+        assert old in code, f"the example of {title} does not say {old!r}"
+        code = code.replace(old, new)
+    return code
+
+
+def ends_as_undisturbed(
+    start: Start, folder: Path, code: str, deaths: Mapping[int, int], *words: str
+) -> Run:
+    """Compare with torchrun, bit for bit.
+
+    Args:
+        start: starts ftrun.
+        folder: where it starts it.
+        code: the script; it leaves its model in `model`.
+        deaths: by generation, the backward after which its rank 1 dies.
+        words: for ftrun.
+    """
+    calm = folder / "calm"
+    calm.mkdir()
+    (calm / "train.py").write_text(DIES.format(deaths={}) + code + TELLS)
+    by_generation = {str(generation): count for generation, count in deaths.items()}
+    (folder / "train.py").write_text(DIES.format(deaths=by_generation) + code + TELLS)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    run = start("--nproc-per-node", "2", "--snapshot-every", "1", *words, "train.py")
+    undisturbed = subprocess.run(
+        [*torchrun, "train.py"],
+        cwd=calm,
+        env=run.variables,
+        capture_output=True,
+        text=True,
+        timeout=3 * WAIT_S,
+        check=False,
+    )
+    assert undisturbed.returncode == 0, undisturbed.stdout + undisturbed.stderr
+    assert wait_long(run) == 0, run.text
+    assert len(run.journal("StartGeneration")) == 1 + len(deaths), run.text
+    found = digests(run.text)
+    assert len(found) == 2, run.text
+    assert found == digests(undisturbed.stdout), run.text
+    return run
+
+
+def wait_long(run: Run) -> int:
+    """A framework takes its time to be imported."""
+    try:
+        return run.process.wait(3 * WAIT_S)
+    except subprocess.TimeoutExpired:
+        pytest.fail(f"still running after {3 * WAIT_S} s:\n{run.text}")
+
+
+def digests(text: str) -> list[str]:
+    return sorted(re.findall(r"digest \d \w{64}", text))
+
+
+def restored_steps(run: Run) -> list[int]:
+    """The steps that the restarts went back to."""
+    texts = [str(line["restored"]) for line in run.journal("StartGeneration")[1:]]
+    return [int(found.group(1)) for text in texts if (found := re.match(r"step (\d+) ", text))]

@@ -1,0 +1,165 @@
+"""A loader that is read ahead of the training goes on where the training stood."""
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from ftrun.integrations.read_ahead import ReadAhead
+from ftrun.snapshot.plain import decode, encode
+from ftrun.worker import rng
+
+
+class Noisy(Dataset[float]):
+    """Twelve samples, to each of which a random number is added while it is loaded."""
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> float:
+        return index + random.random() + float(np.random.rand()) + torch.rand(1).item()
+
+
+class Stream(IterableDataset[int]):
+    """Twelve numbers in a row."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(12))
+
+
+Seen = list[tuple[list[float], float]]
+
+
+def seed(number: int) -> None:
+    torch.manual_seed(number)
+    np.random.seed(number)
+    random.seed(number)
+
+
+def train(feed: ReadAhead, passes: int, ahead: int, settled: Any, boundary: Any) -> Seen:
+    """Train as a framework does that holds `ahead` batches in its hands besides the current one."""
+    seen: Seen = []
+    for _ in range(passes):
+        feed.begin_pass(settled)
+        iterator = iter(feed.loader)
+        waiting: list[torch.Tensor] = []
+        while True:
+            while len(waiting) <= ahead and (batch := next(iterator, None)) is not None:
+                waiting.append(batch)
+            feed.settle()
+            if not waiting:
+                break
+            seen.append((waiting.pop(0).tolist(), torch.rand(1).item()))
+            feed.trained()
+            boundary()
+    return seen
+
+
+def resumed(make: Any, *, after: int, ahead: int, passes: int = 2) -> tuple[Seen, Seen]:
+    """What an undisturbed run has seen after so many batches, and what a resumed one sees."""
+    states: list[bytes] = []
+    seed(1)
+    feed = ReadAhead("loader", make())
+    calm = train(
+        feed, passes, ahead, lambda: None, lambda: states.append(encode([feed.state(), taken()]))
+    )
+    state, randomness = decode(states[after - 1])
+    seed(99)
+    again = ReadAhead("loader", make())
+    again.load_state(state)
+    waiting = [randomness]
+    hit = train(
+        again,
+        passes - state["pass"],
+        ahead,
+        lambda: waiting and rng.put_back(waiting.pop()),
+        lambda: None,
+    )
+    assert not waiting
+    return calm[after:], hit
+
+
+def taken() -> dict[str, Any]:
+    return rng.take_all()
+
+
+@settings(max_examples=40, deadline=None)
+@given(after=st.integers(1, 7), ahead=st.integers(0, 5), shuffle=st.booleans())
+def test_what_was_read_ahead_is_read_again_from_the_same_random_states(
+    after: int, ahead: int, shuffle: bool
+) -> None:
+    calm, hit = resumed(
+        lambda: DataLoader(Noisy(), batch_size=3, shuffle=shuffle), after=after, ahead=ahead
+    )
+    assert hit == calm
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("persistent", [False, True])
+def test_worker_processes_read_further_ahead(persistent: bool) -> None:
+    def make() -> DataLoader[int]:
+        return DataLoader(
+            torch.arange(12),  # type: ignore[arg-type]
+            batch_size=2,
+            shuffle=True,
+            num_workers=1,
+            persistent_workers=persistent,
+        )
+
+    calm, hit = resumed(make, after=9, ahead=1, passes=3)
+    assert hit == calm
+
+
+def test_a_generator_deep_in_the_samplers_is_taken_along() -> None:
+    def make() -> DataLoader[float]:
+        generator = torch.Generator().manual_seed(5)
+        sampler = torch.utils.data.RandomSampler(range(12), generator=generator)
+        batches = torch.utils.data.BatchSampler(sampler, 3, drop_last=False)
+        return DataLoader(Noisy(), batch_sampler=batches)
+
+    calm, hit = resumed(make, after=6, ahead=1)
+    assert hit == calm
+
+
+def test_a_pass_that_has_not_been_begun_is_none_of_its_business() -> None:
+    feed = ReadAhead("loader", DataLoader(range(4), batch_size=2))
+    assert [batch.tolist() for batch in feed.loader] == [[0, 1], [2, 3]]
+    assert feed.state()["asked"] == 0
+
+
+def test_another_number_of_ranks_goes_on_behind_what_was_used() -> None:
+    feed = ReadAhead("loader", DataLoader(range(8), batch_size=2))
+    feed.begin_pass(lambda: None)
+    first = iter(feed.loader)
+    next(first)
+    feed.trained()
+    again = ReadAhead("loader", DataLoader(range(8), batch_size=2))
+    again.load_state({**feed.state(), "handed_out": 2, "resized": True})
+    settled: list[int] = []
+    again.begin_pass(lambda: settled.append(1))
+    assert [batch.tolist() for batch in again.loader] == [[4, 5], [6, 7]]
+    assert settled == [1]
+
+
+def test_batches_that_are_to_be_left_out_come_again_and_that_is_said(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    feed = ReadAhead("loader", DataLoader(range(4)))
+    feed.leave_out(0)
+    assert not caplog.records
+    feed.leave_out(2)
+    assert "2 batches were to be left out" in caplog.text
+
+
+def test_what_cannot_be_exact_is_said() -> None:
+    assert ReadAhead("loader", DataLoader(range(4))).warning() is None
+    assert "worker processes" in (
+        ReadAhead("l", DataLoader(range(4), num_workers=1)).warning() or ""
+    )
+    assert "iterable" in (ReadAhead("loader", DataLoader(Stream())).warning() or "")
