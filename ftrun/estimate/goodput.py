@@ -131,7 +131,8 @@ def over_disk(
     if gain_s <= 0.0:
         return 0.0
     lost = share / gain_s * every_s
-    kept = 0.0 if lost > _LARGEST else lost / math.expm1(lost) if lost > 1e-12 else 1.0
+    # Of tiny numbers the quotient may be the next float above 1.
+    kept = 0.0 if lost > _LARGEST else min(1.0, lost / math.expm1(lost)) if lost else 1.0
     return memory_goodput * kept * every_s / (every_s + blocks_s)
 
 
