@@ -133,7 +133,7 @@ def over_disk(
     lost = share / gain_s * every_s
     # Of tiny numbers the quotient may be the next float above 1.
     kept = 0.0 if lost > _LARGEST else min(1.0, lost / math.expm1(lost)) if lost else 1.0
-    return memory_goodput * kept * every_s / (every_s + blocks_s)
+    return memory_goodput * kept * (every_s / (every_s + blocks_s))
 
 
 def life_s(*, mtbf_s: float, kinds: Sequence[Kind]) -> float:
