@@ -64,7 +64,8 @@ def goodput(*, interval_s: float, save_s: float, mtbf_s: float, kinds: Sequence[
         return 0.0
     gain = interval_s * sum(kind.share * math.exp(-kind.lag_s / mtbf_s) for kind in kinds)
     alive = sum(kind.share * math.exp(-kind.dead_s / mtbf_s) for kind in kinds)
-    return gain * alive / (mtbf_s * math.expm1(whole_s / mtbf_s))
+    # Shares that add up to the next float above 1 gain no more than all.
+    return min(1.0, gain * alive / (mtbf_s * math.expm1(whole_s / mtbf_s)))
 
 
 def best_interval_s(*, save_s: float, mtbf_s: float, longest_s: float) -> float:
