@@ -64,7 +64,8 @@ def goodput(*, interval_s: float, save_s: float, mtbf_s: float, kinds: Sequence[
         return 0.0
     gain = interval_s * sum(kind.share * math.exp(-kind.lag_s / mtbf_s) for kind in kinds)
     alive = sum(kind.share * math.exp(-kind.dead_s / mtbf_s) for kind in kinds)
-    return gain * alive / (mtbf_s * math.expm1(whole_s / mtbf_s))
+    # Shares that add up to the next float above 1 gain no more than all.
+    return min(1.0, gain * alive / (mtbf_s * math.expm1(whole_s / mtbf_s)))
 
 
 def best_interval_s(*, save_s: float, mtbf_s: float, longest_s: float) -> float:
@@ -131,8 +132,9 @@ def over_disk(
     if gain_s <= 0.0:
         return 0.0
     lost = share / gain_s * every_s
-    kept = 0.0 if lost > _LARGEST else lost / math.expm1(lost) if lost > 1e-12 else 1.0
-    return memory_goodput * kept * every_s / (every_s + blocks_s)
+    # Of tiny numbers the quotient may be the next float above 1.
+    kept = 0.0 if lost > _LARGEST else min(1.0, lost / math.expm1(lost)) if lost else 1.0
+    return memory_goodput * kept * (every_s / (every_s + blocks_s))
 
 
 def life_s(*, mtbf_s: float, kinds: Sequence[Kind]) -> float:

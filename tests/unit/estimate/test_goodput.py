@@ -149,6 +149,8 @@ def test_a_disk_that_is_never_needed_costs_only_its_writing() -> None:
 
 @settings(deadline=None)
 @given(st.floats(1e-3, 1.0), st.floats(1.0, 1e5), st.floats(0.0, 1.0), st.floats(10.0, 1e8))
+@example(memory=0.75, every_s=600.0, share=1e-9, recovery_s=1e4)
+@example(memory=0.75, every_s=1.0, share=5e-324, recovery_s=1e8)
 def test_going_back_to_the_disk_costs_something(
     memory: float, every_s: float, share: float, recovery_s: float
 ) -> None:
