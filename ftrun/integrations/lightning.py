@@ -137,7 +137,7 @@ class Loops:
         self._trainer = trainer
 
     def state_dict(self) -> dict[str, Any]:
-        state = self._trainer.fit_loop.state_dict()
+        state: dict[str, Any] = self._trainer.fit_loop.state_dict()
         state["state_dict"].pop("combined_loader", None)  # the feed knows where the loader is
         for name in _OF_THE_BATCH:
             for counted in (state[name]["total"], state[name]["current"]):
