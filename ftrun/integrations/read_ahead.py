@@ -41,7 +41,7 @@ class ReadAhead(Feed):
         self._base: Any = getattr(loader, "base_dataloader", loader)
         self._asked = 0
         self._before: dict[int, dict[str, Any]] = {}
-        self._taken_up: dict[str, Any] | None = None
+        self._resumed: dict[str, Any] | None = None
         self._settled: Callable[[], None] | None = None
         self._has_pass = False
         self._watch()
@@ -68,7 +68,7 @@ class ReadAhead(Feed):
         """
         again, self._resume = self._resume, None
         self._settled = settled
-        self._taken_up = again
+        self._resumed = again
         if again is None:
             self._pass += self._has_begun
             self._handed_out = 0
@@ -88,7 +88,7 @@ class ReadAhead(Feed):
 
     def settle(self) -> None:
         """The framework is about to train: whatever it has not asked for by now comes later."""
-        self._taken_up = None
+        self._resumed = None
         settled, self._settled = self._settled, None
         if settled is not None:
             settled()
@@ -107,8 +107,8 @@ class ReadAhead(Feed):
             rng.put_back(self._begun_with["rng"])
         if index < self._handed_out:
             return False
-        if self._taken_up is not None:
-            self._go_back_to(index, self._taken_up)
+        if self._resumed is not None:
+            self._go_back_to(index, self._resumed)
         if self._base.num_workers == 0:
             self._before[index] = rng.take_all()
         self._asked = index + 1

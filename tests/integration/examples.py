@@ -89,7 +89,7 @@ def ends_as_undisturbed(
     assert len(run.journal("StartGeneration")) == 1 + len(deaths), run.text
     found = digests(run.text)
     assert len(found) == 2, run.text
-    assert found == digests(undisturbed.stdout), run.text
+    assert found == digests(undisturbed.stdout), f"{undisturbed.stdout}\n{'-' * 80}\n{run.text}"
     return run
 
 
