@@ -53,7 +53,7 @@ def main() -> None:
         "ways": {name: {"save_s": w.save_s, "load_s": w.load_s} for name, w in ways.items()},
     }
     (args.folder / f"rank{rank}.json").write_text(json.dumps(found))
-    Notes(args.folder / f"rank{rank}.jsonl").write("measured")
+    Notes(args.folder / f"rank{rank}.jsonl").write("measured", generation=0)
     dist.barrier()
     dist.destroy_process_group()
 
