@@ -64,7 +64,16 @@ class SavedShard:
         self._parts: dict[str, bytes] = plain.decode(data[at + 8 : at + 8 + length])
 
     def part(self, name: str) -> Any:
-        """A part of the plain values, with its tensors; each tensor is a copy of its own."""
+        """A part of the plain values, with its tensors; each tensor is a copy of its own.
+
+        Raises:
+            LayoutUnknown: there is no such part: it was not a session that took this version.
+        """
+        if name not in self._parts:
+            raise LayoutUnknown(
+                f"{self._what} has no {name}: it was saved by ftrun.dcp, not by a session of "
+                "ftrun.attach. Load it by ftrun.dcp.Reader(), or begin anew with --resume never"
+            )
         return plain.decode(self._parts[name], deref=self._deref)
 
     def entry(self, name: str) -> Entry | None:
