@@ -12,6 +12,7 @@ Source: torch.distributed.checkpoint, `FileSystemWriter` and `DefaultSavePlanner
 """
 
 import threading
+import warnings
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -19,11 +20,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
@@ -82,15 +84,26 @@ def write_dcp(
     """
     folder.mkdir()
     try:
-        dcp.save(
-            tree,
-            storage_writer=_Writer(folder, num_writers),
-            planner=_Planner(placeholders),
-            no_dist=True,
-        )
+        with warnings.catch_warnings():
+            # It is meant to be one process, and that is said with `no_dist`.
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            save(
+                tree,
+                storage_writer=_Writer(folder, num_writers),
+                planner=_Planner(placeholders),
+                no_dist=True,
+            )
     except CheckpointException as error:  # torch's wrapping of what went wrong in each rank
         first, _ = next(iter(error.failures.values()))
-        raise first from error
+        raise _behind(first) from error
+
+
+def _behind(error: BaseException) -> BaseException:
+    """What the file system has said, where that is behind an error of torch's writer in C++."""
+    found: BaseException | None = error
+    while found is not None and not isinstance(found, OSError):
+        found = found.__cause__ or found.__context__
+    return found or error
 
 
 class _Planner(DefaultSavePlanner):
@@ -106,7 +119,7 @@ class _Planner(DefaultSavePlanner):
         return self._placeholders.read(found) if is_placeholder else found
 
 
-class _Writer(dcp.FileSystemWriter):
+class _Writer(FileSystemWriter):
     """torch's writer, given a part of its plan at a time by several threads.
 
     How the plan is cut does not depend on how many threads there are.
@@ -121,7 +134,7 @@ class _Writer(dcp.FileSystemWriter):
             at, items = numbered
             storage_data = replace(plan.storage_data, prefix=f"__{at}_")
             part = replace(plan, items=items, storage_data=storage_data)
-            written: list[WriteResult] = dcp.FileSystemWriter.write_data(self, part, planner).wait()
+            written: list[WriteResult] = FileSystemWriter.write_data(self, part, planner).wait()
             return written
 
         pool = ThreadPoolExecutor(self._num_writers, thread_name_prefix="export")

@@ -87,7 +87,7 @@ def cast_of(source: str, target: str) -> Cast | None:
 
     def cast(raw: memoryview) -> memoryview:
         turned: torch.Tensor = readable(raw, DTYPES[source]).to(DTYPES[target])
-        return memoryview(byte_view(turned).numpy())
+        return byte_view(turned).numpy().data
 
     return cast
 
