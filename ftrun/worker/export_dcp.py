@@ -12,6 +12,7 @@ Source: torch.distributed.checkpoint, `FileSystemWriter` and `DefaultSavePlanner
 """
 
 import threading
+import warnings
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -83,15 +84,26 @@ def write_dcp(
     """
     folder.mkdir()
     try:
-        save(
-            tree,
-            storage_writer=_Writer(folder, num_writers),
-            planner=_Planner(placeholders),
-            no_dist=True,
-        )
+        with warnings.catch_warnings():
+            # It is meant to be one process, and that is said with `no_dist`.
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            save(
+                tree,
+                storage_writer=_Writer(folder, num_writers),
+                planner=_Planner(placeholders),
+                no_dist=True,
+            )
     except CheckpointException as error:  # torch's wrapping of what went wrong in each rank
         first, _ = next(iter(error.failures.values()))
-        raise first from error
+        raise _behind(first) from error
+
+
+def _behind(error: BaseException) -> BaseException:
+    """What the file system has said, where that is behind an error of torch's writer in C++."""
+    found: BaseException | None = error
+    while found is not None and not isinstance(found, OSError):
+        found = found.__cause__ or found.__context__
+    return found or error
 
 
 class _Planner(DefaultSavePlanner):

@@ -32,12 +32,9 @@ def test_help_loads_nothing_heavy() -> None:
 @pytest.mark.parametrize(
     "module",
     [
-        "ftrun.cli.run",
-        "ftrun.cli.status",
-        "ftrun.smp.server",
+        *("ftrun.cli.run", "ftrun.cli.status", "ftrun.smp.server", "ftrun.wire.channel"),
+        *("ftrun.config", "ftrun.cli.snapshots_export", "ftrun.worker.export"),
         "ftrun.smp.convert",
-        "ftrun.wire.channel",
-        "ftrun.config",
     ],
 )
 def test_module_does_not_load_torch(module: str) -> None:
