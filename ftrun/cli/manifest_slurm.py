@@ -4,8 +4,8 @@ Runs in:  cli. Pure.
 Takes in: a `Job`, and what only Slurm has: partition, account, how often it may be queued again.
 Gives:    the text of a file for `sbatch`.
 
-Source: what Slurm 22.05 does when a node dies, with and without each of these lines, was tried on
-a real one (`tests/integration/test_slurm.py`); docs/many-nodes.md has the table.
+Source: what a real Slurm 22.05 does when a node dies, with and without --no-kill,
+--kill-on-bad-exit, --signal and --requeue; docs/many-nodes.md has the table.
 """
 
 import re
