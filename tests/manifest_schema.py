@@ -6,6 +6,7 @@ the form of a JSON schema; a field that is not there is an error, as it is in a 
 
 import re
 from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,15 @@ _TYPES = {"object": dict, "array": list, "string": str, "integer": int, "boolean
 
 def problems(document: Mapping[str, Any]) -> list[str]:
     """Everything in which a document is not of its kind; empty where it is."""
-    schemas = yaml.safe_load(FIELDS.read_text())
+    schemas = _schemas()
     kind = f"{document.get('apiVersion')} {document.get('kind')}"
     return list(_wrong(document, schemas[kind], kind)) if kind in schemas else [f"no {kind}"]
+
+
+@cache
+def _schemas() -> dict[str, Any]:
+    found: dict[str, Any] = yaml.safe_load(FIELDS.read_text())
+    return found
 
 
 def _wrong(value: Any, schema: Mapping[str, Any], at: str) -> Iterator[str]:

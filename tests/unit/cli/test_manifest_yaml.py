@@ -4,7 +4,7 @@ import re
 
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ftrun.cli.manifest_yaml import WIDTH, Said, Tree, plain, scalar, to_yaml
@@ -22,11 +22,12 @@ def _grown(inner: st.SearchStrategy[Tree]) -> st.SearchStrategy[Tree]:
     return st.lists(branch, max_size=4) | st.dictionaries(_keys, branch, max_size=4)
 
 
-_trees = st.recursive(_values, _grown, max_leaves=20)
+_trees = st.recursive(_values, _grown, max_leaves=12)
 _documents = st.dictionaries(_keys, _trees | st.builds(Said, _reasons, _trees), min_size=1)
 
 
-@given(st.lists(_documents, min_size=1, max_size=3))
+@settings(max_examples=40)
+@given(st.lists(_documents, min_size=1, max_size=2))
 def test_a_reader_gets_the_tree(documents: list[dict[str, Tree]]) -> None:
     text = to_yaml(documents, head="what this is\nand more")
     assert list(yaml.safe_load_all(text)) == [plain(one) for one in documents]
