@@ -7,6 +7,7 @@ Gives:    the run's exit code; its final block on stderr where it did not end we
 
 import logging
 import os
+import socket
 import sys
 from argparse import Namespace
 from pathlib import Path
@@ -34,7 +35,7 @@ from ftrun.agent.worker_group import WorkerGroup
 from ftrun.agent.worker_starter import WorkerStarter
 from ftrun.agent.zygote_link import ZygoteLink
 from ftrun.config import RunSpec
-from ftrun.errors import PeerError
+from ftrun.errors import PeerError, UsageError
 from ftrun.journal import Journal
 from ftrun.monitor.deadlines import HangSettings
 from ftrun.recovery.commands import EndRun
@@ -68,7 +69,8 @@ def launch(
     if zygote is not None:
         zygote.want(num_ranks)
     node = Node.of(spec, num_ranks, kept)
-    host = args.master_addr if spec.nodes is None and _is_given(args) else node.card.host
+    is_named = spec.nodes is None and _is_given(args)
+    host = _checked(args.master_addr) if is_named else node.card.host
     stores = StorePool(host, (args.master_port or 0) if spec.nodes is None else 0)
     register(stores)
     run = _assemble(spec, journal, smp, zygote, stub, stores, node=node, kept=kept)
@@ -199,6 +201,18 @@ def _fit(zygote: ZygoteLink | None, journal: Journal) -> ZygoteLink | None:
     journal.write("fresh_start", why=why)
     zygote.close()
     return None
+
+
+def _checked(host: str) -> str:
+    """Raises: UsageError: the name has no address."""
+    try:
+        socket.getaddrinfo(host, None)
+    except OSError as error:
+        raise UsageError(
+            f"--master-addr {host} has no address: {error.strerror or error}. Ranks connect to it. "
+            "On one node leave it out (or unset PET_MASTER_ADDR)"
+        ) from error
+    return host
 
 
 def _is_given(args: Namespace) -> bool:

@@ -75,6 +75,14 @@ def test_several_nodes_without_a_place_to_meet(tmp_path: Path) -> None:
     assert nothing_started(tmp_path)
 
 
+def test_a_master_that_has_no_address(tmp_path: Path) -> None:
+    (tmp_path / "train.py").touch()
+    done = ftrun("--master-addr", "nowhere.invalid", "train.py", cwd=tmp_path)
+    assert done.returncode == 2, done.stderr
+    assert "--master-addr nowhere.invalid has no address" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_run_that_is_alive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime(tmp_path)))
     (tmp_path / "train.py").touch()
