@@ -25,9 +25,20 @@ MEMBERS, STORE, PORT = 2, 2, 2121
 
 @pytest.fixture
 def cluster() -> Iterator[VirtualCluster]:
-    """Two nodes that train, and one that has an FTP server."""
+    """Two nodes that train, and one for an FTP server."""
     with VirtualCluster(MEMBERS + 1) as found:
         yield found
+
+
+@pytest.fixture
+def store(cluster: VirtualCluster, tmp_path: Path) -> Iterator[str]:
+    """Where its FTP server is; the last process of its node is waited for before the node goes."""
+    host = cluster.address(STORE)
+    words = [sys.executable, "-m", "tests.ftp_server", str(tmp_path / "store"), host, str(PORT)]
+    server = cluster.run(STORE, words, cwd=ROOT)
+    yield url_of(host, PORT)
+    server.kill()
+    server.wait(20)
 
 
 def written(run: NodesRun) -> list[dict[str, Any]]:
@@ -35,14 +46,11 @@ def written(run: NodesRun) -> list[dict[str, Any]]:
 
 
 def test_all_nodes_lost_at_once_cost_what_came_after_the_last_checkpoint(
-    cluster: VirtualCluster, tmp_path: Path
+    cluster: VirtualCluster, store: str, tmp_path: Path
 ) -> None:
     names = tuple(f"rank{rank}.jsonl" for rank in range(MEMBERS))
     job = Job("fsdp2", tuple(job_words("fsdp2", Path("FOLDER"))), names, STEPS)
     expected = Undisturbed(tmp_path / "undisturbed").of(job, MEMBERS)
-    host = cluster.address(STORE)
-    words = [sys.executable, "-m", "tests.ftp_server", str(tmp_path / "store"), host, str(PORT)]
-    server = cluster.run(STORE, words, cwd=ROOT)
     folder = tmp_path / "run"
     run = NodesRun(
         cluster,
@@ -50,7 +58,7 @@ def test_all_nodes_lost_at_once_cost_what_came_after_the_last_checkpoint(
         job_words("fsdp2", folder),
         Deadline(200),
         members=MEMBERS,
-        flags=("--checkpoint-dir", url_of(host, PORT), "--checkpoint-every", 0.5),
+        flags=("--checkpoint-dir", store, "--checkpoint-every", 0.5),
     )
     run.start_all()
     run.wait_for("two checkpoints", lambda: len(written(run)) >= 2)
@@ -69,6 +77,5 @@ def test_all_nodes_lost_at_once_cost_what_came_after_the_last_checkpoint(
     )  # fmt: skip
     assert {reader.of("attached")[-1]["step"] for reader in run.readers} == {saved_at}
     run.finish()
-    server.kill()
     outcomes = [outcome_of(folder / name) for name in names]
     assert not difference(expected, outcomes)
