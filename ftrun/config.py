@@ -8,7 +8,7 @@ The SMP and the workers do not import this (pydantic costs 60 ms); they are hand
 need: the SMP by arguments, a worker as `SnapshotSettings` in its environment.
 """
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -192,6 +192,12 @@ class CheckpointConfig(_Section):
     bytes_per_s: float = Field(
         default=0.0, ge=0, description="written at the most, by each node; 0: as fast as it goes"
     )
+    stream_wait_s: float = Field(
+        default=1.0,
+        ge=0,
+        description="on one node a snapshot that begins within this time is written while it is "
+        "captured; 0: the newest committed one is",
+    )
 
 
 class SmpConfig(_Section):
@@ -227,6 +233,24 @@ class NodesConfig(_Section):
     )
     failures_per_hour: int = Field(
         default=3, ge=1, description="a node that fails so often within an hour is put aside"
+    )
+
+
+class NetworkConfig(_Section):
+    """The ways between nodes: which there are, and who uses which."""
+
+    plan: Literal["off", "report", "on"] = Field(
+        default="report",
+        description="on: train over the best rails, in the best order of nodes; report: only say "
+        "so; off: no probes",
+    )
+    rails: list[str] = Field(
+        default_factory=list,
+        description="interfaces that the nodes use among each other; none: those that ftrun finds",
+    )
+    topology: str | None = Field(
+        default=None,
+        description="file that says which nodes share a switch: YAML, or Slurm's topology.conf",
     )
 
 
@@ -331,11 +355,22 @@ class Profile(_Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     smp: SmpConfig = SmpConfig()
     nodes: NodesConfig = NodesConfig()
+    network: NetworkConfig = NetworkConfig()
     preflight: PreflightConfig = PreflightConfig()
     erasure: ErasureConfig = ErasureConfig()
     security: SecurityConfig = SecurityConfig()
     metrics: MetricsConfig = MetricsConfig()
     hooks: HooksConfig = HooksConfig()
+
+
+class EtcdTls(BaseModel):
+    """The files by which a node and an etcd cluster know each other; absolute paths."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    ca: str | None = Field(default=None, description="signs the cluster's; none: the system's CAs")
+    cert: str | None = Field(default=None, description="of this node; none: it shows none")
+    key: str | None = Field(default=None, description="of that")
 
 
 class NodesSpec(BaseModel):
@@ -348,6 +383,13 @@ class NodesSpec(BaseModel):
     spares: int = Field(default=0, ge=0, description="nodes beside them that stand by")
     endpoint_host: str = Field(description="where they meet: a name or an address, as given")
     endpoint_port: int = Field(ge=1, le=65535)
+    etcd: list[str] = Field(
+        default=[], description="HOST:PORT of each; they meet there, and the endpoint is the first"
+    )
+    etcd_tls: EtcdTls | None = Field(default=None, description="none: plain HTTP")
+    etcd_life: int = Field(
+        default=0, ge=0, description="how often Slurm has queued the job again: a run of its own"
+    )
     node_id: str = Field(description="name of this node, unique in the run")
     is_named: bool = Field(
         default=False, description="the name is not the machine's: two nodes may share a machine"
@@ -368,6 +410,11 @@ class NodesSpec(BaseModel):
     domain: str | None = Field(
         default=None, description="what fails together with this node, such as a rack"
     )
+    switch: str = Field(default="", description="leaf switch of this node, as Slurm tells")
+    topology: dict[str, Any] | None = Field(
+        default=None, description="what network.topology holds, where it is YAML"
+    )
+    slurm_topology: str = Field(default="", description="where it is Slurm's topology.conf")
     erasure_data: int | None = Field(default=None, description="K; none: ftrun chooses")
     erasure_parity: int | None = Field(
         default=None, description="M; none: ftrun chooses; 0: no parity"

@@ -37,7 +37,7 @@ import re
 import uuid
 from collections import Counter
 from pathlib import Path, PurePath
-from typing import Any
+from typing import Any, ClassVar
 
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
@@ -87,7 +87,39 @@ def newest_step() -> int | None:
     return None if found is None else found.step
 
 
-class Writer(StorageWriter):
+class _InMemory:
+    """What a Writer and a Reader begin with: the rank, its snapshots, and the name of one.
+
+    Outside ftrun the constructor makes torch's own in its place.
+    """
+
+    _torchs: ClassVar[type[FileSystemReader | FileSystemWriter]]
+
+    def __new__(cls, *, fallback: AnyPath | None = None, wait_s: float = WAIT_S) -> Any:
+        if _context() is None:
+            return cls._torchs(_outside(fallback, cls.__name__))
+        return super().__new__(cls)
+
+    def __init__(self, *, fallback: AnyPath | None = None, wait_s: float = WAIT_S) -> None:
+        super().__init__()
+        context = _context()
+        assert context is not None
+        self._context = context
+        self._saver = _saver(context)
+        self._wait_s = wait_s
+        self._label: str | None = None
+
+    def reset(self, checkpoint_id: AnyPath | None = None) -> None:
+        """Another save begins under this name, or a load of the snapshot of this name."""
+        self._label = None if checkpoint_id is None else str(checkpoint_id)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: AnyPath) -> bool:
+        """Any text is a label."""
+        return True
+
+
+class Writer(_InMemory, StorageWriter):
     """A storage_writer that keeps what is saved in memory.
 
     Args:
@@ -99,29 +131,16 @@ class Writer(StorageWriter):
         UsageError: this process was not started by ftrun; or it has called `ftrun.attach`.
     """
 
-    def __new__(cls, *, fallback: AnyPath | None = None, wait_s: float = WAIT_S) -> Any:
-        if _context() is None:
-            return FileSystemWriter(_outside(fallback, "Writer"))
-        return super().__new__(cls)
+    _torchs = FileSystemWriter
 
     def __init__(self, *, fallback: AnyPath | None = None, wait_s: float = WAIT_S) -> None:
-        super().__init__()
-        context = _context()
-        assert context is not None
-        self._context = context
-        self._saver = _saver(context)
-        self._wait_s = wait_s
+        super().__init__(fallback=fallback, wait_s=wait_s)
         self._give_up_s = 0.0
-        self._label: str | None = None
         self._meta = StorageMeta()
         self._items: ItemsToSave | None = None
         self._step = -1
 
     # --- all ranks, before the plan ----------------------------------------------------------
-
-    def reset(self, checkpoint_id: AnyPath | None = None) -> None:
-        """Another save begins, under this name."""
-        self._label = None if checkpoint_id is None else str(checkpoint_id)
 
     def storage_meta(self) -> StorageMeta:
         # DCP's first call of each save on every rank, before anything of it can fail: so all ranks
@@ -183,11 +202,6 @@ class Writer(StorageWriter):
         sealed = self._saver.seal(packed)
         self._saver.await_commit(sealed, give_up_s=self._give_up_s)
 
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: AnyPath) -> bool:
-        """Any text is a label."""
-        return True
-
     def __reduce__(self) -> Any:
         raise UsageError(
             "a Writer of ftrun cannot be sent to another process: only the rank itself has its "
@@ -200,7 +214,7 @@ class Writer(StorageWriter):
         return int(numbers[-1]) if numbers else -1
 
 
-class Reader(StorageReader):
+class Reader(_InMemory, StorageReader):
     """A storage_reader that loads the newest snapshot of this run.
 
     Args:
@@ -212,24 +226,11 @@ class Reader(StorageReader):
         UsageError: this process was not started by ftrun; or it has called `ftrun.attach`.
     """
 
-    def __new__(cls, *, fallback: AnyPath | None = None, wait_s: float = WAIT_S) -> Any:
-        if _context() is None:
-            return FileSystemReader(_outside(fallback, "Reader"))
-        return super().__new__(cls)
+    _torchs = FileSystemReader
 
     def __init__(self, *, fallback: AnyPath | None = None, wait_s: float = WAIT_S) -> None:
-        super().__init__()
-        context = _context()
-        assert context is not None
-        self._context = context
-        self._saver = _saver(context)
-        self._wait_s = wait_s
-        self._label: str | None = None
+        super().__init__(fallback=fallback, wait_s=wait_s)
         self._saved: SavedItems | None = None
-
-    def reset(self, checkpoint_id: AnyPath | None = None) -> None:
-        """Load the snapshot of this name, and no other."""
-        self._label = None if checkpoint_id is None else str(checkpoint_id)
 
     def read_metadata(self) -> Metadata:
         self._close()
@@ -279,11 +280,6 @@ class Reader(StorageReader):
         done: Future[None] = Future()
         done.set_result(None)
         return done
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: AnyPath) -> bool:
-        """Any text is a label."""
-        return True
 
     def _check_label(self, saved: SavedItems) -> None:
         meta = saved.metadata.storage_meta

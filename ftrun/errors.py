@@ -155,15 +155,39 @@ class ValueNotStorable(SnapshotError):
 
 
 class ShapeChanged(SnapshotError):
-    """What was saved does not fit what is there now."""
+    """What was saved does not fit what is there now; the first ten are listed.
 
-    def __init__(self, *, key: str, saved: str, present: str) -> None:
+    Args:
+        key: the first that does not.
+        saved: what it was.
+        present: what it is.
+        others: the same three of all others.
+    """
+
+    SHOWN = 10
+
+    def __init__(
+        self,
+        *,
+        key: str,
+        saved: str,
+        present: str,
+        others: Sequence[tuple[str, str, str]] = (),
+    ) -> None:
         self.key = key
         self.saved = saved
         self.present = present
+        self.others = tuple(others)
+        told = [
+            f"{k} was saved as {s} and is {p} now" for k, s, p in [(key, saved, present), *others]
+        ]
+        lines = "".join(f"\n  - {one}" for one in told[: self.SHOWN])
+        more = len(told) - self.SHOWN
+        rest = f"\n  - and {more} more" if more > 0 else ""
+        many = f"{len(told)} things that were saved are others now:{lines}{rest}\n"
         super().__init__(
-            f"{key} was saved as {saved} and is {present} now. Restore with the script that made "
-            "the snapshot, or start anew with another --run-id"
+            f"{many if others else told[0] + '. '}Restore with the script that made the snapshot, "
+            "or start anew with another --run-id"
         )
 
 

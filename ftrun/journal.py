@@ -18,6 +18,8 @@ from pathlib import Path
 from ftrun import clock
 
 FILE_NAME = "journal.jsonl"
+NETWORK_NAME = "network.json"
+"""Beside it: what is known of the roads between nodes, where this node has led."""
 
 Watcher = Callable[[str, Mapping[str, object]], None]
 """Gets the kind and the fields of a line; in the thread that writes it, so it must not wait."""

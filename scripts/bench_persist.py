@@ -15,7 +15,8 @@ dcp.save    torch.distributed.checkpoint with its file writer, which syncs
 read back   the SMP's loader: into fresh arenas, all digests compared; over a warm copy
 
 Then a training of two ranks runs, and every few seconds a checkpoint is written at a limit of
---limit-mb a second: what a step takes meanwhile, over what it takes between two.
+--limit-mb a second: what a step takes meanwhile, over what it takes between two. Steps are counted
+in whole rounds from one snapshot to the next, so that both have the same share of snapshots.
 """
 
 import argparse
@@ -26,8 +27,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import pairwise
+from math import hypot
 from pathlib import Path
-from statistics import median
+from statistics import mean, median, stdev
 from typing import Any
 
 import xxhash
@@ -53,7 +56,8 @@ from bench_common import (
 from ftrun.ids import Rank, RunId
 from ftrun.smp.checkpoint import CheckpointWriter
 from ftrun.smp.checkpoint_files import Retention
-from ftrun.smp.checkpoint_load import load_checkpoint
+from ftrun.smp.checkpoint_load import LoadOrder, load_checkpoint
+from ftrun.smp.checkpoint_order import Means, WriteOrder
 from ftrun.smp.pace import Throttle
 from ftrun.snapshot.layout import Entry, Layout, When, make_layout, parse_header
 from ftrun.wire.arena import (
@@ -71,6 +75,8 @@ WAYS = ("ftrun", "dd", "torch.save", "dcp.save")
 WORKER = ROOT / "scripts" / "bench_steps_worker.py"
 WRITING_S = 4.0
 """So long a checkpoint is written beside a training, and so long there is none."""
+SNAPSHOT_EVERY = 4
+LEAST_ROUNDS = 10
 _FREE = 4
 """So many times the bytes must be free on disk and in memory."""
 
@@ -86,7 +92,7 @@ def main() -> int:
     parser.add_argument(
         "--step-seconds",
         type=float,
-        default=90.0,
+        default=180.0,
         help="of training (default %(default)s)",
     )
     args = parser.parse_args()
@@ -158,10 +164,8 @@ def write(
 ) -> None:
     """One turn of one way; on disk when it returns."""
     if way == "ftrun":
-        writer = CheckpointWriter(
-            RunId("bench"), free_bytes=lambda: 0, throttle=Throttle(threading.Event())
-        )
-        writer.write(fds, world_size=RANKS, directory=folder, retention=Retention(1))
+        writer = CheckpointWriter(Means(RunId("bench"), lambda: 0, Throttle(threading.Event())))
+        writer.write(fds, WriteOrder(str(folder), tuple(fds), RANKS, Retention(1)))
     elif way == "dd":
         dd(source, folder / "file")
     elif way == "torch.save":
@@ -191,7 +195,7 @@ def dd(source: Path, target: Path) -> None:
 def read_back(folder: Path) -> None:
     """As after a restart of the machine, but for what the page cache has kept."""
     ranks = [Rank(rank) for rank in range(RANKS)]
-    loaded = load_checkpoint(folder, world_size=RANKS, ranks=ranks, check=lambda _: None)
+    loaded = load_checkpoint(folder, LoadOrder(RANKS, ranks, lambda _: None))
     if loaded is None:
         raise BenchError("what was written cannot be read")
     for fd in loaded.fds:
@@ -221,7 +225,11 @@ def beside_steps(
         f"checkpoint.every_s={2 * WRITING_S}",
     ]
     flags = ["--nproc-per-node", RANKS, "--run-id", run_id, "--checkpoint-dir", disk / "saved"]
-    flags += ["--snapshot-every", 25, *(word for one in settings for word in ("--set", one))]
+    flags += [
+        "--snapshot-every",
+        SNAPSHOT_EVERY,
+        *(word for one in settings for word in ("--set", one)),
+    ]
     words = [WORKER, "--folder", folder, "--state-mb", half_mb, "--attach", 1]
     with launched("training", ftrun_command(*flags, *words), folder) as launcher:
         end_s = time.monotonic() + args.step_seconds
@@ -231,20 +239,36 @@ def beside_steps(
         written = [
             one for one in read_journal(folder, run_id) if one["kind"] == "CheckpointWritten"
         ]
-    times_s = [one["ns"] / 1e9 for one in read_lines(folder / "rank0.jsonl") if "step" in one]
-    spans = [(one["mono_s"] - one["seconds"], one["mono_s"]) for one in written[:-1]]
-    ratios = [
-        mean_step_s(times_s, *spans[at]) / mean_step_s(times_s, spans[at][1], spans[at + 1][0])
-        for at in range(1, len(spans) - 1)
-    ]
-    if len(ratios) < 2:
+    lines = read_lines(folder / "rank0.jsonl")
+    at_s = {one["step"]: one["ns"] / 1e9 for one in lines if "step" in one}
+    spans = [(one["mono_s"] - one["seconds"], one["mono_s"]) for one in written]
+    gaps = [(one[1], after[0]) for one, after in pairwise(spans)]
+    # The first is written while the training gets warm.
+    inside = [one for span in spans[1:-1] for one in rounds_s(at_s, *span)]
+    between = [one for gap in gaps[1:-1] for one in rounds_s(at_s, *gap)]
+    if min(len(inside), len(between)) < LEAST_ROUNDS:
         raise BenchError(f"only {len(written)} checkpoints were written; more --step-seconds")
-    return {"step_slowdown": median(ratios) - 1, "step_ratios": spread(ratios)}
+    ratio = mean(inside) / mean(between)
+    errors = [stdev(some) / mean(some) / len(some) ** 0.5 for some in (inside, between)]
+    return {
+        "step_slowdown": ratio - 1,
+        "step_slowdown_error": ratio * hypot(*errors),
+        "step_rounds": [len(inside), len(between)],
+        "step_s": mean(between) / SNAPSHOT_EVERY,
+    }
 
 
-def mean_step_s(times_s: list[float], begin_s: float, end_s: float) -> float:
-    inside = [at for at in times_s if begin_s <= at <= end_s]
-    return (inside[-1] - inside[0]) / (len(inside) - 1)
+def rounds_s(at_s: dict[int, float], begin_s: float, end_s: float) -> list[float]:
+    """How long each round of steps took, from one snapshot to the next, that lies in this time.
+
+    Args:
+        at_s: when each step was over, by its number.
+        begin_s: of the time, on the same clock.
+        end_s: of it.
+    """
+    ends = [step for step in at_s if step % SNAPSHOT_EVERY == 0 and step + SNAPSHOT_EVERY in at_s]
+    rounds = [(at_s[step], at_s[step + SNAPSHOT_EVERY]) for step in ends]
+    return [end - begin for begin, end in rounds if begin_s <= begin and end <= end_s]
 
 
 # --- what is written --------------------------------------------------------------------------
@@ -320,10 +344,12 @@ def show(figures: dict[str, Any]) -> None:
         f"{figures['read_over_memcpy']:.2f}"
     )
     if "step_slowdown" in figures:
-        ratios = figures["step_ratios"]
+        inside, between = figures["step_rounds"]
         print(
-            f"  steps while one is written, over those between two: {ratios['median']:.3f} "
-            f"({ratios['min']:.3f} to {ratios['max']:.3f})"
+            f"  steps while one is written, over those between two: "
+            f"{1 + figures['step_slowdown']:.3f}, standard error "
+            f"{figures['step_slowdown_error']:.3f}; {inside} and {between} rounds of "
+            f"{SNAPSHOT_EVERY} steps of {figures['step_s']:.2f} s"
         )
 
 

@@ -99,6 +99,9 @@ def started(folder: Path, ranks: int, what: str, gb: float, deadline: Deadline) 
         wait_for("the end of it", lambda: launcher.process.poll() is not None, [], deadline)
         if launcher.process.returncode != 0:
             raise BenchError(f"{what} with {ranks} ranks:\n{launcher.last_output()}")
+    if what == "save" and not (folder / "checkpoints" / "latest").exists():
+        journal = next(folder.glob("ftrun-logs/*/journal.jsonl")).read_text()
+        raise BenchError(f"no checkpoint of {ranks} ranks:\n{journal[-4000:]}")
     found: dict[str, float] = json.loads(figures.read_text()) if figures.exists() else {}
     return found
 

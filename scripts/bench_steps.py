@@ -79,12 +79,10 @@ def measure(
         run.wait_for("the measured time", lambda: time.monotonic() >= end_s)
         lines = [line for line in run.steps(0) if line["step"] >= began]
         took_s = (lines[-1]["ns"] - lines[0]["ns"]) / 1e9
-        commits = [line for line in run.journals("Commit") if line["node"] == "node0"]
         run.finish()
     return {
         "step_ms": 1e3 * took_s / (len(lines) - 1),
         "steps": len(lines) - 1,
-        "commits": len(commits),
     }
 
 

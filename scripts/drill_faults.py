@@ -296,6 +296,29 @@ def agent_stopped(it: Breaking) -> None:
     it.recovered()
 
 
+# --- a node is asked to leave -------------------------------------------------------------------
+
+
+def drained(it: Breaking) -> None:
+    _leaves(it, 1)
+
+
+def lead_drained(it: Breaking) -> None:
+    """Another one leads from then on, and starts the ranks once more."""
+    _leaves(it, 0)
+    it.run.wait_for("another lead", lambda: it.run.lead() != 0)
+    it.run.wait_for_more_steps(STEPS_AFTER)
+
+
+def _leaves(it: Breaking, node: int) -> None:
+    it.begin()
+    it.run.may_end(node)
+    it.signal(node, "cli.stub", signal.SIGTERM)
+    it.recovered()
+    if (code := it.run.wait_for_code(node)) != 128 + signal.SIGTERM:
+        raise BenchError(f"node{node} has left with {code}:\n{it.run.text(node)}")
+
+
 def _let_pass(it: Breaking, seconds: float) -> None:
     end_s = time.monotonic() + seconds
     it.run.wait_for("a pause", lambda: time.monotonic() >= end_s)
@@ -350,6 +373,8 @@ _ALL = (
     Fault("rank-kill", "a rank, by SIGKILL", rank_kill),
     Fault("smp-kill", "a node's SMP, by SIGKILL", smp_kill),
     Fault("agent-kill", "a node's agent, by SIGKILL", agent_kill),
+    Fault("drained", "a node gets SIGTERM", drained),
+    Fault("lead-drained", "the lead's node gets SIGTERM", lead_drained, pace=2.0),
     Fault("agent-stopped", "a node's agent, by SIGSTOP; SIGCONT when replaced", agent_stopped),
 )
 

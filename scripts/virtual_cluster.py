@@ -5,10 +5,12 @@
         cluster.run("node1", ["curl", f"http://{cluster.address('node0')}:8000"]).wait()
         cluster.kill("node0")
 
-Takes in: how many nodes; commands to run in them; failures to happen.
+Takes in: how many nodes, joined by what; commands to run in them; failures to happen.
 Gives:    nodes node0, node1 ... with an address, hostname, /etc/hosts, /dev/shm, /run, processes
           and process ids of their own, on a network of their own; everything else, the file system
-          above all, is the machine's. `run` gives children of the caller.
+          above all, is the machine's. `run` gives children of the caller. With several rails a
+          node has eth0, eth1 ..., each in another network; with several leaves not all nodes of a
+          rail are plugged into the same switch (see virtual_link).
 Survives: of a cluster in a `with` block nothing, however the block or its process ends; one kept
           by the command line (`scripts/vcluster`) lives until `down`.
 
@@ -34,7 +36,18 @@ from typing import Any
 import virtual_link as link
 import virtual_node as node_of
 from virtual_node import ClusterError, Holder, Process
-from virtual_state import Node, State, alive, checked, clusters, find, locked, root
+from virtual_state import (
+    Cable,
+    Network,
+    Node,
+    State,
+    alive,
+    checked,
+    clusters,
+    find,
+    locked,
+    root,
+)
 
 __all__ = ["ClusterError", "Node", "VirtualCluster", "available", "clusters"]
 
@@ -79,14 +92,24 @@ def available() -> str | None:
 class VirtualCluster:
     """N nodes on this machine. A node is named node0, node1 ..., or by its number."""
 
-    def __init__(self, nodes: int, *, name: str = "", shm: str = "2g", kept: bool = False) -> None:
+    def __init__(
+        self,
+        nodes: int,
+        *,
+        name: str = "",
+        shm: str = "2g",
+        kept: bool = False,
+        **network: Any,
+    ) -> None:
         """Nothing is started before `up`, or a `with` block.
 
         `shm`: size of each node's /dev/shm (bytes, or with k, m, g); it takes memory when used.
-        `kept`: it outlives this process. Raises: ClusterError: a number, name or size is wrong.
+        `kept`: it outlives this process. `network`: rails=2, leaves=2, uplink="400mbit" ..., see
+        Network. Raises: ClusterError: a number, name, size or rate is wrong.
         """
         if not 1 <= nodes <= link.MAX_NODES:
             raise ClusterError(f"{nodes} nodes: 1 to {link.MAX_NODES} are possible")
+        self._network = link.checked(Network(**network), nodes)
         if not _SHM.fullmatch(shm):
             raise ClusterError(f"a /dev/shm of {shm!r}: bytes, or such as 512m or 2g")
         self.name = checked(name or f"{os.getpid()}-{secrets.token_hex(3)}")
@@ -129,7 +152,7 @@ class VirtualCluster:
             if self._folder.exists():
                 raise ClusterError(f"cluster {self.name!r} is there: scripts/vcluster down first")
             owner = None if self._kept else Process.of(os.getpid())
-            state = State(self.name, self._shm, owner)
+            state = State(self.name, self._shm, owner, self._network)
             try:
                 self._start(state)
             except BaseException:
@@ -146,8 +169,8 @@ class VirtualCluster:
         """What is known of each."""
         return self._known().nodes
 
-    def address(self, node: int | str) -> str:
-        return self._known_node(node).address
+    def address(self, node: int | str, rail: int = 0) -> str:
+        return self._known_node(node).cables[rail].address
 
     # --- one node --------------------------------------------------------------------------------
 
@@ -183,9 +206,11 @@ class VirtualCluster:
         """Cut its power: every process dies at once, and not one packet tells the others."""
         with self._changing(node) as (state, found):
             switch = _switch(state)
-            switch.cut(found.index)
+            for port in link.ports(found):
+                switch.cut(port)
             self._end(state, found)
-            switch.unplug(found.index)
+            for port in link.ports(found):
+                switch.unplug(port)
 
     def reset(self, node: int | str) -> None:
         """Kill every process; its kernel lives, so that peers are told (FIN, RST) at once.
@@ -203,35 +228,44 @@ class VirtualCluster:
             if found.is_alive:
                 raise ClusterError(f"{found.name} is alive: kill it first")
             self._end(state, found)  # it may have died by itself
-            _switch(state).unplug(found.index)
-            for peer in [known for known in state.nodes if known.name in found.cut_from]:
-                _join(found, peer)
-            found.is_cut = False
-            found.rate = ""
+            for port in link.ports(found):
+                _switch(state).unplug(port)
+                for peer in state.nodes:
+                    link.join(found, peer, port.rail)
+            found.cables = [Cable(cable.address) for cable in found.cables]
             try:
                 self._start_nodes(state, [found])
             except BaseException:
                 self._end(state, found)
                 raise
 
-    def cut(self, node: int | str, *, peer: int | str | None = None) -> None:
-        """Pull its cable, or only what it and `peer` say to each other gets lost. All live on."""
-        with self._changing(node) as (state, found):
-            if peer is None:
-                _switch(state).cut(found.index)
-                found.is_cut = True
-            else:
-                _part(found, find(state, peer))
+    def cut(
+        self, node: int | str, *, peer: int | str | None = None, rail: int | None = None
+    ) -> None:
+        """Pull its cables, or only what it and `peer` say to each other gets lost. All live on.
 
-    def heal(self, node: int | str, *, peer: int | str | None = None) -> None:
-        """Undo `cut`: one pair, or without `peer` all of the node's cuts."""
+        `rail`: only on this one.
+        """
         with self._changing(node) as (state, found):
-            if peer is None:
-                alive(found)
-                _switch(state).heal(found.index)
-                found.is_cut = False
-            for other in state.nodes if peer is None else [find(state, peer)]:
-                _join(found, other)
+            for port in link.ports(found, rail):
+                if peer is None:
+                    _switch(state).cut(port)
+                    found.cables[port.rail].is_cut = True
+                else:
+                    link.part(found, find(state, peer), port.rail)
+
+    def heal(
+        self, node: int | str, *, peer: int | str | None = None, rail: int | None = None
+    ) -> None:
+        """Undo `cut`: one pair, or without `peer` all of the node's cuts; `rail`: on this one."""
+        with self._changing(node) as (state, found):
+            for port in link.ports(found, rail):
+                if peer is None:
+                    alive(found)
+                    _switch(state).heal(port)
+                    found.cables[port.rail].is_cut = False
+                for other in state.nodes if peer is None else [find(state, peer)]:
+                    link.join(found, other, port.rail)
 
     def freeze(self, node: int | str) -> None:
         """Hold every process. The kernel lives: it accepts and acknowledges, nobody answers."""
@@ -251,21 +285,30 @@ class VirtualCluster:
             alive(found)
             self._thaw(found)
 
-    def slow(self, node: int | str, rate: str) -> None:
-        """Limit its cable in both directions to a rate such as 100mbit; `off` ends that."""
+    def slow(self, node: int | str, rate: str, *, rail: int | None = None) -> None:
+        """Limit its cables in both directions to a rate such as 100mbit; `off` ends that.
+
+        `rail`: only this one.
+        """
         wanted = "" if rate == "off" else rate
         if wanted:
             link.bits_per_s(wanted)
         with self._changing(node) as (state, found):
-            link.limit(alive(found), "eth0", wanted)
-            link.limit(_switch(state).process, link.port(found.index), wanted)
-            found.rate = wanted
+            ports = link.ports(found, rail)
+            limit = wanted or state.network.rail_rate
+            link.limit(alive(found), [port.device for port in ports], limit)
+            link.limit(_switch(state).process, [port.name for port in ports], limit)
+            for port in ports:
+                found.cables[port.rail].rate = wanted
 
-    def delay(self, node: int | str, ms: float, *, loss_percent: float = 0.0) -> None:
-        """Make its cable longer: so many ms in each direction; 0 and no loss: as it was.
+    def delay(
+        self, node: int | str, ms: float, *, loss_percent: float = 0.0, rail: int | None = None
+    ) -> None:
+        """Make its cables longer: so many ms in each direction; 0 and no loss: as they were.
 
         Connections outlive it. `loss_percent`: of the frames; up to 64 KiB of TCP are one.
-        Raises: ClusterError: a number is wrong, or /dev/net/tun is not there.
+        `rail`: only this one. Raises: ClusterError: a number is wrong, or /dev/net/tun is not
+        there.
         """
         if not 0 <= ms <= link.MAX_DELAY_MS or not 0 <= loss_percent <= 100:
             raise ClusterError(
@@ -273,9 +316,10 @@ class VirtualCluster:
             )
         with self._changing(node) as (state, found):
             alive(found)
-            self._end_delay(state, found)
-            if ms or loss_percent:
-                self._start_delay(state, found, ms, loss_percent)
+            for port in link.ports(found, rail):
+                self._end_delay(state, found, port)
+                if ms or loss_percent:
+                    self._start_delay(state, found, port, (ms, loss_percent))
 
     # --- how -------------------------------------------------------------------------------------
 
@@ -305,7 +349,16 @@ class VirtualCluster:
     def _start(self, state: State) -> None:
         self._folder.mkdir(mode=0o700)
         names = [f"node{index}" for index in range(self._count)]
-        state.nodes = [Node(name, index, link.address(index)) for index, name in enumerate(names)]
+        rails = range(state.network.rails)
+        state.nodes = [
+            Node(
+                name,
+                index,
+                [Cable(link.address(index, rail)) for rail in rails],
+                state.network.leaf(index),
+            )
+            for index, name in enumerate(names)
+        ]
         hosts = ["127.0.0.1 localhost", "::1 localhost ip6-localhost"]
         hosts += [f"{node.address} {node.name}" for node in state.nodes]
         (self._folder / "hosts").write_text("\n".join(hosts) + "\n")
@@ -314,7 +367,7 @@ class VirtualCluster:
         state.dump(self._folder)
         switch.go()
         switch.wait_ready()
-        _switch(state).make_bridge()
+        _switch(state).make_bridges(state.network)
         self._start_nodes(state, state.nodes)
 
     def _start_nodes(self, state: State, nodes: list[Node]) -> None:
@@ -323,16 +376,21 @@ class VirtualCluster:
         for node, holder in started:
             node.init = holder.process()
         state.dump(self._folder)
-        _switch(state).plug({node.index: alive(node) for node in nodes})
+        cables = {port: alive(node) for node in nodes for port in link.ports(node)}
+        _switch(state).plug(cables, state.network.rail_rate)
         for _, holder in started:
             holder.go()
         for _, holder in started:
             holder.wait_ready()
+        if rate := state.network.rail_rate:
+            for node in nodes:
+                link.limit(alive(node), [port.device for port in link.ports(node)], rate)
         self._let_go()
 
     def _init_command(self, node: Node) -> list[str]:
         hosts = str(self._folder / "hosts")
-        return node_of.init_command(node.name, node.address, link.NETWORK, hosts, self._shm)
+        addresses = " ".join(cable.address for cable in node.cables)
+        return node_of.init_command(node.name, hosts, self._shm, addresses)
 
     def _hold(self, name: str, command: list[str]) -> Holder:
         log = self._folder / f"{name}.log"
@@ -343,33 +401,36 @@ class VirtualCluster:
         """End all its processes, and what was there only for them."""
         if node.init is not None:
             node_of.kill_node(node.init)
-        self._end_delay(state, node)
+        for port in link.ports(node):
+            self._end_delay(state, node, port)
         self._thaw(node)
         node.init = None
         _reap_commands()
         self._reap(node.name)
 
-    def _start_delay(self, state: State, node: Node, ms: float, loss_percent: float) -> None:
-        switch = _switch(state)
-        holder = self._hold(_delayer(node), switch.delay_command(node.index, ms, loss_percent))
-        node.delayer = holder.process()
+    def _start_delay(
+        self, state: State, node: Node, port: link.Port, how: tuple[float, float]
+    ) -> None:
+        switch, cable = _switch(state), node.cables[port.rail]
+        holder = self._hold(_delayer(port), switch.delay_command(port, *how))
+        cable.delayer = holder.process()
         state.dump(self._folder)
         holder.go()
         holder.wait_ready()
-        switch.lengthen(node.index)
-        node.delay_ms = ms
-        node.loss_percent = loss_percent
+        switch.lengthen(port)
+        cable.delay_ms, cable.loss_percent = how
         self._let_go()
 
-    def _end_delay(self, state: State, node: Node) -> None:
-        if node.delayer is not None:
+    def _end_delay(self, state: State, node: Node, port: link.Port) -> None:
+        cable = node.cables[port.rail]
+        if cable.delayer is not None:
             if state.switch is not None and state.switch.is_alive:
-                _switch(state).shorten(node.index)
-            node.delayer.kill()
-            node.delayer.wait()
-        node.delayer = None
-        node.delay_ms = node.loss_percent = 0.0
-        self._reap(_delayer(node))
+                _switch(state).shorten(port)
+            cable.delayer.kill()
+            cable.delayer.wait()
+        cable.delayer = None
+        cable.delay_ms = cable.loss_percent = 0.0
+        self._reap(_delayer(port))
 
     def _let_go(self) -> None:
         """Of what shall outlive this process."""
@@ -410,32 +471,14 @@ def _reap_commands() -> None:
         _commands[:] = [command for command in _commands if command.poll() is None]
 
 
-def _delayer(node: Node) -> str:
-    return f"delay-{node.name}"
+def _delayer(port: link.Port) -> str:
+    return f"delay-{port.name}"
 
 
 def _switch(state: State) -> link.Switch:
     if state.switch is None or not state.switch.is_alive:
         raise ClusterError(f"cluster {state.name!r} has lost its network: scripts/vcluster down")
     return link.Switch(state.switch)
-
-
-def _part(one: Node, other: Node) -> None:
-    if one is other:
-        raise ClusterError(f"{one.name} cannot be cut from itself")
-    link.close_to(alive(one), other.address)
-    link.close_to(alive(other), one.address)
-    one.cut_from = sorted({*one.cut_from, other.name})
-    other.cut_from = sorted({*other.cut_from, one.name})
-
-
-def _join(one: Node, other: Node) -> None:
-    if other.name not in one.cut_from:
-        return
-    for near, far in ((one, other), (other, one)):
-        if near.init is not None and near.is_alive:
-            link.open_to(near.init, far.address)
-        near.cut_from = [name for name in near.cut_from if name != far.name]
 
 
 def _remove_left_overs() -> None:

@@ -1,8 +1,11 @@
-"""The network of a virtual cluster: a bridge in a namespace of its own, a cable to each node.
+"""The network of a virtual cluster: bridges in a namespace of their own, cables to each node.
 
 Takes in: the switch's process, the nodes' first processes, what their cables shall be like.
 Gives:    links that are up, down, slow or closed for one pair. Nothing is made in the network of
           the host: both ends of a cable are born in the namespaces they belong to.
+
+Each rail is a network of its own: a bridge for each leaf and, where there are several, another
+bridge that joins them, the spine. From one leaf to another a packet goes over two uplinks.
 
 Rule 1: cables are cut at the switch's end. The node's own end keeps its addresses and routes, its
         processes see packets that are not answered and nothing else, as with a real switch.
@@ -13,16 +16,19 @@ Rule 2: a node has the same hardware address all its life and after `revive`; ot
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from virtual_node import WAIT_S, ClusterError, Process
+from virtual_state import Network, Node, alive
 
-NETWORK = "10.77.0.0/24"
 MAX_NODES = 250
+MAX_RAILS = 8
+MAX_LEAVES = 32
 MAX_DELAY_MS = 10_000
-BRIDGE = "bridge"
 _NOWHERE = "02:77:00:00:ff:ff"
-"""The bridge's own address: it has no use for what is sent there, and drops it in silence."""
+"""The bridges' own address: they have no use for what is sent there, and drop it in silence."""
 
 _SWITCH = """
 set -e
@@ -40,17 +46,77 @@ _MIN_BURST_BYTES = 256 * 1024
 """Below it the kernel takes packets of 64 KiB apart, at ten times the cost."""
 
 
-def address(index: int) -> str:
-    return f"10.77.0.{index + 1}"
+def address(index: int, rail: int = 0) -> str:
+    return f"10.77.{rail}.{index + 1}"
 
 
-def hardware_address(index: int) -> str:
-    return f"02:77:00:00:00:{index + 1:02x}"
+def device_of(rail: int) -> str:
+    return f"eth{rail}"
 
 
-def port(index: int) -> str:
-    """The switch's end of the cable; the node's end is eth0."""
-    return f"p{index}"
+@dataclass(frozen=True)
+class Port:
+    """Where a node's cable is plugged in."""
+
+    index: int
+    """Of the node."""
+    rail: int
+    leaf: int
+
+    @property
+    def name(self) -> str:
+        """Of the switch's end of the cable."""
+        return f"p{self.index}-{self.rail}"
+
+    @property
+    def device(self) -> str:
+        """The node's end of it."""
+        return device_of(self.rail)
+
+    @property
+    def bridge(self) -> str:
+        return _leaf(self.leaf, self.rail)
+
+    @property
+    def hardware_address(self) -> str:
+        """Of the node's end."""
+        return f"02:77:00:00:{self.rail:02x}:{self.index + 1:02x}"
+
+    @property
+    def delay_devices(self) -> tuple[str, str, str]:
+        """The near one, the far one, and the bridge between the node's cable and the near one."""
+        which = f"{self.index}-{self.rail}"
+        return f"n{which}", f"f{which}", f"b{which}"
+
+
+def ports(node: Node, rail: int | None = None) -> list[Port]:
+    """Of one rail, or of all. Raises: ClusterError: there is no such rail."""
+    found = [Port(node.index, number, node.leaf) for number in range(len(node.cables))]
+    if rail is None:
+        return found
+    if not 0 <= rail < len(found):
+        raise ClusterError(f"{node.name} has no rail {rail}: it has {len(found)}, from 0")
+    return [found[rail]]
+
+
+def checked(network: Network, nodes: int) -> Network:
+    """Raises: ClusterError: there is no such network for so many nodes."""
+    for count, most, what in (
+        (network.rails, MAX_RAILS, "rails"),
+        (network.leaves, MAX_LEAVES, "leaves"),
+    ):
+        if not 1 <= count <= most:
+            raise ClusterError(f"{count} {what}: 1 to {most} are possible")
+    for rate in filter(None, (network.uplink, network.rail_rate)):
+        bits_per_s(rate)
+    if network.uplink and network.leaves == 1:
+        raise ClusterError("an uplink joins leaves, and there is one leaf: ask for two")
+    wrong = [leaf for leaf in network.leaf_of if not 0 <= leaf < network.leaves]
+    if wrong or len(network.leaf_of) not in (0, nodes):
+        raise ClusterError(
+            f"leaf_of {network.leaf_of}: one of 0 to {network.leaves - 1} for each of {nodes} nodes"
+        )
+    return network
 
 
 def switch_command(name: str) -> list[str]:
@@ -63,53 +129,64 @@ class Switch:
     def __init__(self, process: Process) -> None:
         self.process = process
 
-    def make_bridge(self) -> None:
-        self.ip(
-            f"link add {BRIDGE} address {_NOWHERE} type bridge mcast_snooping 0",
-            f"link set {BRIDGE} up",
-        )
+    def make_bridges(self, network: Network) -> None:
+        lines = []
+        for rail in range(network.rails):
+            spine = [f"spine-{rail}"] if network.leaves > 1 else []
+            for bridge in [*spine, *(_leaf(leaf, rail) for leaf in range(network.leaves))]:
+                lines.append(f"link add {bridge} address {_NOWHERE} type bridge mcast_snooping 0")
+                lines.append(f"link set {bridge} up")
+            for leaf, (up, down) in enumerate(_uplinks(network, rail)):
+                lines.append(f"link add {up} type veth peer name {down}")
+                lines.append(f"link set {up} master {_leaf(leaf, rail)} up")
+                lines.append(f"link set {down} master {spine[0]} up")
+        self.ip(*lines)
+        uplinks = [_uplinks(network, rail) for rail in range(network.rails)]
+        ends = [end for of_rail in uplinks for both in of_rail for end in both]
+        limit(self.process, ends, network.uplink)
 
     def ip(self, *lines: str) -> None:
         inside(self.process, ["ip", "-batch", "-"], "\n".join(lines) + "\n")
 
-    def plug(self, cables: dict[int, Process]) -> None:
-        """Lay a cable to each of these nodes, by index; its end in the node is down as yet."""
+    def plug(self, cables: dict[Port, Process], rate: str) -> None:
+        """Lay these cables to nodes; their ends in the nodes are down as yet, and not limited."""
         lines = []
-        for index, init in cables.items():
-            far = f"eth0 address {hardware_address(index)} netns {init.pid}"
-            lines.append(f"link add {port(index)} type veth peer name {far}")
-            lines.append(f"link set {port(index)} master {BRIDGE} up")
+        for port, init in cables.items():
+            far = f"{port.device} address {port.hardware_address} netns {init.pid}"
+            lines.append(f"link add {port.name} type veth peer name {far}")
+            lines.append(f"link set {port.name} master {port.bridge} up")
         self.ip(*lines)
+        limit(self.process, [port.name for port in cables], rate)
 
-    def unplug(self, index: int) -> None:
-        self._try(port(index), f"link delete {port(index)}")
+    def unplug(self, port: Port) -> None:
+        self._try(port.name, f"link delete {port.name}")
 
-    def cut(self, index: int) -> None:
-        self._try(port(index), f"link set {port(index)} down")
+    def cut(self, port: Port) -> None:
+        self._try(port.name, f"link set {port.name} down")
 
-    def heal(self, index: int) -> None:
-        self.ip(f"link set {port(index)} up")
+    def heal(self, port: Port) -> None:
+        self.ip(f"link set {port.name} up")
 
-    def lengthen(self, index: int) -> None:
+    def lengthen(self, port: Port) -> None:
         """Lead a node's cable through the two devices of `delay_command`, which are there."""
-        near, far, between = _delay_devices(index)
+        near, far, between = port.delay_devices
         self.ip(
             f"link add {between} type bridge mcast_snooping 0",
             f"link set {between} up",
             f"link set {near} txqueuelen 10000 master {between} up",
-            f"link set {far} txqueuelen 10000 master {BRIDGE} up",
-            f"link set {port(index)} master {between}",
+            f"link set {far} txqueuelen 10000 master {port.bridge} up",
+            f"link set {port.name} master {between}",
         )
 
-    def shorten(self, index: int) -> None:
+    def shorten(self, port: Port) -> None:
         """The cable as it was; the two devices go with their process."""
-        _, _, between = _delay_devices(index)
-        self._try(port(index), f"link set {port(index)} master {BRIDGE}")
+        _, _, between = port.delay_devices
+        self._try(port.name, f"link set {port.name} master {port.bridge}")
         self._try(between, f"link delete {between}")
 
-    def delay_command(self, index: int, delay_ms: float, loss_percent: float) -> list[str]:
+    def delay_command(self, port: Port, delay_ms: float, loss_percent: float) -> list[str]:
         """A process that makes two devices and carries frames between them."""
-        near, far, _ = _delay_devices(index)
+        near, far, _ = port.delay_devices
         enter = ["nsenter", "--target", str(self.process.pid), "--net", "--"]
         words = [near, far, str(delay_ms), str(loss_percent)]
         return [*enter, sys.executable, "-I", "-S", str(_DELAY), *words]
@@ -123,18 +200,44 @@ class Switch:
                 raise
 
 
-def _delay_devices(index: int) -> tuple[str, str, str]:
-    """The near one, the far one, and the bridge between the node's cable and the near one."""
-    return f"n{index}", f"f{index}", f"b{index}"
+def _leaf(leaf: int, rail: int) -> str:
+    return f"leaf{leaf}-{rail}"
 
 
-def close_to(init: Process, peer: str) -> None:
+def _uplinks(network: Network, rail: int) -> list[tuple[str, str]]:
+    """Both ends of each leaf's link to the spine, if there is one."""
+    leaves = range(network.leaves) if network.leaves > 1 else ()
+    return [(f"u{leaf}-{rail}", f"d{leaf}-{rail}") for leaf in leaves]
+
+
+def part(one: Node, other: Node, rail: int) -> None:
+    """What these two say to each other over this rail gets lost, in silence."""
+    if one is other:
+        raise ClusterError(f"{one.name} cannot be cut from itself")
+    for near, far in ((one, other), (other, one)):
+        _close_to(alive(near), far.cables[rail].address, device_of(rail))
+        cable = near.cables[rail]
+        cable.cut_from = sorted({*cable.cut_from, far.name})
+
+
+def join(one: Node, other: Node, rail: int) -> None:
+    """Undo `part`, if it was."""
+    if other.name not in one.cables[rail].cut_from:
+        return
+    for near, far in ((one, other), (other, one)):
+        cable = near.cables[rail]
+        if near.init is not None and near.is_alive:
+            _open_to(near.init, far.cables[rail].address, device_of(rail))
+        cable.cut_from = [name for name in cable.cut_from if name != far.name]
+
+
+def _close_to(init: Process, peer: str, device: str) -> None:
     """What this node sends to that address gets lost from now on, in silence."""
-    inside(init, ["ip", "neigh", "replace", peer, "lladdr", _NOWHERE, "dev", "eth0"])
+    inside(init, ["ip", "neigh", "replace", peer, "lladdr", _NOWHERE, "dev", device])
 
 
-def open_to(init: Process, peer: str) -> None:
-    inside(init, ["ip", "neigh", "flush", "to", peer, "dev", "eth0", "nud", "all"])
+def _open_to(init: Process, peer: str, device: str) -> None:
+    inside(init, ["ip", "neigh", "flush", "to", peer, "dev", device, "nud", "all"])
 
 
 def bits_per_s(rate: str) -> float:
@@ -145,16 +248,20 @@ def bits_per_s(rate: str) -> float:
     return float(matched[1]) * _UNITS[matched[2]]
 
 
-def limit(namespace: Process, device: str, rate: str) -> None:
-    """What leaves by this device is at most so much; empty: without a limit."""
-    # What is there by default cannot be deleted, and what is deleted gives way to the default.
-    inside(namespace, ["tc", "qdisc", "replace", "dev", device, "root", "pfifo"])
-    inside(namespace, ["tc", "qdisc", "delete", "dev", device, "root"])
-    if rate:
-        bits = bits_per_s(rate)
-        burst = max(_MIN_BURST_BYTES, int(bits / 8 * 0.008))  # 8 ms of traffic
-        words = ["rate", f"{bits:.0f}bit", "burst", str(burst), "latency", "50ms"]
-        inside(namespace, ["tc", "qdisc", "add", "dev", device, "root", "tbf", *words])
+def limit(namespace: Process, devices: Sequence[str], rate: str) -> None:
+    """What leaves by each of these devices is at most so much; empty: without a limit."""
+    lines = []
+    for device in devices:
+        # What is there by default cannot be deleted; what is deleted gives way to the default.
+        lines.append(f"qdisc replace dev {device} root pfifo")
+        lines.append(f"qdisc delete dev {device} root")
+        if rate:
+            bits = bits_per_s(rate)
+            burst = max(_MIN_BURST_BYTES, int(bits / 8 * 0.008))  # 8 ms of traffic
+            shape = f"tbf rate {bits:.0f}bit burst {burst} latency 50ms"
+            lines.append(f"qdisc add dev {device} root {shape}")
+    if lines:
+        inside(namespace, ["tc", "-batch", "-"], "\n".join(lines) + "\n")
 
 
 def inside(namespace: Process, command: list[str], text: str = "") -> str:

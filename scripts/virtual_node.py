@@ -104,7 +104,7 @@ def _wait_for(descriptor: int, what: str) -> None:
 
 
 def init_command(*words: str) -> list[str]:
-    """The first process of a node: name, address, network, hosts file, size of /dev/shm."""
+    """The first process of a node: name, hosts file, size of /dev/shm, addresses."""
     # Only the second unshare is in the node: nobody outside holds its network.
     outer = ["unshare", "--pid", "--fork", "--"]
     inner = ["unshare", "--net", "--mount", "--uts", "--ipc", "--"]

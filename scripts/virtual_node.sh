@@ -1,8 +1,10 @@
 # The first process of a node of a virtual cluster, in namespaces of its own already.
-# It says its pid, waits until there is an eth0, makes the node, says `ready`, and then only is.
-# Usage: sh virtual_node.sh NAME ADDRESS NETWORK HOSTS SHM owned|kept
+# It says its pid, waits until its interfaces are there, makes the node, says `ready`, and then
+# only is.
+# Usage: sh virtual_node.sh NAME HOSTS SHM ADDRESSES owned|kept
+# ADDRESSES: of eth0, eth1 ..., with blanks between; each is one of a network of 256 (/24).
 set -e
-name=$1 address=$2 network=$3 hosts=$4 shm=$5 life=$6
+name=$1 hosts=$2 shm=$3 addresses=$4 life=$5
 
 read -r pid rest </proc/self/stat # as seen from outside: /proc is still the old one
 echo "$pid"
@@ -15,15 +17,20 @@ mount -t tmpfs -o "size=$shm,mode=1777" tmpfs /dev/shm
 mount -t tmpfs -o size=64m,mode=755 tmpfs /run
 mkdir -p -m 700 "/run/user/$(id -u)"
 
-[ ! -e /proc/sys/net/ipv6 ] || echo 1 >/proc/sys/net/ipv6/conf/eth0/disable_ipv6
-ip -batch - <<END
-link set lo up
-address add $address/24 brd + dev eth0
-link set eth0 up
+ip link set lo up
+rail=0
+for address in $addresses; do
+    device=eth$rail
+    [ ! -e /proc/sys/net/ipv6 ] || echo 1 >"/proc/sys/net/ipv6/conf/$device/disable_ipv6"
+    ip -batch - <<END
+address add $address/24 brd + dev $device
+link set $device up
 END
-# The host's default may be one for other links: bbr has half the rate on these.
-ip route replace "$network" dev eth0 proto kernel scope link src "$address" \
-    congctl cubic 2>/dev/null || true
+    # The host's default may be one for other links: bbr has half the rate on these.
+    ip route replace "${address%.*}.0/24" dev "$device" proto kernel scope link src "$address" \
+        congctl cubic 2>/dev/null || true
+    rail=$((rail + 1))
+done
 
 echo ready
 # Children whose signal is ignored are reaped by the kernel: so are the orphans of this node.

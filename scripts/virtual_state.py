@@ -16,10 +16,57 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from virtual_node import ClusterError, Process
 
+_FORMAT = 2
+"""Of the file. Checkouts that write another one do not see each other's clusters."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,39}")
+
+
+@dataclass
+class Network:
+    """What the nodes of a cluster are joined by."""
+
+    rails: int = 1
+    """Interfaces of each node; each has a network of its own, apart from the others."""
+    leaves: int = 1
+    """Switches of each rail that nodes are plugged into."""
+    uplink: str = ""
+    """What a leaf has to the others, in each direction, such as 400mbit; empty: no limit."""
+    rail_rate: str = ""
+    """What a node's cable has, in each direction; empty: no limit."""
+    leaf_of: list[int] = field(default_factory=list)
+    """The leaf of each node; empty: dealt like cards, node0 to leaf0, node1 to leaf1 ..."""
+
+    def leaf(self, index: int) -> int:
+        return self.leaf_of[index] if self.leaf_of else index % self.leaves
+
+
+@dataclass
+class Cable:
+    """What is known of one cable of a node, from its interface to its leaf."""
+
+    address: str
+    is_cut: bool = False
+    cut_from: list[str] = field(default_factory=list)
+    """Names of the nodes to which no packet comes over this rail, nor from them."""
+    rate: str = ""
+    """It is slower than it was made; empty: it is not."""
+    delay_ms: float = 0.0
+    loss_percent: float = 0.0
+    delayer: Process | None = None
+
+    @property
+    def troubles(self) -> list[str]:
+        return [
+            *(["cut"] if self.is_cut else []),
+            *[f"cut from {peer}" for peer in self.cut_from],
+            *([f"slow {self.rate}"] if self.rate else []),
+            *([f"{self.delay_ms:g} ms"] if self.delay_ms else []),
+            *([f"{self.loss_percent:g} % lost"] if self.loss_percent else []),
+        ]
 
 
 @dataclass
@@ -28,18 +75,18 @@ class Node:
 
     name: str
     index: int
-    address: str
+    cables: list[Cable]
+    """One for each rail: the first is that of eth0."""
+    leaf: int = 0
     init: Process | None = None
     """Its first process; None: it is dead."""
-    is_cut: bool = False
-    cut_from: list[str] = field(default_factory=list)
-    """Names of the nodes to which its packets do not come, nor theirs to it."""
     frozen_by: str = ""
     """The cgroup that holds it, or `signals`; empty: it is not frozen."""
-    rate: str = ""
-    delay_ms: float = 0.0
-    loss_percent: float = 0.0
-    delayer: Process | None = None
+
+    @property
+    def address(self) -> str:
+        """That its name stands for."""
+        return self.cables[0].address
 
     @property
     def is_alive(self) -> bool:
@@ -47,18 +94,15 @@ class Node:
 
     @property
     def state(self) -> str:
+        """In words; what all its cables have in common is said once."""
         if not self.is_alive:
             return "dead"
-        return ", ".join(
-            [
-                "frozen" if self.frozen_by else "up",
-                *(["cut"] if self.is_cut else []),
-                *[f"cut from {peer}" for peer in self.cut_from],
-                *([f"slow {self.rate}"] if self.rate else []),
-                *([f"{self.delay_ms:g} ms"] if self.delay_ms else []),
-                *([f"{self.loss_percent:g} % lost"] if self.loss_percent else []),
-            ]
-        )
+        found = ["frozen" if self.frozen_by else "up"]
+        troubles = [cable.troubles for cable in self.cables]
+        common = [one for one in troubles[0] if all(one in rest for rest in troubles)]
+        for rail, of_rail in enumerate(troubles):
+            found += [f"eth{rail} {one}" for one in of_rail if one not in common]
+        return ", ".join([found[0], *common, *found[1:]])
 
 
 @dataclass
@@ -69,6 +113,7 @@ class State:
     shm: str
     owner: Process | None
     """The process it must not outlive; None: it stays until `down`."""
+    network: Network = field(default_factory=Network)
     switch: Process | None = None
     nodes: list[Node] = field(default_factory=list)
 
@@ -89,10 +134,19 @@ class State:
             found = json.loads((folder / "state.json").read_text())
         except FileNotFoundError:
             return None
-        for about in (found, *found["nodes"]):
-            for key in {"owner", "switch", "init", "delayer"} & about.keys():
-                about[key] = about[key] and Process(**about[key])
-        return State(**{**found, "nodes": [Node(**node) for node in found["nodes"]]})
+        nodes = found.pop("nodes")
+        for node in nodes:
+            cables = [Cable(**_with_process(cable, "delayer")) for cable in node["cables"]]
+            node["cables"] = cables
+        for name in ("owner", "switch"):
+            _with_process(found, name)
+        found["network"] = Network(**found["network"])
+        return State(**found, nodes=[Node(**_with_process(node, "init")) for node in nodes])
+
+
+def _with_process(about: dict[str, Any], name: str) -> dict[str, Any]:
+    about[name] = about[name] and Process(**about[name])
+    return about
 
 
 def find(state: State, node: int | str) -> Node:
@@ -120,8 +174,8 @@ def checked(name: str) -> str:
 
 def root() -> Path:
     if os.access("/run", os.W_OK):
-        return Path("/run/ftrun-vcluster")
-    return Path(tempfile.gettempdir()) / f"ftrun-vcluster-{os.getuid()}"
+        return Path(f"/run/ftrun-vcluster-v{_FORMAT}")
+    return Path(tempfile.gettempdir()) / f"ftrun-vcluster-v{_FORMAT}-{os.getuid()}"
 
 
 @contextlib.contextmanager

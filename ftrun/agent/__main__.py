@@ -23,7 +23,7 @@ from ftrun.agent.smp_link import SmpLink
 from ftrun.agent.stub_link import StubLink, kept
 from ftrun.agent.zygote_link import ZygoteLink
 from ftrun.config import RunSpec
-from ftrun.errors import ExitCode, FtrunError, InternalError
+from ftrun.errors import ExitCode, FtrunError, InternalError, PeerError
 from ftrun.journal import Journal
 from ftrun.kernel import become_subreaper, die_with_parent, name_process
 from ftrun.wire.run_folder import RunFolder
@@ -137,16 +137,19 @@ def _take_over(smp: SmpLink, journal: Journal) -> KeptState:
     fds, from_stub = kept()
     left = smp.find()
     if left is None:
-        smp.adopt(fds)
+        smp.memory.adopt(fds)
         smp.start()
     else:
-        for fd in fds:
-            os.close(fd)
+        try:
+            smp.complete(fds)
+        except PeerError:
+            smp.lost()
+            smp.start()
     state = newer(decode_state(left or b""), from_stub)
     _wait_for_end_of(state.pids)
     if state.plan is not None:
         generation = state.plan.generation
-        journal.write("adopted", arenas=len(smp.held), generation=generation)
+        journal.write("adopted", arenas=len(smp.memory.held), generation=generation)
     return state
 
 

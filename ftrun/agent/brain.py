@@ -12,7 +12,16 @@ from collections.abc import Callable
 from queue import Empty, SimpleQueue
 
 from ftrun import clock
-from ftrun.recovery.commands import CheckAgain, Command, Dial, HangUp, NodeCommand, Send
+from ftrun.recovery.commands import (
+    AskWitness,
+    CheckAgain,
+    Command,
+    Dial,
+    HangUp,
+    NodeCommand,
+    Send,
+    TryRoad,
+)
 from ftrun.recovery.happenings import Happening, Passing
 from ftrun.recovery.member import Member
 from ftrun.recovery.oversight import Oversight
@@ -41,6 +50,10 @@ class Brain:
         """The newest one; it counts only while this agent leads."""
         self.check_again: Callable[[int], None] = _nobody
         """Begins a check of this node, up to this number; never waits."""
+        self.ask_witness: Callable[[AskWitness], None] = _no_witness
+        """Takes a question for the outside witness; never waits."""
+        self.try_road: Callable[[TryRoad], None] = _no_roads
+        """Tries a road from this node; never waits."""
         self._policy = policy
         self._me = me.node_id
         self.member = Member(
@@ -77,6 +90,18 @@ class Brain:
     def leads(self) -> bool:
         return self.member.lead is not None
 
+    def card_of(self, node_id: str) -> NodeCard | None:
+        """The newest card of a node, as far as this agent has one. For the brain's own thread."""
+        member = self.member
+        peer = member.lead.known.get(node_id) if member.lead is not None else None
+        if peer is not None:
+            return peer.card
+        card = member.lead_card
+        if card is not None and card.node_id == node_id:
+            return card
+        plan = member.follower.newest_plan
+        return plan.card(node_id) if plan is not None else None
+
     @property
     def is_hurried(self) -> bool:
         """Something is due sooner than the next tick of a quiet run."""
@@ -102,6 +127,10 @@ class Brain:
             network.append(command)
         elif isinstance(command, CheckAgain):
             self.check_again(command.number)
+        elif isinstance(command, TryRoad):
+            self.try_road(command)
+        elif isinstance(command, AskWitness):
+            self.ask_witness(command)
         else:
             self.orders.put(command)
 
@@ -112,6 +141,14 @@ class Brain:
 
 def _nobody(_: int) -> None:
     """A run on one node asks for no checks."""
+
+
+def _no_roads(_: TryRoad) -> None:
+    """A run on one node has none."""
+
+
+def _no_witness(_: AskWitness) -> None:
+    """Most runs have none."""
 
 
 Wake = Callable[[], None]

@@ -19,6 +19,7 @@ from ftrun.config import RunSpec
 from ftrun.errors import PeerError
 from ftrun.ids import Version
 from ftrun.journal import Journal
+from ftrun.wire.crash_points import crash_point
 from ftrun.wire.pages import Beat
 
 _log = logging.getLogger(__name__)
@@ -130,6 +131,7 @@ class Caretaker:
             return False
         if not waits and not self._smp.folder.smp_socket.exists():
             return False
+        crash_point("agent.smp.listening")
         try:
             self._smp.ready()
             self._when_smp_is_up()
@@ -137,7 +139,7 @@ class Caretaker:
             self._journal.write("smp_not_up", why=str(error))
             return False
         self.smp_is_starting = False
-        self._journal.write("smp_up", arenas=len(self._smp.arenas))
+        self._journal.write("smp_up", arenas=len(self._smp.memory.arenas))
         return True
 
     def _refill(self, now_s: float) -> None:
@@ -184,6 +186,7 @@ class Caretaker:
                 path=written.path,
                 total_bytes=written.total_bytes,
                 seconds=written.seconds,
+                ahead_s=written.ahead_s,
             )
 
     def _report_silence(self, now_s: float, limit_s: float) -> None:

@@ -27,12 +27,13 @@ def cluster_status(brain: Brain) -> dict[str, Any]:
         "role": brain.member.role.value,
         "generation": plan.generation if plan is not None else None,
         "wanted": str(brain.settings.wishes),
+        "witness": _witness(brain, plan),
     }
     if lead is None:
         return {**known, "state": brain.member.role.value, "verdict": _without_lead(brain)}
     beats = dict(brain.oversight.beats)
     now_s = clock.now_s()
-    peers = sorted(lead.peers.values(), key=lambda peer: _place(peer, plan))
+    peers = sorted(lead.known, key=lambda peer: _place(peer, plan))
     late_s = lateness_of(brain)
     nodes = [_node(peer, plan, beats, late_s, now_s) for peer in peers]
     protection = _protection(brain, plan, beats)
@@ -46,7 +47,22 @@ def cluster_status(brain: Brain) -> dict[str, Any]:
         "paused": lead.pause.why,
         "set_aside": sorted(brain.oversight.set_aside(now_s=now_s)),
         "unfit": lead.screening.told,
+        "network": lead.roads.status(plan, now_s=now_s),
         "verdict": _verdict(brain, lead, plan, beats, protection),
+    }
+
+
+def _witness(brain: Brain, plan: Plan | None) -> dict[str, Any] | None:
+    """The outside witness, as this agent reaches it; only a lead asks it all the time."""
+    witness = brain.member.witness
+    if not witness.is_used:
+        return None
+    return {
+        "reached": witness.is_reached,
+        "for_s": round(clock.now_s() - witness.since_s, 1),
+        "why": witness.why,
+        "votes": plan is not None and plan.witness != 0,
+        "promised": witness.register.promised if witness.register is not None else None,
     }
 
 
@@ -134,14 +150,16 @@ def _verdict(
         return f"starting generation {lead.ballot.generation if lead.ballot else 0}"
     steps = [beats[node.node_id].step for node in plan.members if node.node_id in beats]
     at = f"at step {max(steps, default=0):,}"
-    lost = [peer.card.node_id for peer in lead.peers.values() if peer.lost]
+    lost = [peer.card.node_id for peer in lead.known if peer.lost]
     num = len(plan.members)
     nodes = f"on {num} node" + ("s" if num > 1 else "")
     spares = len(plan.spares) - sum(card.node_id in lost for card in plan.spares)
     if spares > 0:
         nodes += f" and {spares} spare" + ("s" if spares > 1 else "")
     text = f"running {at} {nodes}, generation {plan.generation}; {_survives(has)}"
-    return text + (f"; lost: {', '.join(lost)}" if lost else "")
+    witness = _witness(brain, plan)
+    away = f"; {witness['why']}, for {witness['for_s']:.0f} s" if witness and witness["why"] else ""
+    return text + (f"; lost: {', '.join(lost)}" if lost else "") + away
 
 
 def _survives(has: dict[str, Any]) -> str:

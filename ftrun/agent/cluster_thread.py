@@ -9,7 +9,8 @@ Source:   a peer's standby deadlocked on one store client that heartbeats and a 
           in common; here heartbeats share nothing with what can block.
 
 Rule 1: a handshake waits for a stranger, so each has a short-lived thread of its own.
-Rule 2: there is one connection to each node: the newest. An older one is closed without a word.
+Rule 2: there is one connection to each node: the newest, over whichever rail. What has come over an
+        older one is heard; then it is closed without a word. other_ways.py has the one exception.
 """
 
 import logging
@@ -17,14 +18,18 @@ import selectors
 import socket
 import threading
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from functools import partial
 from queue import Empty, SimpleQueue
 
+from ftrun import clock
 from ftrun.agent.brain import Brain, NetworkCommand, Wake
 from ftrun.agent.link_probe import serve_probe
+from ftrun.agent.other_ways import OtherWays
+from ftrun.agent.road_probe import serve_road
 from ftrun.errors import FtrunError, HandshakeRefused, PeerError, PeerLost
-from ftrun.recovery.commands import Command, Dial, HoldRanks, ReleaseRanks, Send
+from ftrun.recovery.commands import Dial, Note, Send
 from ftrun.recovery.happenings import Closed, DialFailed, Happening, Heard, Opened, Passing
 from ftrun.wire.ballot_messages import TurnedAway
 from ftrun.wire.cluster import (
@@ -40,7 +45,8 @@ from ftrun.wire.handshake import Session, accept_handshake, dial_handshake
 from ftrun.wire.identity import PeerIdentity
 from ftrun.wire.peer import PeerConnection
 from ftrun.wire.secret import Secret
-from ftrun.wire.tcp import dial, tune
+from ftrun.wire.tcp import tune
+from ftrun.wire.ways import Way, reach
 
 _log = logging.getLogger(__name__)
 
@@ -63,6 +69,9 @@ handshake's thread, where it may wait."""
 Aside = Callable[[str, AnyClusterMessage], None]
 """Takes a message that asks for no decision, and its sender; in this thread, without waiting."""
 
+_PROBES: dict[str, Callable[[socket.socket], None]] = {"probe": serve_probe, "road": serve_road}
+"""By the purpose of who dials."""
+
 _ASIDES = (
     JournalLines, AskClusterStatus, ClusterStatus, FaultOrdered, FaultAnswer, AskProbe,
 )  # fmt: skip
@@ -75,7 +84,22 @@ class _Made:
 
     sock: socket.socket
     session: Session
-    dialled: tuple[str, int] | None
+    call: "_Call | None" = None
+    """What it answers; None: the other side has dialled."""
+    way: Way | None = None
+    """By which it was made."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """Whom to reach, and by which ways."""
+
+    dial: Dial
+    ways: list[Way]
+
+    @property
+    def at(self) -> tuple[str, int]:
+        return (self.dial.host, self.dial.port)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +137,7 @@ class ClusterThread:
         self.hold_now = hold_now
         self._aside = aside
         self._dialled_at = dialled
+        self.ways = OtherWays(brain.member.me, brain.settings, brain.card_of)
         self._selector = selectors.DefaultSelector()
         self._inbox: SimpleQueue[Happening | _Made | _Out | _Spoil | None] = SimpleQueue()
         self._connections: dict[str, Connection] = {}
@@ -164,6 +189,8 @@ class ClusterThread:
                     self._on_ready(key.fileobj, mask)
                 self._take_inbox()
                 self._think(Passing())
+                for call in self.ways.silent(self._connections, now_s=clock.now_s()):
+                    self._call(_Call(*call))
         except Exception:
             _log.exception("the thread that speaks with the other nodes ended in a bug of ftrun")
             raise
@@ -253,18 +280,18 @@ class ClusterThread:
             sock.close()
             _log.debug("a stranger: %s", error)
         else:
-            if session.peer.purpose == "probe":
-                self._serve_probe(sock)
+            if session.peer.purpose in _PROBES:
+                self._serve_probe(sock, _PROBES[session.peer.purpose])
             else:
                 self._inbox.put(_Made(sock, session, None))
                 self._wake()
         finally:
             self._handshakes.release()
 
-    def _serve_probe(self, sock: socket.socket) -> None:
+    def _serve_probe(self, sock: socket.socket, serve: Callable[[socket.socket], None]) -> None:
         """In the handshake's thread: no connection of this node's is concerned."""
         with sock, suppress(OSError):
-            serve_probe(sock)
+            serve(sock)
 
     def _say_once(self, text: str) -> None:
         """The operator watches this node, and the one that is refused may be another's."""
@@ -273,56 +300,106 @@ class ClusterThread:
             _log.warning("%s", text)
 
     def _dial(self, command: Dial) -> None:
-        at = (command.host, command.port)
-        if at in self._dialling or command.node_id in self._connections:
-            return
-        self._dialling.add(at)
-        if not _started(self._dialled, command):
-            self._dialling.discard(at)
+        if command.node_id not in self._connections:
+            self._call(_Call(command, self.ways.of(command)))
 
-    def _dialled(self, command: Dial) -> None:
-        host, port, node_id = command.host, command.port, command.node_id
-        sock: socket.socket | None = None
+    def _call(self, call: _Call) -> None:
+        if call.at in self._dialling:
+            return
+        self._dialling.add(call.at)
+        if not _started(self._called, call):
+            self._dialling.discard(call.at)
+
+    def _called(self, call: _Call) -> None:
+        command = call.dial
         try:
-            sock = dial(host, port, DIAL_S)
-            session = dial_handshake(sock, self._identity, self._secret)
+            made, way = reach(call.ways, partial(self._greet, command.node_id), deadline_s=DIAL_S)
+            with ExitStack() as closing:
+                closing.enter_context(made[0])
+                self._dialled_at(made[1].peer.node_id, way.host, way.port)
+                closing.pop_all()
         except PeerError as error:
-            if sock is not None:
-                sock.close()
             refused = isinstance(error, PeerLost) and error.how == "refused"
             final = isinstance(error, HandshakeRefused)
-            self._inbox.put(DialFailed(host, port, node_id, refused, str(error), final))
+            what = (command.host, command.port, command.node_id)
+            self._inbox.put(DialFailed(*what, refused, str(error), final))
+        except Exception:  # noqa: BLE001
+            # Whoever is being dialled is dialled no second time: a bug must not make that for good.
+            _log.exception("the call to node %s ended in a bug of ftrun", command.node_id)
+            why = "a bug in ftrun; the agent's log has it"
+            self._inbox.put(
+                DialFailed(command.host, command.port, command.node_id, False, why, False)
+            )
         else:
-            self._dialled_at(session.peer.node_id, host, port)
-            self._inbox.put(_Made(sock, session, (host, port)))
+            sock, session = made
+            self._inbox.put(_Made(sock, session, call, way))
         self._wake()
+
+    def _greet(self, node_id: str, sock: socket.socket, way: Way) -> tuple[socket.socket, Session]:
+        """The handshake; at an address beside the one a node is known by it must be that node."""
+
+        def admit(peer: PeerIdentity) -> str:
+            is_meant = way.is_sure or peer.node_id == node_id
+            return "" if is_meant else f"node {node_id} was to listen at {way.host}"
+
+        return sock, dial_handshake(sock, self._identity, self._secret, admit=admit)
 
     def _made(self, made: _Made) -> None:
         """A handshake has succeeded."""
-        if made.dialled is not None:
-            self._dialling.discard(made.dialled)
+        if made.call is not None:
+            self._dialling.discard(made.call.at)
         connection = PeerConnection(made.sock, made.session, ClusterEnvelope)
-        node_id = connection.peer.node_id
+        node_id, incarnation = connection.peer.node_id, connection.peer.incarnation
         if node_id == self._identity.node_id:
             connection.close()
             return
         old = self._connections.get(node_id)
-        if old is not None and _are_two(old, connection):
-            text = (
-                f"{connection.address} says it is node {node_id}, and so does {old.address}. Name "
-                "each node differently with --node-id"
-            )
-            self._say_once(text)
-            with suppress(PeerError):
-                connection.send(TurnedAway(text))
+        if old is not None and _are_two(old, connection, self.ways.hosts_of(node_id)):
+            self._turn_away(connection, old.address)
+            return
+        if made.way is not None:
+            self.ways.met((node_id, incarnation), made.way.host, made.way.port)
+        is_ours, now_s = made.call is not None, clock.now_s()
+        if old is not None and self.ways.keeps(node_id, incarnation, is_ours=is_ours, now_s=now_s):
             connection.close()
             return
         if old is not None:
-            del self._connections[node_id]
-            self._close(old)
+            self._hear_out(node_id, old, connection)
         self._connections[node_id] = connection
+        self.ways.made(node_id, incarnation, is_ours=is_ours, now_s=now_s)
         self._selector.register(connection, selectors.EVENT_READ)
-        self._think(Opened(node_id, connection.peer.incarnation))
+        self._say_which_way(node_id, made)
+        self._think(Opened(node_id, incarnation))
+
+    def _turn_away(self, connection: Connection, address: str) -> None:
+        text = (
+            f"{connection.address} says it is node {connection.peer.node_id}, and so does "
+            f"{address}. Name each node differently with --node-id"
+        )
+        self._say_once(text)
+        with suppress(PeerError):
+            connection.send(TurnedAway(text))
+        connection.close()
+
+    def _hear_out(self, node_id: str, old: Connection, new: Connection) -> None:
+        """Take in what has come over a connection that is not needed any more, and end it."""
+        if old.peer.incarnation == new.peer.incarnation:
+            with suppress(PeerError):
+                for envelope in old.receive_ready():
+                    self._heard(node_id, envelope.body)
+        self._drop(node_id)
+
+    def _say_which_way(self, node_id: str, made: _Made) -> None:
+        """Another rail than the one a node is known by is news for the operator."""
+        call, way = made.call, made.way
+        if call is None or way is None or way.host == call.dial.host:
+            return
+        text = (
+            f"node {node_id} does not answer at {call.dial.host}; it is spoken with at {way.host}"
+        )
+        fields: dict[str, object] = {"to": node_id, "host": way.host, "instead_of": call.dial.host}
+        self.brain.orders.put(Note("OtherRail", text, fields, say=True))
+        self._wake_hands()
 
     def _serve(self, connection: Connection, mask: int) -> None:
         node_id = connection.peer.node_id
@@ -332,7 +409,10 @@ class ClusterThread:
             if mask & selectors.EVENT_WRITE:
                 connection.flush()
             if mask & selectors.EVENT_READ:
-                for envelope in connection.receive_ready():
+                envelopes = connection.receive_ready()
+                if envelopes:
+                    self.ways.heard(node_id, now_s=clock.now_s())
+                for envelope in envelopes:
                     self._heard(node_id, envelope.body)
         except PeerError as error:
             _log.debug("node %s: %s", node_id, error)
@@ -348,13 +428,13 @@ class ClusterThread:
 
     def _lost(self, node_id: str, connection: Connection) -> None:
         if self._connections.get(node_id) is connection:
-            del self._connections[node_id]
-            self._close(connection)
+            self._drop(node_id)
             self._think(Closed(node_id))
 
     def _drop(self, node_id: str) -> None:
         connection = self._connections.pop(node_id, None)
         if connection is not None:
+            self.ways.gone(node_id)
             self._close(connection)
 
     def _watch(self, connection: Connection) -> None:
@@ -377,9 +457,11 @@ class ClusterThread:
         for listener in self._listeners:
             listener.close()
         self._selector.close()
+        self._wake_read.close()
+        self._wake_write.close()
 
     def _wake(self) -> None:
-        with suppress(BlockingIOError):
+        with suppress(OSError):  # it wakes anyway, or is over
             self._wake_write.send(b"\0")
 
 
@@ -393,29 +475,14 @@ def _started(work: Callable[..., None], what: object) -> bool:
     return True
 
 
-def _are_two(old: Connection, new: Connection) -> bool:
-    """Two agents under one name, and not one that was started again."""
-    return old.peer.incarnation != new.peer.incarnation and old.address != new.address
+def _are_two(old: Connection, new: Connection, hosts: set[str]) -> bool:
+    """Two agents under one name, and not one that was started again.
 
-
-class ClusterBrain(Brain):
-    """A brain in a thread of its own: the hands' events cross over to it."""
-
-    thread: ClusterThread | None = None
-
-    def tell(self, event: Happening) -> None:
-        assert self.thread is not None
-        self.thread.tell(event)
-
-    def passing(self) -> None:
-        """It has a clock of its own."""
-
-    def close(self) -> None:
-        if self.thread is not None:
-            self.thread.close()
-
-    def _sort(self, command: Command, network: list[NetworkCommand]) -> None:
-        # Ranks are stopped before anybody could have replaced them, whatever the hands do now.
-        if isinstance(command, HoldRanks | ReleaseRanks) and self.thread is not None:
-            self.thread.hold_now(isinstance(command, HoldRanks))
-        super()._sort(command, network)
+    Args:
+        old: the connection there is.
+        new: another one.
+        hosts: all addresses of the machine that the node is known to be.
+    """
+    if old.peer.incarnation == new.peer.incarnation or old.address == new.address:
+        return False
+    return not {old.address, new.address} <= hosts

@@ -78,19 +78,18 @@ class ControlServer:
                 f"this run is UNAUTHENTICATED, so it is stopped where it is led: on node "
                 f"{lead.node_id} ({lead.host}). Or send SIGTERM to ftrun on any node"
             )
-        run.stops_asked.put("ftrun stop")
-        run.wake()
+        run.signals.ask_stop("ftrun stop")
         return messages.Done()
 
-    def _inject(self, channel: Channel, order: FaultOrder) -> None:
+    def _inject(self, channel: Channel, order: FaultOrder, question: int) -> None:
         faults = self._run.faults
         if faults is None:
-            channel.send(messages.Refused(NOT_ALLOWED))
+            channel.send(messages.Refused(NOT_ALLOWED), question=question)
             return
 
         def ask() -> None:
             try:
-                channel.send(faults.ask(order))
+                channel.send(faults.ask(order), question=question)
             except (FtrunError, OSError) as error:
                 _log.debug("whoever asked for a fault is gone: %s", error)
 
@@ -102,17 +101,20 @@ class ControlServer:
     def _answer(self, channel: Channel) -> None:
         try:
             for received in channel.receive_ready():
+                number = received.envelope.question
                 match received.body:
                     case messages.AskStatus():
-                        channel.send(messages.Status(status_document(self._run)))
+                        document = messages.Status(status_document(self._run))
+                        channel.send(document, question=number)
                     case messages.StopRun():
-                        channel.send(self._stop())
+                        channel.send(self._stop(), question=number)
                     case fault_messages.InjectFault(order=order):
-                        self._inject(channel, order)
+                        self._inject(channel, order, number)
                     case messages.Hello():
                         pass
                     case other:
-                        channel.send(messages.Refused(f"the agent has no answer to {other!r}"))
+                        refused = messages.Refused(f"the agent has no answer to {other!r}")
+                        channel.send(refused, question=number)
         except (FtrunError, OSError) as error:
             _log.debug("a client is gone: %s", error)
             self._selector.unregister(channel)

@@ -60,6 +60,7 @@ class FtrunElasticAgent(local_elastic_agent.LocalElasticAgent):
             world_size=plan.world_size,
             store_host=plan.store_host,
             store_port=plan.store_port,
+            rail_host=plan.store_host if plan.roads is not None else "",
         )
 
     def _assign_worker_ranks(

@@ -17,10 +17,13 @@ def final_block(command: EndRun, spec: RunSpec, generations: Generations) -> str
     """What the operator reads first, and often only."""
     restarts = len(generations.restarts)
     noun = "restart" if restarts == 1 else "restarts"
+    code = int(command.exit_code)
     lines = [
-        f"ftrun: run {spec.run_id} ended with exit code {int(command.exit_code)} after {restarts} "
-        f"{noun}: {command.why}"
+        f"ftrun: run {spec.run_id} ended with exit code {code} after {restarts} {noun}: "
+        f"{command.why}"
     ]
+    if command.goes_on:
+        lines = [f"ftrun: run {spec.run_id} is left with exit code {code}: {command.why}"]
     if command.cause is not None:
         lines.append(f"  first cause  {command.cause.text}")
         lines += _trace(command.cause.detail)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from ftrun.agent import spoiling
 from ftrun.agent.cgroups import FaultGroup, check_free, make_group
-from ftrun.agent.cluster_thread import ClusterBrain
+from ftrun.agent.cluster_brain import ClusterBrain
 from ftrun.agent.healer import named
 from ftrun.agent.healing import Deed, Healing
 from ftrun.agent.machine_faults import clock_jump, cpu_starve, fd_limit, fill, pid_limit
@@ -329,7 +329,7 @@ class FaultActs:
 
     def _bitflip_shm(self, order: FaultOrder) -> Deed:
         handle = self.rank(order.rank)
-        arenas = self._run.smp.arenas
+        arenas = self._run.smp.memory.arenas
         local = [place.rank for place in self._run.workers.places]
         newest = spoiling.newest_common(arenas, local)
 
@@ -343,7 +343,7 @@ class FaultActs:
         return Deed(f"rank {order.rank} dies, one bit flips in step {newest.step} or later", do)
 
     def _fragments(self, order: FaultOrder) -> Deed:
-        vaults = list(self._run.smp.vaults.values())
+        vaults = list(self._run.smp.memory.vaults.values())
         spoil = spoiling.truncate if order.kind == "fragment-truncate" else spoiling.make_stale
         spoiling.check_kept(vaults, at_least=1 if spoil is spoiling.truncate else 2)
 

@@ -8,8 +8,11 @@ Survives: ranks: an order that a rank has not come to waits for its next process
 
 Rule 1: an order is written down when it is taken, and again when it has really fired. One that
         never fires is seen by that.
+Rule 2: what waits for its step, or lasts, can be taken back. The desk that an order was given to
+        knows on which node it is.
 """
 
+import signal
 import threading
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -19,7 +22,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from ftrun import clock
-from ftrun.agent.cluster_thread import ClusterBrain
+from ftrun.agent.cluster_brain import ClusterBrain
 from ftrun.agent.fault_acts import FaultActs, continue_later
 from ftrun.agent.healer import named
 from ftrun.agent.healing import Deed, Healing
@@ -46,6 +49,10 @@ _LAST_WORDS_S = 0.2
 """What ends, stops or cuts off this agent waits so long, so that its asker is answered."""
 
 _ITSELF = "the rank does it itself"
+_LASTS_INSIDE = frozenset({"hang", "spin", "slow-input", "stop"})
+"""What a rank does to itself for as long as it is told, and can be made to end."""
+
+_MAX_KNOWN = 1000
 _UNAUTHENTICATED = (
     "this run is UNAUTHENTICATED, so orders from other machines are refused: ask on that node "
     "itself, or start the run with --secret-file"
@@ -77,6 +84,8 @@ class _Running:
     times_told: int = 0
     not_before_s: float = 0.0
     has_fired: bool = False
+    pid: int = 0
+    """Of the rank that has done it to itself, where that lasts."""
     healing: Healing | None = None
 
 
@@ -90,6 +99,8 @@ class FaultDesk:
         self._sent: dict[str, _Ticket] = {}
         """Passed on to other nodes, by id."""
         self._running: list[_Running] = []
+        self._node_of: dict[str, str] = {}
+        """Of the orders that were given here, by id."""
 
     # --- a thread for each order --------------------------------------------------------------
 
@@ -117,6 +128,8 @@ class FaultDesk:
         self._sent.pop(order.id, None)
         if ticket.refused:
             return messages.Refused(ticket.refused)
+        if len(self._node_of) < _MAX_KNOWN:
+            self._node_of[order.id] = node_id
         return fault_messages.FaultTaken(order.id, node_id or self._own_id, ticket.how)
 
     def _resolve(self, order: FaultOrder) -> tuple[str, FaultOrder]:
@@ -128,6 +141,9 @@ class FaultDesk:
         plan = self._run.brain.plan
         if plan is None:
             raise FaultRefused("the run has not begun yet: it has no ranks to break")
+        if order.cancels:
+            known = self._node_of.get(order.cancels, self._own_id)
+            return _node_named(plan, order.node) if order.node else known, order
         kind = fault_kind(order.kind)
         if kind.by_rank:
             return self._of_rank(plan, order)
@@ -217,6 +233,9 @@ class FaultDesk:
         if ticket.is_given_up:
             return
         order = ticket.order
+        if order.cancels:
+            self._cancel(ticket)
+            return
         try:
             running = self._prepare(order)
         except _CANNOT as error:
@@ -238,6 +257,43 @@ class FaultDesk:
         elif deed is None:
             running.number = self._page(order.rank).put(order)
         self._answer(ticket)
+
+    def _cancel(self, ticket: _Ticket) -> None:
+        """Take back what has not fired, or lasts."""
+        wanted = ticket.order.cancels
+        found = next((one for one in self._running if one.order.id == wanted), None)
+        try:
+            if found is None:
+                raise FaultRefused(
+                    f"no order {wanted} waits or lasts on this node; where it was given on another "
+                    "machine, ask there, or name its node with --node"
+                )
+            self._take_back(found)
+        except _CANNOT as error:
+            ticket.refused = str(error)
+        else:
+            ticket.how = "it is taken back" if found.has_fired else "it will not fire"
+            self._over(found, "cancelled")
+        self._answer(ticket)
+
+    def _take_back(self, running: _Running) -> None:
+        """Raises: FaultRefused: it cannot be."""
+        order = running.order
+        if running.deed is None and not running.has_fired:
+            self._page(order.rank).cancel(running.number)
+        if running.healing is not None:
+            running.healing.end()
+        elif running.has_fired and order.kind not in _LASTS_INSIDE:
+            raise FaultRefused(f"{order.kind} cannot be taken back once it has fired")
+        elif running.has_fired:
+            handle = self._acts.rank(order.rank)
+            if handle.pid != running.pid:
+                self._running.remove(running)
+                raise FaultRefused(f"rank {order.rank} was started again: {order.kind} is over")
+            if order.kind == "stop":
+                handle.child.signal(signal.SIGCONT)
+            else:
+                self._page(order.rank).cancel(running.number)
 
     def _answer(self, ticket: _Ticket) -> None:
         if ticket.asked_by:
@@ -294,7 +350,11 @@ class FaultDesk:
         running.healing = deed.do()
         if not deed.is_last:
             self._tell_fired(running, self._step_here(), clock.now_s())
-        if running.healing is None:
+        if running.healing is not None:
+            return
+        if running.order.kind == "stop":
+            running.pid = self._acts.rank(running.order.rank).pid
+        else:
             self._running.remove(running)
 
     def _look_at_page(self, running: _Running) -> None:
@@ -310,6 +370,8 @@ class FaultDesk:
             running.times_told = page.times
             running.has_fired = True
             self._tell_fired(running, page.fired_step, page.fired_ns / 1e9)
+            with suppress(FaultRefused):
+                running.pid = self._acts.rank(order.rank).pid
             if order.kind == "stop" and order.for_s:
                 with suppress(FaultRefused):  # it has been killed meanwhile
                     who = named(self._acts.rank(order.rank).pid)
@@ -317,7 +379,7 @@ class FaultDesk:
         is_done = running.healing is None and not order.fires_again
         if is_done and page.ended == running.number and order.for_s:
             self._over(running, "it is over")
-        elif is_done and not order.for_s:
+        elif is_done and not order.for_s and order.kind not in _LASTS_INSIDE:
             self._running.remove(running)
 
     def _tell_ordered(self, order: FaultOrder, how: str) -> None:

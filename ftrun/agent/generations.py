@@ -8,6 +8,7 @@ Survives: this agent: what the next one must know is kept with the SMP and the s
 """
 
 import logging
+import os
 from collections import deque
 from dataclasses import asdict, dataclass
 
@@ -19,13 +20,15 @@ from ftrun.agent.elastic import FtrunElasticAgent
 from ftrun.agent.kept_state import KeptState
 from ftrun.agent.resume import sources_of
 from ftrun.agent.smp_link import SmpLink
-from ftrun.agent.smp_places import begin_generation
+from ftrun.agent.smp_places import begin_generation, load_order
 from ftrun.agent.stub_link import StubLink
 from ftrun.agent.worker_group import WorkerGroup
 from ftrun.config import RunSpec
 from ftrun.errors import PeerError, SnapshotError
 from ftrun.ids import Version, version
 from ftrun.journal import Journal
+from ftrun.network.rail_matching import match_rails, rails_of_node
+from ftrun.network.rail_variables import env_for
 from ftrun.urls import without_password
 from ftrun.wire import checkpoint_messages
 from ftrun.wire.crash_points import crash_point
@@ -84,6 +87,8 @@ class Generations:
         self._restored: Version | None = None
         self._old_world_size = 0
         """So many ranks took what is restored; 0: as many as there are now."""
+        self._is_share = False
+        """Other nodes have read a part of the checkpoint that was loaded."""
 
     @property
     def is_member(self) -> bool:
@@ -123,9 +128,16 @@ class Generations:
         agent.close_generation()
         node = plan.member(self._node_id)
         ranks = node.ranks if node is not None else range(0)
-        self._workers.prepare(plan, ranks, self._restored, old_world_size=self._old_world_size)
+        self._workers.prepare(
+            plan,
+            ranks,
+            self._restored,
+            old_world_size=self._old_world_size,
+            roads=_road_variables(plan, self._node_id),
+        )
         self.tell_smp()
         crash_point("agent.restart.smp_told")
+        self._await_share()
         # Before it is accepted: the next agent of this node proves by it what this one knew.
         self._keep_state()
         return self._restored
@@ -225,6 +237,7 @@ class Generations:
         found = version(*plan.restore) if plan.restore is not None else None
         why = plan.restore_why
         self._old_world_size = plan.restore_world_size if plan.is_resized else 0
+        self._is_share = False
         if found is None:
             found, why = self._load_checkpoint(plan, why)
         runs_ranks = plan.member(self._node_id) is not None
@@ -240,6 +253,23 @@ class Generations:
         self._journal.write("restore_point", version=str(found), why=why, voided_slots=voided)
         return found
 
+    def _await_share(self) -> None:
+        """Have all of the checkpoint here before the plan is accepted, as if it was read here.
+
+        Raises:
+            SnapshotError: it cannot be had.
+        """
+        if not self._is_share:
+            return
+        try:
+            self._smp.await_restored()
+        except PeerError as error:
+            # The next SMP finds no whole slot, says so, and another generation begins.
+            self._journal.write("smp_not_told", why=str(error))
+            return
+        if self._smp.restore_failed:
+            raise SnapshotError(f"the checkpoint cannot be read: {self._smp.restore_failed}")
+
     def _load_checkpoint(self, plan: Plan, why: str) -> tuple[Version | None, str]:
         """The version that disk had, and why this one; None where there is none to go on from."""
         node = plan.member(self._node_id)
@@ -250,15 +280,9 @@ class Generations:
         if node is None:
             return None, "a spare loads none"
         for source in sources:
-            answer = self._smp.load_checkpoint(
-                source.directory,
-                plan.world_size,
-                list(node.ranks),
-                only=source.only,
-                life=source.life,
-            )
+            answer = self._smp.load_checkpoint(load_order(plan, self._node_id, source, self._smp))
             if isinstance(answer, checkpoint_messages.CheckpointLoaded):
-                self._old_world_size = answer.world_size
+                self._old_world_size, self._is_share = answer.world_size, answer.is_share
                 why = "; ".join([f"checkpoint {answer.path}", *answer.notes])
                 return version(answer.generation, answer.step), why
             if answer is not None:
@@ -270,7 +294,7 @@ class Generations:
 
     def keep_arenas(self) -> None:
         """Give the stub whatever memory has come or gone; cheap when nothing has."""
-        self._stub.keep([fd for _, fd in self._smp.held], self._kept)
+        self._stub.keep([fd for _, fd in self._smp.memory.held], self._kept)
 
     def keep_plan(self, plan: Plan, *, took_effect: bool) -> None:
         """Have the next agent of this node know who else votes now; the ranks' plan stays."""
@@ -287,3 +311,15 @@ class Generations:
             self._smp.keep_run_state(self._kept.encode())
         except PeerError as error:
             self._journal.write("smp_not_told", why=str(error))
+
+
+def _road_variables(plan: Plan, node_id: str) -> dict[str, str]:
+    """What tells this node's ranks over which rails they speak; never what the user has set."""
+    if plan.roads is None or plan.member(node_id) is None:
+        return {}
+    try:
+        matched = match_rails({node.node_id: node.card.rails for node in plan.members})
+        return env_for(plan.roads, rails_of_node(matched, node_id), os.environ)
+    except Exception:  # noqa: BLE001 - a bug costs the plan of roads, never the run
+        _log.exception("a bug of ftrun: ranks speak over the rails that their libraries choose")
+        return {}

@@ -24,11 +24,12 @@ from ftrun.agent.eyes import Eyes
 from ftrun.agent.generations import Generations
 from ftrun.agent.kept_state import KeptState
 from ftrun.agent.node import Node
+from ftrun.agent.node_orders import RunEnded
 from ftrun.agent.onlookers import Onlookers
 from ftrun.agent.preflight_desk import PreflightDesk
 from ftrun.agent.processes import one_oom_ends_all
 from ftrun.agent.rendezvous import LOOPBACK, StorePool, register
-from ftrun.agent.run_loop import RunEnded, RunLoop
+from ftrun.agent.run_loop import RunLoop
 from ftrun.agent.smp_link import SmpLink
 from ftrun.agent.stub_link import StubLink
 from ftrun.agent.worker_group import WorkerGroup
@@ -69,9 +70,7 @@ def launch(
     if zygote is not None:
         zygote.want(num_ranks)
     node = Node.of(spec, num_ranks, kept)
-    is_named = spec.nodes is None and _is_given(args)
-    host = _checked(args.master_addr) if is_named else node.card.host
-    stores = StorePool(host, (args.master_port or 0) if spec.nodes is None else 0)
+    stores = _stores(args, node)
     register(stores)
     run = _assemble(spec, journal, smp, zygote, stub, stores, node=node, kept=kept)
     if smp.child is not None:
@@ -103,7 +102,7 @@ def launch(
         run.eyes.close()
         onlookers.close()
         preflight.close()
-        node.forget_secret(is_over=run.brain.leads)
+        node.forget_secret(is_over=run.brain.leads and not run.orders.has_left)
         run.brain.close()
     journal.write("end", exit_code=0)
     return 0
@@ -127,6 +126,14 @@ def _meet_again(node: Node, smp: SmpLink, journal: Journal) -> None:
         smp.lost()
         if smp.reconnect():
             node.introduce(smp)
+
+
+def _stores(args: Namespace, node: Node) -> StorePool:
+    """Where ranks find each other on this node: as its flags say, or on any of its rails."""
+    if not node.is_alone:
+        return StorePool(node.card.host, 0, [rail.host for rail in node.card.rails])
+    host = _checked(args.master_addr) if _is_given(args) else node.card.host
+    return StorePool(host, args.master_port or 0)
 
 
 def _assemble(  # noqa: PLR0913 - the parts of a run

@@ -17,17 +17,24 @@ from typing import TYPE_CHECKING
 
 from ftrun import clock
 from ftrun.agent.brain import Brain
-from ftrun.agent.cluster_thread import ClusterBrain, ClusterThread
+from ftrun.agent.cluster_brain import ClusterBrain
+from ftrun.agent.cluster_thread import ClusterThread
+from ftrun.agent.etcd_register import EtcdRegister
 from ftrun.agent.kept_state import KeptState
 from ftrun.agent.link_probe import ProbeDesk
+from ftrun.agent.own_rails import listen_on, own_rails
 from ftrun.agent.preflight_desk import PreflightDesk
+from ftrun.agent.rail_pulse import RailPulse
 from ftrun.agent.rendezvous import LOOPBACK
+from ftrun.agent.road_probe import RoadDesk
 from ftrun.agent.smp_link import SmpLink
+from ftrun.agent.witness_thread import WitnessThread
 from ftrun.config import NodesSpec, RunSpec
 from ftrun.errors import AddressTaken, PeerError, PeerLost, UsageError
 from ftrun.monitor.deadlines import HangSettings
+from ftrun.network.rail_variables import VARIABLES
 from ftrun.recovery.places import Wishes
-from ftrun.recovery.settings import ClusterSettings, SlowSettings
+from ftrun.recovery.settings import ClusterSettings, NetworkSettings, SlowSettings
 from ftrun.recovery.supervisor import Policy
 from ftrun.wire.identity import PeerIdentity
 from ftrun.wire.plan import NodeCard
@@ -51,13 +58,16 @@ class Node:
     card: NodeCard
     secret: Secret | None = None
     listeners: list[socket.socket] = field(default_factory=list)
+    register: EtcdRegister | None = None
+    """Of the outside witness, where there is one."""
 
     @classmethod
     def of(cls, spec: RunSpec, num_ranks: int, kept: KeptState) -> "Node":
         """Find this node's address and open its port.
 
         Raises:
-            UsageError: the address is not this machine's, or there is no secret where one must be.
+            UsageError: the address is not this machine's, there is no secret where one must be, or
+                the outside witness cannot be used.
             PeerError: the endpoint has no address, for as long as a start may take.
         """
         incarnation = secrets.randbits(62)
@@ -65,9 +75,21 @@ class Node:
         if nodes is None:
             name = socket.gethostname() or "node"
             return cls(spec, NodeCard(name, incarnation, LOOPBACK, 0, num_ranks, endpoint=True))
+        register = _register(spec, nodes, kept)
         host = _known_host(nodes, kept) or _find_host(nodes, spec.profile.nodes.join_wait_s)
-        endpoint = _endpoint(nodes, host)
+        endpoint = _endpoint(nodes, host) if register is None else None
         listener = endpoint or _own_port(host, nodes.node_id, kept)
+        secret = load_secret(Path(nodes.secret_file)) if nodes.secret_file else None
+        network = spec.profile.network
+        is_narrow = nodes.bind is not None or (secret is None and network.plan != "on")
+        rails = own_rails(
+            listener.getsockname()[0],
+            network.rails,
+            only_first=is_narrow,
+            is_again=kept.plan is not None,
+        )
+        before = kept.plan.card(nodes.node_id) if kept.plan is not None else None
+        rails, listeners = listen_on(rails, listener, before)
         card = NodeCard(
             node_id=nodes.node_id,
             incarnation=incarnation,
@@ -77,9 +99,10 @@ class Node:
             node_rank=nodes.node_rank if nodes.node_rank is not None else -1,
             domain=nodes.domain or "",
             endpoint=endpoint is not None,
+            switch=nodes.switch,
+            rails=rails,
         )
-        secret = load_secret(Path(nodes.secret_file)) if nodes.secret_file else None
-        return cls(spec, card, secret, [listener])
+        return cls(spec, card, secret, listeners, register)
 
     @property
     def is_alone(self) -> bool:
@@ -98,7 +121,8 @@ class Node:
     def introduce(self, smp: SmpLink) -> None:
         """Have the SMP listen for those of the other nodes."""
         if not self.is_alone:
-            smp.listen_for_peers(self.card.host, self.secret)
+            others = [rail.host for rail in self.card.rails if rail.host != self.card.host]
+            smp.listen_for_peers(self.card.host, self.secret, others)
 
     def start(self, run: "RunLoop", preflight: PreflightDesk) -> None:
         """Begin to speak with the other nodes."""
@@ -123,10 +147,19 @@ class Node:
         )
         run.brain.thread = run.desk.thread = thread
         run.desk.prober = ProbeDesk(identity, self.secret)
+        run.brain.try_road = RoadDesk(
+            identity, self.secret, tell=run.brain.tell, send=thread.send
+        ).take
         run.brain.check_again = preflight.again
+        if self.register is not None:
+            witness = WitnessThread(self.register, self.card, run.brain.tell)
+            run.brain.witness_thread, run.brain.ask_witness = witness, witness.ask
+            witness.start()
         preflight.join(identity, self.secret, run.brain.tell)
         self._say_where()
         thread.start()
+        if self.spec.profile.network.plan != "off":
+            RailPulse(self.spec.run_id, self.card, self.secret, run.brain).start()
 
     def forget_secret(self, *, is_over: bool) -> None:
         """Remove the secret that ftrun has made for this run, once it is over for all nodes."""
@@ -139,6 +172,7 @@ class Node:
         nodes = self.spec.nodes
         assert nodes is not None
         role = "the endpoint" if self.card.endpoint else f"{nodes.endpoint_host}"
+        role = f"the etcd at {self.register.name}" if self.register is not None else role
         _log.warning(
             "node %s listens at %s port %d; meets the others at %s",
             self.card.node_id,
@@ -146,6 +180,9 @@ class Node:
             self.card.port,
             role,
         )
+        others = ", ".join(f"{one.name} {one.host} port {one.port}" for one in self.card.rails[1:])
+        if others:
+            _log.warning("node %s can also be reached by %s", self.card.node_id, others)
         if self.secret is None:
             _log.warning(
                 "UNAUTHENTICATED: whoever reaches port %d can take part in this run. Make a secret "
@@ -159,6 +196,22 @@ def _known_host(nodes: NodesSpec, kept: KeptState) -> str | None:
     """The address that the last agent of this node had; the endpoint may be gone by now."""
     card = kept.plan.card(nodes.node_id) if kept.plan is not None else None
     return card.host if card is not None and is_local_address(card.host) else None
+
+
+def _register(spec: RunSpec, nodes: NodesSpec, kept: KeptState) -> EtcdRegister | None:
+    """The outside witness, looked at once; not by an agent that was started again."""
+    if not nodes.etcd:
+        return None
+    endpoints = [(host, int(port)) for host, _, port in (at.rpartition(":") for at in nodes.etcd)]
+    wishes = Wishes(nodes.min_nodes, nodes.max_nodes, nodes.spares)
+    job = f"{spec.script} with --nnodes/--spares {wishes}"
+    # A job that is queued again may be on other nodes, and those of its last life do not come.
+    name = f"{spec.run_id}.{nodes.etcd_life}" if nodes.etcd_life else spec.run_id
+    times = spec.profile.nodes
+    found = EtcdRegister(endpoints, name, job=job, lease_s=times.deadline_s, tls=nodes.etcd_tls)
+    if kept.plan is None:
+        found.check()
+    return found
 
 
 def _find_host(nodes: NodesSpec, wait_s: float) -> str:
@@ -221,7 +274,8 @@ def _settings(spec: RunSpec) -> ClusterSettings:
     times = profile.nodes
     return ClusterSettings(
         wishes=Wishes(nodes.min_nodes, nodes.max_nodes, nodes.spares),
-        endpoint=(nodes.endpoint_host, nodes.endpoint_port),
+        endpoint=("", 0) if nodes.etcd else (nodes.endpoint_host, nodes.endpoint_port),
+        witness=bool(nodes.etcd),
         heartbeat_s=times.heartbeat_s,
         deadline_s=times.deadline_s,
         cut_off_s=times.stop_cut_off_s,
@@ -235,8 +289,16 @@ def _settings(spec: RunSpec) -> ClusterSettings:
         has_checkpoints=has_checkpoints,
         hang=hang,
         slow=SlowSettings(**profile.slow.model_dump()),
+        network=NetworkSettings(
+            plan=profile.network.plan,
+            rails=tuple(profile.network.rails),
+            topology=nodes.topology,
+            slurm_topology=nodes.slurm_topology,
+            user_env={name: os.environ[name] for name in VARIABLES if name in os.environ},
+        ),
         checkpoint_every_s=profile.checkpoint.every_s if has_checkpoints else 0.0,
         warn_below=profile.preflight.warn_below,
+        leave_s=profile.stop.grace_s / 2,
     )
 
 

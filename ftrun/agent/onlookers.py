@@ -1,4 +1,4 @@
-"""Those who only look at a run: its pulse, its figures for Prometheus, hooks on incidents.
+"""Those who only look at a run: its pulse, figures for Prometheus, hooks, the file of its roads.
 
 Runs in:  agent, main thread; what can wait for others has threads of its own.
 Takes in: the run, each turn of its loop; the lines of this node's journal.
@@ -8,11 +8,13 @@ Survives: all of their failures: a run goes on as if nobody looked.
 
 import ipaddress
 import logging
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ftrun.agent.cluster_status import cluster_status
 from ftrun.agent.hooks import Hooks
 from ftrun.agent.incident_status import lateness_of
+from ftrun.agent.kept_network import KeptNetwork
 from ftrun.agent.pulse import Pulse
 from ftrun.agent.run_figures import RunFigures
 from ftrun.agent.run_loop import RunLoop
@@ -35,9 +37,11 @@ class Onlookers:
         self._hooks = Hooks(
             run.spec.profile.hooks, run.journal, facts=self._facts, cwd=run.spec.cwd
         )
+        self._network = KeptNetwork(run.brain, Path(run.spec.log_folder))
         self._server: MetricsServer | None = None
         run.journal.watch(self._figures.take)
         run.journal.watch(self._hooks.take)
+        run.journal.watch(self._network.take)
 
     @property
     def metrics_address(self) -> str | None:
@@ -78,6 +82,7 @@ class Onlookers:
     def at_end(self) -> None:
         """The ranks are dead, their pages are still there."""
         self._pulse.write(lateness_of(self._run.brain))
+        self._network.keep()
 
     def close(self) -> None:
         if self._server is not None:

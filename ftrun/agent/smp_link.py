@@ -1,24 +1,24 @@
-"""The agent's side of the SMP: starts it, keeps duplicates of its memory, asks it things.
+"""The agent's side of the SMP: starts it, asks it things, hands it the memory of the one before.
 
 Runs in:  agent, main thread.
 Takes in: the run folder.
-Gives:    restore points, checkpoints; the descriptors that workers are launched with.
+Gives:    restore points, checkpoints; duplicates of its memory, see `held_memory`.
 Survives: the SMP: its memfds are held here too and are handed to the next one.
 """
 
 import os
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
 from ftrun import clock
+from ftrun.agent.held_memory import HeldMemory
 from ftrun.agent.processes import Child, python_command, spawn
 from ftrun.config import CheckpointConfig
-from ftrun.errors import FtrunError, LayoutUnknown, PeerError, PeerLost, PeerTimeout
+from ftrun.errors import FtrunError, PeerError, PeerLost, PeerTimeout
 from ftrun.ids import Rank, Version, version
-from ftrun.wire import checkpoint_messages, messages, protected, smp_messages, worker_messages
-from ftrun.wire.arena import SlotState, read_shape, read_slot_headers, void_slots
+from ftrun.wire import checkpoint_messages, messages, smp_messages, worker_messages
 from ftrun.wire.channel import Channel, Received, connect
 from ftrun.wire.run_folder import RunFolder
 from ftrun.wire.secret import Secret
@@ -46,10 +46,7 @@ class SmpLink:
     """The memory comes from an earlier `ftrun` of this run."""
     refused: str = ""
     """Why the last checkpoint could not be written."""
-    arenas: dict[Rank, list[int]] = field(default_factory=dict)
-    """Descriptors by rank, the newest layout last."""
-    vaults: dict[int, int] = field(default_factory=dict)
-    """Descriptors of what the SMP keeps for other nodes, by its slot."""
+    memory: HeldMemory = field(default_factory=HeldMemory)
     ready_version: Version | None = None
     """The newest version that this node holds and its group protects, in this generation."""
     survives: int = 0
@@ -57,11 +54,14 @@ class SmpLink:
     survives_why: str = ""
     abandoned_step: int = -1
     restore_failed: str = ""
+    is_restored: bool = False
+    """Every local rank has the version that its generation starts from."""
     notices: deque[smp_messages.SmpNotice] = field(default_factory=lambda: deque(maxlen=100))
     port: int = 0
     """Where the SMPs of other nodes reach this one; 0: nowhere."""
+    answer_wait_s: float = ANSWER_WAIT_S
     _generation: int = -1
-    _local_ranks: frozenset[int] = frozenset()
+    _local_ranks: frozenset[Rank] = frozenset()
     _run_state: bytes = b""
     writing: bool = False
 
@@ -76,18 +76,18 @@ class SmpLink:
         """
         try:
             self.channel = self._connect(1.0)
-            handed = self.channel.ask(smp_messages.HandOver(), deadline_s=ANSWER_WAIT_S)
+            handed = self.channel.ask(smp_messages.HandOver(), deadline_s=self.answer_wait_s)
         except PeerError:
             return None
         if not isinstance(handed.body, smp_messages.HandedOver):
             return None
         arenas = handed.fds[: len(handed.body.ranks)]
         for rank, fd in zip(handed.body.ranks, arenas, strict=True):
-            self._keep(Rank(rank), fd)
+            self.memory.keep(Rank(rank), fd)
         for slot, fd in enumerate(handed.fds[len(arenas) :]):
-            self._keep_vault(slot, fd)
+            self.memory.keep_vault(slot, fd)
         self._run_state = handed.body.run_state
-        self.was_adopted = bool(self.arenas)
+        self.was_adopted = bool(self.memory.arenas)
         return self._run_state
 
     def reconnect(self) -> bool:
@@ -98,24 +98,11 @@ class SmpLink:
             return False
         return True
 
-    def adopt(self, fds: list[int]) -> None:
-        """Take memory that outlived both the last agent and its SMP."""
-        for fd in fds:
-            try:
-                self._keep(Rank(read_shape(fd).rank), fd)
-            except LayoutUnknown:
-                os.close(fd)
-
-    @property
-    def held(self) -> list[tuple[Rank, int]]:
-        """Every arena's rank and descriptor, of each rank the oldest layout first."""
-        return [(rank, fd) for rank, fds in sorted(self.arenas.items()) for fd in fds]
-
     def start(self) -> None:
         """Start an SMP without waiting for it; `ready` waits."""
         words = ["--run-id", self.folder.run_id, "--socket", str(self.folder.smp_socket)]
         argv = python_command("ftrun.smp", *words, "--orphan-s", str(self.orphan_s))
-        if self.held or self.vaults:
+        if self.memory.held or self.memory.vaults:
             argv.append("--adopt")
         self.folder.smp_socket.unlink(missing_ok=True)
         self.child = spawn(argv, name="smp", variables=os.environ)
@@ -135,18 +122,45 @@ class SmpLink:
                 if clock.now_s() > give_up_s or (self.child is not None and self.child.reap()):
                     raise
                 clock.sleep(0.005)
-        if self.held or self.vaults:
-            body = smp_messages.Adopt([rank for rank, _ in self.held], len(self.vaults))
-            vaults = [fd for _, fd in sorted(self.vaults.items())]
-            self._ask(body, fds=(*(fd for _, fd in self.held), *vaults))
+        if self.memory.held or self.memory.vaults:
+            self._hand_over()
         if self._run_state:
             self._ask(smp_messages.KeepRunState(self._run_state))
 
-    def listen_for_peers(self, host: str, secret: Secret | None) -> int:
-        """Have it open a port for the SMPs of other nodes; which one."""
+    def complete(self, fds: list[int]) -> None:
+        """Bring the SMP that was found what its own agent did not live to bring it.
+
+        One that was started for memory lets its workers wait until some has come, be it none.
+
+        Args:
+            fds: arenas that were kept elsewhere, from now on this object's.
+
+        Raises:
+            PeerError: it is gone by now; what it had and these are kept here.
+        """
+        if self.memory.held or self.memory.vaults:
+            for fd in fds:
+                os.close(fd)  # of the same memory
+            return
+        self.memory.adopt(fds)
+        self._hand_over()
+
+    def _hand_over(self) -> None:
+        memory = self.memory
+        body = smp_messages.Adopt([rank for rank, _ in memory.held], len(memory.vaults))
+        self._ask(body, fds=(*(fd for _, fd in memory.held), *memory.vault_fds))
+
+    def listen_for_peers(self, host: str, secret: Secret | None, others: Sequence[str] = ()) -> int:
+        """Have it open a port for the SMPs of other nodes; which one.
+
+        Args:
+            host: the address of this node.
+            secret: of the run.
+            others: addresses of its other rails.
+        """
         fds = () if secret is None else (secret.as_memfd(),)
         try:
-            answer = self._ask(smp_messages.ListenForPeers(host), fds=fds).body
+            answer = self._ask(smp_messages.ListenForPeers(host, list(others)), fds=fds).body
         finally:
             for fd in fds:
                 os.close(fd)
@@ -156,7 +170,9 @@ class SmpLink:
     def begin_generation(self, body: smp_messages.BeginGeneration, command_page: int) -> None:
         """Say who takes part from now on, and what is to be restored."""
         self.ready_version, self.abandoned_step, self.restore_failed = None, -1, ""
-        self._generation, self._local_ranks = body.generation, frozenset(body.local_ranks)
+        self.is_restored = False
+        self._generation = body.generation
+        self._local_ranks = frozenset(Rank(rank) for rank in body.local_ranks)
         if self.channel is not None:
             self.channel.generation = body.generation
             self._ask(body, fds=(command_page,))
@@ -181,72 +197,24 @@ class SmpLink:
                 answer = self._ask(smp_messages.TakeInventory(stand_still=True)).body
                 if isinstance(answer, smp_messages.Inventory):
                     return answer
-        return smp_messages.Inventory(self.offers())
+        return smp_messages.Inventory(self.memory.offers())
 
     def keep_run_state(self, state: bytes) -> None:
         self._run_state = state
         if self.channel is not None:
             self._ask(smp_messages.KeepRunState(state))
 
-    def offers(self) -> list[protected.ShardOffer]:
-        """Every sealed slot on this node, read from the memory itself, SMP or no SMP."""
-        found: list[protected.ShardOffer] = []
-        for rank, fds in sorted(self.arenas.items()):
-            for fd in fds:
-                try:
-                    shape = read_shape(fd)
-                    headers = read_slot_headers(fd)
-                except LayoutUnknown:
-                    continue
-                found.extend(
-                    protected.ShardOffer(
-                        rank, header.generation, header.step, shape.world_size, shape.image_bytes
-                    )
-                    for header in headers
-                    if header.state is SlotState.SEALED
-                )
-        return found
-
-    def arena_for(self, rank: Rank, wanted: Version | None) -> int | None:
-        """The descriptor to launch a rank with: the arena that holds `wanted`, else the newest."""
-        fds = self.arenas.get(rank, [])
-        if wanted is not None:
-            for fd in fds:
-                for header in read_slot_headers(fd):
-                    if header.state is SlotState.SEALED and header.version == wanted:
-                        return fd
-        return fds[-1] if fds else None
-
-    def holds(self, rank: Rank, wanted: Version) -> bool:
-        """Whether an arena here has this version of a rank."""
-        return any(
-            header.state is SlotState.SEALED and header.version == wanted
-            for fd in self.arenas.get(rank, [])
-            for header in read_slot_headers(fd)
-        )
-
     @property
     def has_whole_version(self) -> bool:
         """All ranks here have sealed one, whether word of its commit has come yet or not."""
-        ranks = [Rank(rank) for rank in self._local_ranks]
-        sealed = [
-            header.version
-            for fd in (self.arenas.get(ranks[0], []) if ranks else [])
-            for header in read_slot_headers(fd)
-            if header.state is SlotState.SEALED
-        ]
-        return any(all(self.holds(rank, one) for rank in ranks) for one in sealed)
+        return self.memory.has_whole_version(self._local_ranks)
 
     def void_after(self, newest: Version) -> int:
         """Make sure that no later version ever comes back; the workers must be dead."""
         if self.channel is not None:
             with suppress(PeerError):
                 self._ask(smp_messages.VoidAfter(newest.generation, newest.step))
-        return sum(
-            void_slots(fd, lambda found: found > newest)
-            for fds in self.arenas.values()
-            for fd in fds
-        )
+        return self.memory.void(lambda found: found > newest)
 
     def begin_checkpoint(
         self,
@@ -278,6 +246,7 @@ class SmpLink:
                 keep_s=settings.keep_s,
                 bytes_per_s=0.0 if is_urgent else settings.bytes_per_s,
                 life=life,
+                stream_wait_s=0.0 if is_urgent else settings.stream_wait_s,
             )
             self.channel.send(body)
             self.writing = True
@@ -296,22 +265,24 @@ class SmpLink:
                 self._take(self.channel.receive(deadline_s=0.1))
         return True
 
-    def void_slot(self, rank: Rank, wanted: Version | None) -> None:
-        """Set one rank's slot aside: its digest did not match."""
-        for fd in self.arenas.get(rank, []):
-            void_slots(fd, lambda found: found == wanted)
-
     def load_checkpoint(
-        self, directory: str, world_size: int, ranks: list[int], *, only: str = "", life: str = ""
+        self, body: checkpoint_messages.LoadCheckpoint
     ) -> checkpoint_messages.CheckpointLoaded | str | None:
         """Fill the arenas from a checkpoint; or why that is not possible; None: there is none."""
-        answer = self._ask(
-            checkpoint_messages.LoadCheckpoint(directory, world_size, ranks, only, life),
-            deadline_s=CHECKPOINT_WAIT_S,
-        ).body
+        answer = self._ask(body, deadline_s=CHECKPOINT_WAIT_S).body
         if isinstance(answer, checkpoint_messages.CheckpointLoaded):
             return answer if answer.path else None
         return answer.why if isinstance(answer, messages.Refused) else repr(answer)
+
+    def await_restored(self) -> None:
+        """Wait until all of the version is here that was restored, or it is known why it is not.
+
+        Raises:
+            PeerError: the SMP is gone, or says neither.
+        """
+        give_up_s = clock.now_s() + CHECKPOINT_WAIT_S
+        while self.channel is not None and not (self.is_restored or self.restore_failed):
+            self._take(self.channel.receive(deadline_s=give_up_s - clock.now_s()))
 
     def collect(self) -> None:
         """Take in what the SMP has said unasked.
@@ -345,37 +316,51 @@ class SmpLink:
         if self.child is not None and not self.child.wait(5.0):
             self.child.signal(9)
             self.child.wait(5.0)
-        for fd in [fd for fds in self.arenas.values() for fd in fds] + [*self.vaults.values()]:
-            os.close(fd)
-        self.arenas.clear()
-        self.vaults.clear()
+        self.memory.close()
 
     def _ask(
         self,
         body: messages.AnyMessage,
         *,
         fds: tuple[int, ...] = (),
-        deadline_s: float = ANSWER_WAIT_S,
+        deadline_s: float = 0.0,
     ) -> Received:
-        """Ask, and take in whatever the SMP says unasked before its answer."""
+        """Ask, and take in whatever the SMP says unasked before its answer.
+
+        Args:
+            body: the question.
+            fds: that go with it.
+            deadline_s: so long the SMP may say nothing; 0: as long as to most questions.
+
+        Raises:
+            PeerLost: it is gone.
+            PeerTimeout: it has not answered; should it do so later, nobody takes that for another
+                answer.
+        """
         if self.channel is None:
             raise PeerLost(peer="the SMP")
-        self.channel.send(body, fds=fds)
+        number = self.channel.pose(body, fds=fds)
         while True:
-            received = self.channel.receive(deadline_s=deadline_s)
-            if not self._take(received):
+            received = self.channel.receive(deadline_s=deadline_s or self.answer_wait_s)
+            if received.envelope.question == number:
                 return received
+            self._take(received)
 
-    def _take(self, received: Received) -> bool:
-        """Whether this was something unasked, and is dealt with."""
+    def _take(self, received: Received) -> None:
+        """Deal with what was not asked for, or not any more."""
         body = received.body
+        if received.envelope.question:
+            received.close()
+            return
         match body:
             case worker_messages.ArenaGranted():
-                self._keep(Rank(body.rank), *received.fds)
+                self.memory.keep(Rank(body.rank), *received.fds)
             case smp_messages.VersionCommitted():
                 self.committed = version(body.generation, body.step)
                 self.num_commits += 1
-                self._drop_old_layouts()
+                if self.committed.generation == self._generation:
+                    self.memory.drop_other_ranks(self._local_ranks)
+                self.memory.drop_old_layouts(self.committed)
             case checkpoint_messages.CheckpointWritten(is_part=True):
                 self.writing, self.refused = False, body.note
             case checkpoint_messages.CheckpointWritten():
@@ -385,52 +370,27 @@ class SmpLink:
             case checkpoint_messages.CheckpointRefused():
                 self.refused, self.writing = body.why, False
             case _:
-                return self._take_of_protection(received)
-        return True
+                self._take_of_protection(received)
 
-    def _take_of_protection(self, received: Received) -> bool:
+    def _take_of_protection(self, received: Received) -> None:
         """The same for what the SMP says of other nodes."""
         body = received.body
         match body:
             case smp_messages.VaultMade():
-                self._keep_vault(body.slot, *received.fds)
+                self.memory.keep_vault(body.slot, *received.fds)
             case smp_messages.VersionReady():
                 self.ready_version = version(body.generation, body.step)
                 self.survives, self.survives_why = body.survives, body.why
             case smp_messages.AbandonVersion():
                 self.abandoned_step = max(self.abandoned_step, body.step)
             case smp_messages.RestoreReady():
-                pass
+                self.is_restored = True
             case smp_messages.RestoreFailed():
                 self.restore_failed = body.why
             case smp_messages.SmpNotice():
                 self.notices.append(body)
             case _:
-                return False
-        return True
-
-    def _keep(self, rank: Rank, fd: int) -> None:
-        self.arenas.setdefault(rank, []).append(fd)
-
-    def _keep_vault(self, slot: int, fd: int) -> None:
-        old = self.vaults.pop(slot, None)
-        if old is not None:
-            os.close(old)
-        self.vaults[slot] = fd
-
-    def _drop_old_layouts(self) -> None:
-        if self.committed is not None and self.committed.generation == self._generation:
-            # Of ranks that have moved to another node, or are no more.
-            for rank in [rank for rank in self.arenas if rank not in self._local_ranks]:
-                for fd in self.arenas.pop(rank):
-                    os.close(fd)
-        # A commit is sealed by every rank, so what came before the arena that holds it is over.
-        for fds in self.arenas.values():
-            while len(fds) > 1 and any(
-                header.state is SlotState.SEALED and header.version == self.committed
-                for header in read_slot_headers(fds[-1])
-            ):
-                os.close(fds.pop(0))
+                pass
 
     def _connect(self, deadline_s: float) -> Channel:
         return connect(

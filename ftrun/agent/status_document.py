@@ -192,7 +192,7 @@ def _every(run: RunLoop, commands: Page | None, *, furthest: int) -> int:
 def _age_s(run: RunLoop, committed: tuple[int, int], now_s: float) -> float:
     """Since the last rank sealed the committed version."""
     sealed_ns = 0
-    for fds in list(run.smp.arenas.values()):
+    for fds in list(run.smp.memory.arenas.values()):
         for fd in list(fds):
             sealed_ns = max(
                 [sealed_ns]
@@ -208,13 +208,15 @@ def _age_s(run: RunLoop, committed: tuple[int, int], now_s: float) -> float:
 
 def _memory_bytes(run: RunLoop) -> int:
     return sum(
-        read_shape(fd).total_bytes for fds in list(run.smp.arenas.values()) for fd in list(fds)
+        read_shape(fd).total_bytes
+        for fds in list(run.smp.memory.arenas.values())
+        for fd in list(fds)
     )
 
 
 def _for_others_bytes(run: RunLoop) -> int:
     """Mirrors and parity that this node keeps for its group."""
-    return sum(os.fstat(fd).st_size for fd in list(run.smp.vaults.values()))
+    return sum(os.fstat(fd).st_size for fd in list(run.smp.memory.vaults.values()))
 
 
 def _checkpoint(run: RunLoop, now_s: float) -> dict[str, Any] | None:

@@ -8,6 +8,7 @@ Survives: each worker: pages and error files of the dead are read here.
 
 import json
 import os
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from queue import SimpleQueue
@@ -50,6 +51,7 @@ class WorkerGroup:
         self.first_rank = 0
         self._old_world_size = 0
         self._skip_batches = 0
+        self._roads: Mapping[str, str] = {}
         self.restored: Version | None = None
         self.commands: Page | None = None
         self.command_fd = -1
@@ -65,7 +67,13 @@ class WorkerGroup:
     # --- a generation's life ------------------------------------------------------------------
 
     def prepare(
-        self, plan: Plan, ranks: range, restored: Version | None, *, old_world_size: int
+        self,
+        plan: Plan,
+        ranks: range,
+        restored: Version | None,
+        *,
+        old_world_size: int,
+        roads: Mapping[str, str],
     ) -> None:
         """Make pages and variables for the workers to come.
 
@@ -74,7 +82,9 @@ class WorkerGroup:
             ranks: of this node.
             restored: what they start from.
             old_world_size: so many ranks took that; 0: as many as there are now.
+            roads: variables that say over which rails they speak.
         """
+        self._roads = roads
         self.generation, self.restored = plan.generation, restored
         self.first_rank = ranks.start
         self._old_world_size = old_world_size
@@ -179,7 +189,7 @@ class WorkerGroup:
         if corrupt:
             other = page.get(Beat.CORRUPT_RANK)
             rank = other - 1 if other else handle.place.rank
-            self._smp.void_slot(Rank(rank), self.restored)
+            self._smp.memory.void_slot(Rank(rank), self.restored)
         facts = ExitFacts(
             rank=Rank(handle.place.rank),
             pid=handle.pid,
@@ -262,6 +272,7 @@ class WorkerGroup:
         page_fd = create_page(f"rank-{rank}")
         snapshot = self._spec.profile.snapshot
         variables = {
+            **self._roads,
             env.RUN_ID: self._spec.run_id,
             env.GENERATION: str(self.generation),
             env.INCARNATION: str(self.generation),
@@ -282,7 +293,7 @@ class WorkerGroup:
         if self._old_world_size:
             # Put together from the shards of other ranks, which it asks its SMP for.
             variables[env.RESTORE_WORLD_SIZE] = str(self._old_world_size)
-        arena = None if self._old_world_size else self._smp.arena_for(rank, restored)
+        arena = None if self._old_world_size else self._smp.memory.arena_for(rank, restored)
         stack_fd = create_stack_file(str(rank))
         fault_fd = self.fault_pages.fd_of(rank) if self.fault_pages is not None else None
         return Place(rank, page_fd, Page(page_fd), stack_fd, socket, arena, variables, fault_fd)

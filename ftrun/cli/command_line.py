@@ -55,6 +55,13 @@ OWN_FLAGS: tuple[Flag, ...] = (
     Flag("bind", "address of this node that the others reach", "ADDRESS", group=_NODES),
     Flag("secret-file", "what only nodes of this run know; the same on each", "FILE", group=_NODES),
     Flag("fault-domain", "what fails together with this node, as a rack", "NAME", group=_NODES),
+    Flag(
+        "network-plan",
+        "train over the best rails and order of nodes (on), or only say so (default report)",
+        "off|report|on",
+        group=_NODES,
+    ),
+    Flag("topology", "which nodes share a switch: YAML or topology.conf", "FILE", group=_NODES),
     Flag("pause-limit", "with too few nodes, wait so long (default 900)", "SECONDS", group=_NODES),
     Flag(
         "start",

@@ -159,6 +159,8 @@ _OF_CLUSTER: dict[str, Expected] = {
         replace(_NODE_LOST, incidents=2),
     ),
     "spare-lost": replace(_unharmed("NodeLost"), alone=True),
+    "drained": _unharmed("Leaving", alone=True),
+    "lead-drained": replace(_unharmed("Leaving", alone=True), steps_lost=None),
     **dict.fromkeys(("flap", "slow-link", "lossy-link", "smp-kill"), _unharmed(alone=True)),
     "rank-kill": Expected(verdicts=("crash",), culprits=(1,), alone=True),
 }

@@ -5,13 +5,14 @@ Runs in: cli.
 
 import json
 import os
+from collections.abc import Sequence
 
 from ftrun.cli import render
 from ftrun.cli.found_runs import Life, choose
 from ftrun.errors import ExitCode, FaultRefused, FtrunError, ProtocolError, UsageError
 from ftrun.wire.fault_kinds import FAULTS, TARGETS, FaultKind
 from ftrun.wire.fault_messages import FaultOrder, FaultTaken, InjectFault
-from ftrun.wire.fault_orders import duration_s, make_order
+from ftrun.wire.fault_orders import duration_s, make_cancel, make_order
 from ftrun.wire.messages import Refused
 
 _ANSWER_S = 40.0
@@ -47,6 +48,22 @@ def order_of(
     )
 
 
+def cancel_of(order_id: str, *, node: str | None, beside: Sequence[object]) -> FaultOrder:
+    """The wish to take an order back.
+
+    Args:
+        order_id: as `inject-fault` has printed it.
+        node: where it was done, if it was ordered elsewhere.
+        beside: whatever else was typed; None where it was not.
+
+    Raises:
+        UsageError: something was.
+    """
+    if any(one is not None for one in beside):
+        raise UsageError("--cancel ID takes an order back, and goes with --node and the run only")
+    return make_cancel(f"f{os.urandom(3).hex()}", order_id, node=node)
+
+
 def inject_fault(order: FaultOrder, run_id: str | None, *, as_json: bool) -> int:
     """Order it.
 
@@ -54,7 +71,8 @@ def inject_fault(order: FaultOrder, run_id: str | None, *, as_json: bool) -> int
         FaultRefused: it cannot be made; the reason says what is missing.
         FtrunError: no run is alive.
     """
-    run = choose(run_id, command=f"inject-fault {order.kind}")
+    command = f"inject-fault {order.kind or f'--cancel {order.cancels}'}"
+    run = choose(run_id, command=command)
     if run.life is not Life.RUNNING:
         raise FtrunError(f"run {run.name} is {run.life.value}: it has nobody who takes orders")
     channel = run.to_agent()
@@ -74,6 +92,8 @@ def inject_fault(order: FaultOrder, run_id: str | None, *, as_json: bool) -> int
 
 
 def _taken(order: FaultOrder, taken: FaultTaken) -> str:
+    if order.cancels:
+        return f"{order.cancels} on node {taken.node}: {taken.how}"
     whom = f"rank {order.rank}" if order.rank >= 0 else f"node {taken.node}"
     when = f" at the end of step {order.at_step}" if order.at_step else ""
     return f"{taken.id}: {order.kind} on {whom}{when}: {taken.how}"
@@ -92,7 +112,8 @@ def list_faults(*, as_json: bool) -> int:
         render.write_plain("")
     render.write_plain(
         "--at-step S: at the end of step S of the run, counted from 1; repeats exactly for what a "
-        "rank does itself.\nOnly in a run started with --allow-faults. What was ordered, has fired "
+        "rank does itself.\n--cancel ID: takes back what waits for its step, or lasts.\n"
+        "Only in a run started with --allow-faults. What was ordered, has fired "
         "and has ended stands in the journal."
     )
     return ExitCode.DONE

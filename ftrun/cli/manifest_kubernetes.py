@@ -207,8 +207,8 @@ def _rules() -> list[Tree]:
             {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget"}]},
         ),
         Said(
-            "Stopped by a signal: a drained pod stops the whole run, and all pods are made anew. "
-            "To stop it for good, delete it.",
+            "Stopped by a signal: a drained pod, or the whole run where too few would be left. "
+            "Pods are made anew. To stop it for good, delete it.",
             {
                 "action": "Ignore",
                 "onExitCodes": {

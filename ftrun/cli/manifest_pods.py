@@ -170,7 +170,7 @@ class Pod:
                 "Never",
             ),
             "terminationGracePeriodSeconds": Said(
-                f"SIGTERM, as when a machine is drained, ends the run on all nodes: at most "
+                "SIGTERM to all pods, or to so many that too few are left, ends the run: at most "
                 f"{self.job.grace_s:g} s until ranks are killed, and as long again for the "
                 "checkpoint. Without it SIGKILL comes after 30 s, and the checkpoint is not "
                 "finished.",

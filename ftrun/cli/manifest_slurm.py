@@ -21,6 +21,7 @@ _LEAST_WARNING_S = 120
 _MOST_WARNING_S = 65_535
 _SLURM_LOOKS_EVERY_S = 60
 _STOPPED_BY_USR1 = 138
+_KILLED_BY_SRUN = 137
 _AGAIN = (ExitCode.TRY_AGAIN, ExitCode.NOT_ENOUGH_NODES, _STOPPED_BY_USR1)
 _GOOD_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _OURS = {
@@ -223,7 +224,8 @@ def _step(job: Job, name: str) -> Iterator[str]:
     srun += ["--open-mode=append", f"--output={files}"]
     run_id = [] if _has_run_id(job) else ["--run-id", f'"{name}-$SLURM_JOB_ID"']
     started = [[word] for word in srun[1:]]
-    yield from (f"{line} \\" for line in _folded(srun[:1], started, indent=0))
+    *folded, last = _folded(srun[:1], started, indent=0)
+    yield from (*folded, f"{last} \\")
     words = [*_by_flag(job.flags), list(job.script)]
     yield from _folded(["ftrun", *run_id], words, indent=4)
 
@@ -252,16 +254,25 @@ def _folded(first: list[str], rest: Sequence[Sequence[str]], *, indent: int) -> 
 
 
 def _end(job: Job, place: Place) -> Iterator[str]:
-    again = " | ".join(str(int(code)) for code in _AGAIN)
+    codes: tuple[int, ...] = _AGAIN
+    of_several = ""
+    if job.nodes > 1:
+        codes = (*_AGAIN[:2], _KILLED_BY_SRUN, *_AGAIN[2:])
+        of_several = (
+            f"{_KILLED_BY_SRUN}: srun has killed all tasks, as it does in spite of --no-kill where "
+            "a lost node is back before Slurm has missed it; or memory was short. "
+        )
     yield "code=$?"
     yield from comment(
         f"{int(ExitCode.TRY_AGAIN)}: a process or a node that was needed is gone. "
-        f"{int(ExitCode.NOT_ENOUGH_NODES)}: too few nodes are left. {_STOPPED_BY_USR1}: the time "
-        "is over. In all three the job is queued again, and goes on from its checkpoint; without "
-        f"this it is over. Not for {int(ExitCode.DO_NOT_RESTART)} and {int(ExitCode.STATE_LOST)}, "
+        f"{int(ExitCode.NOT_ENOUGH_NODES)}: too few nodes are left. {of_several}"
+        f"{_STOPPED_BY_USR1}: the time is over. In all of these the job is queued again, and goes "
+        "on from its checkpoint; without this it is over. "
+        f"Not for {int(ExitCode.DO_NOT_RESTART)} and {int(ExitCode.STATE_LOST)}, "
         "which another start does not mend, nor for the script's own codes. The count keeps a job "
         "that never gets far from coming back for ever."
     )
+    again = " | ".join(str(int(code)) for code in codes)
     yield "case $code in"
     yield f"{again})"
     yield f'    if [ "${{SLURM_RESTART_COUNT:-0}}" -lt {place.max_requeues} ]; then'

@@ -9,6 +9,7 @@ Every node resolves its own command line. What must be the same on all is compar
 so nothing here depends on which node it is, but for the node's own name and address.
 """
 
+import importlib.util
 import ipaddress
 import re
 import socket
@@ -17,8 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ftrun.cli.command_line import CommandLine
+from ftrun.cli.etcd_files import etcd_tls
 from ftrun.cli.profile_files import Setting, plain_value
-from ftrun.cli.slurm import SlurmStep
+from ftrun.cli.slurm import SlurmStep, leaf_switch
+from ftrun.cli.topology_files import read_topology
 from ftrun.config import NodesSpec, Profile
 from ftrun.errors import UsageError
 from ftrun.wire.secret import HOW_TO_MAKE, forget_shared_secrets, load_secret, shared_secret_file
@@ -30,7 +33,11 @@ RDZV_PORT = 29400
 MASTER_PORT = 29500
 """Of --master-addr without --master-port, likewise."""
 
+ETCD_PORT = 2379
+"""Of --rdzv-backend etcd, where --rdzv-endpoint names none."""
+
 OUR_BACKENDS = ("", "c10d", "static", "ftrun")
+ETCD = "etcd"
 _GOOD_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _RDZV_CONF = {
     "join_timeout": "join_wait_s",
@@ -60,16 +67,22 @@ def nodes_of(
     least, most, spares = count
     _check_backend(given)
     _check_times(profile)
-    host, port = _endpoint(given, step, f"{least}:{most}" if least < most else str(least))
+    nnodes = f"{least}:{most}" if least < most else str(least)
+    etcd = _etcd(given, nnodes)
+    host, port = etcd[0] if etcd else _endpoint(given, step, nnodes)
     node_id, is_named = _node_id(given, step)
     data, parity = profile.erasure.data_and_parity
     path, is_ours, no_secret = _secret_file(profile, step)
+    topology, slurm_topology = read_topology(profile.network.topology)
     return NodesSpec(
         min_nodes=least,
         max_nodes=most,
         spares=spares,
         endpoint_host=host,
         endpoint_port=port,
+        etcd=[f"{host}:{port}" for host, port in etcd],
+        etcd_tls=etcd_tls(given.torchrun("rdzv-conf").text, variables) if etcd else None,
+        etcd_life=step.restarts if step is not None else 0,
         node_id=node_id,
         is_named=is_named,
         node_rank=_node_rank(given),
@@ -78,6 +91,9 @@ def nodes_of(
         no_secret=no_secret,
         bind=_bind(given),
         domain=_domain(given),
+        switch=leaf_switch(variables) if step is not None else "",
+        topology=topology,
+        slurm_topology=slurm_topology,
         erasure_data=data,
         erasure_parity=parity,
     )
@@ -168,12 +184,37 @@ def _count(given: _Given, step: SlurmStep | None) -> tuple[int, int, int] | None
 
 def _check_backend(given: _Given) -> None:
     backend = given.torchrun("rdzv-backend")
-    if backend.text not in OUR_BACKENDS:
+    if backend.text not in (*OUR_BACKENDS, ETCD):
         raise UsageError(
             f"{backend.source} is {backend.text!r}, and nodes meet in ftrun's own rendezvous, for "
-            "which c10d, static and ftrun all stand. Other backends are not in this version: leave "
-            "the flag out, and name one of the nodes with --rdzv-endpoint"
+            "which c10d, static and ftrun all stand, or in an etcd v3 cluster (etcd). Other "
+            "backends are not in this version: leave the flag out, and name one of the nodes with "
+            "--rdzv-endpoint"
         )
+
+
+def _etcd(given: _Given, nnodes: str) -> list[tuple[str, int]]:
+    """The endpoints of an etcd cluster; none where the nodes meet among themselves."""
+    backend, endpoint = given.torchrun("rdzv-backend"), given.torchrun("rdzv-endpoint")
+    if backend.text != ETCD:
+        return []
+    if not endpoint:
+        raise UsageError(
+            f"{backend.source} etcd (--nnodes {nnodes}) needs the cluster's client addresses: "
+            f"--rdzv-endpoint HOST, HOST:{ETCD_PORT} or several, with commas between them"
+        )
+    if "://" in endpoint.text:
+        raise UsageError(
+            f"{endpoint.source} is {endpoint.text!r}; of etcd it is HOST:PORT, with commas between "
+            "several. TLS is asked for by --rdzv-conf protocol=https, or cacert=FILE"
+        )
+    if importlib.util.find_spec("etcd3gw") is None:
+        raise UsageError(
+            f"{backend.source} etcd needs the package etcd3gw, which is not installed for this "
+            "python. Install it on every node: pip install 'ftrun[etcd]'"
+        )
+    texts = [text.strip() for text in endpoint.text.split(",")]
+    return [parse_endpoint(text, source=endpoint.source, port=ETCD_PORT) for text in texts]
 
 
 def _check_times(profile: Profile) -> None:
@@ -203,15 +244,20 @@ def _endpoint(given: _Given, step: SlurmStep | None, nnodes: str) -> tuple[str, 
     )
 
 
-def parse_endpoint(text: str, *, source: str) -> tuple[str, int]:
+def parse_endpoint(text: str, *, source: str, port: int = RDZV_PORT) -> tuple[str, int]:
     """`HOST`, `HOST:PORT`, `[IPV6]:PORT` or an IPv6 address alone, as host and port.
+
+    Args:
+        text: as given.
+        source: by what.
+        port: where it names none.
 
     Raises:
         UsageError: it is none of these, or stands for every address of a machine.
     """
     if match := re.fullmatch(r"\[(.+)\](?::(.*))?", text) or re.fullmatch(r"([^:]*):([^:]*)", text):
-        return _host(match[1], source), RDZV_PORT if match[2] is None else _port(match[2], source)
-    return _host(text, source), RDZV_PORT
+        return _host(match[1], source), port if match[2] is None else _port(match[2], source)
+    return _host(text, source), port
 
 
 def _host(text: str, source: str) -> str:

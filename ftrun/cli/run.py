@@ -48,9 +48,11 @@ _KEY_OF_FLAG = {
     "secret-file": ("security", "secret_file"),
     "pause-limit": ("nodes", "pause_limit_s"),
     "metrics-port": ("metrics", "port"),
+    "network-plan": ("network", "plan"),
+    "topology": ("network", "topology"),
 }
-_PATH_FLAGS = ("checkpoint-dir", "secret-file")
-_TEXT_FLAGS = (*_PATH_FLAGS, "start", "erasure", "resume")
+_PATH_FLAGS = ("checkpoint-dir", "secret-file", "topology")
+_TEXT_FLAGS = (*_PATH_FLAGS, "start", "erasure", "resume", "network-plan")
 _FAULT_FLAGS = ("allow-faults", "allow-network-faults")
 _LOCK_ATTEMPTS = 100
 _LOOK_AGAIN_S = 0.05
@@ -93,7 +95,8 @@ def build_spec(line: CommandLine, *, variables: Mapping[str, str]) -> RunSpec:
     resolved = resolve_options(line, variables=variables)
     step = slurm_step(variables)
     nodes = nodes_of(line, variables, resolved.profile, step)
-    run_id = _run_id(line, variables, script, _common_name(nodes, step))
+    is_shared = nodes is not None and bool(nodes.etcd)
+    run_id = _run_id(line, variables, script, _common_name(nodes, step), is_shared=is_shared)
     log_folder = Path.cwd() / "ftrun-logs" / run_id
     given = line.torchrun_value("max-restarts")
     source, text = "--max-restarts", given
@@ -364,15 +367,28 @@ def _find_script(line: CommandLine, variables: Mapping[str, str]) -> str:
 
 
 def _run_id(
-    line: CommandLine, variables: Mapping[str, str], script: str, common: str | None
+    line: CommandLine,
+    variables: Mapping[str, str],
+    script: str,
+    common: str | None,
+    *,
+    is_shared: bool,
 ) -> RunId:
-    """As given; else a fresh name, or on several nodes one that all of them find alike."""
+    """As given; else a fresh name, or on several nodes one that all of them find alike.
+
+    Raises: UsageError: where they meet (`is_shared`) is for other runs as well, and none is given.
+    """
     given = line.own_value("run-id")
     if given is not None:
         return check_run_id(given)
     rendezvous = line.torchrun_value("rdzv-id") or variables.get("PET_RDZV_ID", "none")
     if rendezvous != "none":
         return check_run_id(rendezvous)
+    if is_shared and common is None:
+        raise UsageError(
+            "--rdzv-backend etcd needs a name for the run, the same on all its nodes: an etcd may "
+            "serve many runs, and tells them apart by it. Give --rdzv-id NAME"
+        )
     stem = re.sub(r"[^A-Za-z0-9_-]+", "-", Path(script).stem).strip("-_") or "run"
     return check_run_id(f"{stem[:60]}-{common or os.urandom(4).hex()}")
 
@@ -386,6 +402,8 @@ def _common_name(nodes: NodesSpec | None, step: SlurmStep | None) -> str | None:
         return None
     if step is not None:
         return f"job{step.job_id}-{step.step_id}"
+    if nodes.etcd:
+        return None
     return f"port{nodes.endpoint_port}"
 
 

@@ -103,6 +103,14 @@ def slurm_step(variables: Mapping[str, str]) -> SlurmStep | None:
     )
 
 
+def leaf_switch(variables: Mapping[str, str]) -> str:
+    """The switch that this node hangs on, of `s0.s2.node7`; empty where Slurm tells of none."""
+    kinds = variables.get("SLURM_TOPOLOGY_ADDR_PATTERN", "").split(".")
+    names = variables.get("SLURM_TOPOLOGY_ADDR", "").split(".", maxsplit=max(0, len(kinds) - 1))
+    is_told = len(kinds) == len(names) and kinds[-2:] == ["switch", "node"]
+    return names[-2] if is_told else ""
+
+
 def expand_hosts(text: str) -> list[str]:
     """`n[1-2,07-09],m3` as names, in order.
 

@@ -70,8 +70,18 @@ TORCHRUN_FLAGS: tuple[Flag, ...] = (
         is_from_environment=False,
     ),
     Flag("standalone", "one node, with a rendezvous of its own on a free port", group=_MEETING),
-    Flag("rdzv-backend", "c10d and static both mean ftrun's own", "NAME", group=_MEETING),
-    Flag("rdzv-endpoint", "one of the nodes, where they meet", "HOST[:PORT]", group=_MEETING),
+    Flag(
+        "rdzv-backend",
+        "c10d and static both mean ftrun's own; etcd: in an etcd v3 cluster",
+        "NAME",
+        group=_MEETING,
+    ),
+    Flag(
+        "rdzv-endpoint",
+        "one of the nodes, where they meet; or the etcd",
+        "HOST[:PORT]",
+        group=_MEETING,
+    ),
     Flag(
         "rdzv-id", "name of the rendezvous; also the run id, unless --run-id", "ID", group=_MEETING
     ),

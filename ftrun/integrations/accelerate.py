@@ -10,7 +10,8 @@ schedulers, the scaler, loaders, and what `register_for_checkpointing` was given
 Exact: steps, accumulation (a fault in the middle of one goes back to the last optimizer step),
 the order of the data, random numbers drawn while batches are loaded in this process. Not exact:
 random numbers drawn in worker processes, and iterable data sets whose random numbers are drawn
-between others. Not done: DeepSpeed and Megatron-LM, whose engines keep state of their own.
+between others. Not done: DeepSpeed and Megatron-LM under Accelerate, whose engines keep state of
+their own (DeepSpeed by itself: `deepspeed.py`).
 """
 
 from collections.abc import Callable, Iterator

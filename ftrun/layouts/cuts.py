@@ -5,7 +5,6 @@ Takes in: a `Cut`, the size of the dimension, how many coordinates there are.
 Gives:    runs of neighbouring items, and where they lie in what the coordinate stores.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ftrun.layouts.rules import Cut, FusedPart, Uneven
@@ -96,15 +95,6 @@ def divide(units: int, count: int, index: int, uneven: Uneven = Uneven.BALANCED)
         return min(units, index * step), min(units, (index + 1) * step)
     step, more = divmod(units, count)
     return index * step + min(index, more), (index + 1) * step + min(index + 1, more)
-
-
-def place_of(number: int, sizes: Sequence[int]) -> int:
-    """In which of the shares of these sizes a number lies; it lies in one."""
-    for index, size in enumerate(sizes):
-        if number < size:
-            return index
-        number -= size
-    raise CutImpossible(f"shares of {list(sizes)} are too few")
 
 
 def round_up(size: int, step: int) -> int:

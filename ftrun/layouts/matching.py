@@ -9,13 +9,14 @@ shape is shared as that is, and a single number (such as the step) is the same o
 the parameter. A rule that names the state itself comes first.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
 from ftrun.errors import RulesUnfit
-from ftrun.layouts.cuts import CutImpossible, divide, place_of
+from ftrun.layouts.cuts import CutImpossible
 from ftrun.layouts.rules import REPLICATED, Home, Kind, Rule, Rules
+from ftrun.layouts.stages import runs_of
 
 
 class Follows(Enum):
@@ -64,19 +65,11 @@ class Sharing:
             if max(found) >= size:
                 raise CutImpossible(f"it lives at {max(found)} of {self.home.axis} {size}")
             return found
-        (_, number) = self.numbers[0]
-        sizes = self.home.sizes
-        if sizes is None:
-            ends = (divide(self.home.count, size, index) for index in range(size))
-            sizes = tuple(high - low for low, high in ends)
-        elif len(sizes) != size or sum(sizes) != self.home.count:
-            raise CutImpossible(
-                f"sizes {list(sizes)} are {sum(sizes)} numbers for {len(sizes)} coordinates, and "
-                f"there are {self.home.count} for {size}"
-            )
+        number = dict(self.numbers)[self.home.word]
         if number >= self.home.count:
             raise CutImpossible(f"its number {number} is not below of: {self.home.count}")
-        return frozenset([place_of(number, sizes)])
+        runs = runs_of(self.home, size)
+        return frozenset(at % size for at, run in enumerate(runs) if number in run)
 
 
 def match(rules: Rules, names: Iterable[tuple[str, Kin | None]]) -> dict[str, Sharing]:
@@ -113,6 +106,17 @@ def match(rules: Rules, names: Iterable[tuple[str, Kin | None]]) -> dict[str, Sh
     if twice or unmatched:
         raise RulesUnfit(source=rules.source, problems=[*twice, *unmatched])
     return found
+
+
+def lives_at(rules: Rules, where: Mapping[str, int], name: str) -> bool:
+    """Whether what is called so lives at these coordinates, as far as one home says where."""
+    homes = [home for home in rules.homes if home.pattern.match(name) is not None]
+    if len(homes) != 1:
+        return True
+    (home,) = homes
+    numbers = home.pattern.match(name) or {}
+    found = Sharing(REPLICATED, home, tuple(numbers.items()))
+    return where[home.axis] in found.homes(rules.mesh.size_of(home.axis))
 
 
 def _inherited(found: dict[str, Sharing], kin: Kin | None) -> Sharing | None:

@@ -9,6 +9,9 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+STAGES = "pp"
+"""The axis along which ranks have other parameters, where no rule says it."""
+
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
@@ -66,6 +69,16 @@ class Mesh:
         where = other.coordinates(rank)
         return self.rank_at({name: where.get(name, 0) % size for name, size in self.axes})
 
+    def beside(self, rank: int) -> list[int]:
+        """The ranks that differ from one along the axes of batches alone, by `batch_index`."""
+        where = self.coordinates(rank)
+        found: dict[int, int] = {}
+        for other in range(self.size):
+            there = self.coordinates(other)
+            if all(at == where[axis] or axis in self.batch_axes for axis, at in there.items()):
+                found[self.batch_index(other)] = other
+        return [found[index] for index in range(self.num_batches)]
+
     def resized(self, num_ranks: int) -> "Mesh | None":
         """The same with so many ranks, by another size of the batch axis; None: there is none."""
         if len(self.batch_axes) != 1:
@@ -80,5 +93,15 @@ class Mesh:
         """The same with other sizes of some axes."""
         return Mesh(tuple((n, sizes.get(n, size)) for n, size in self.axes), self.batch_axes)
 
+    @property
+    def has_stages(self) -> bool:
+        """Whether ranks are stages of a pipeline."""
+        return dict(self.axes).get(STAGES, 1) > 1
+
     def __str__(self) -> str:
         return ", ".join(f"{name} {size}" for name, size in self.axes)
+
+
+def ranks_alone(num_ranks: int) -> Mesh:
+    """The mesh of a world that says nothing of it: each rank sees data of its own."""
+    return Mesh((("dp", num_ranks),), ("dp",))

@@ -2,13 +2,15 @@
 
 Runs in:  the process that converts checkpoints. Pure.
 Takes in: `model.layers.*.weight`, `model.layers.{n}.*`.
-Gives:    whether a name matches as a whole, and which number stood at `{n}`.
+Gives:    whether a name matches as a whole, and which number stood at `{n}`; the same name with
+          another number there.
 
-`*` is any run of characters, dots too; `{word}` is a number. Nothing else has a meaning, so names
-with brackets need no care.
+`*` is any run of characters, dots too; `{word}` is a number, all of its digits. Nothing else has a
+meaning, so names with brackets need no care.
 """
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -33,12 +35,22 @@ class NamePattern:
             return None
         return {word: int(number) for word, number in found.groupdict().items()}
 
+    def with_numbers(self, name: str, numbers: Mapping[str, int]) -> str:
+        """A name that matches, with these numbers at the words of the pattern."""
+        found = self._regex.fullmatch(name)
+        assert found is not None, name
+        made, at = "", 0
+        for word in self.words:
+            made += f"{name[at : found.start(word)]}{numbers[word]}"
+            at = found.end(word)
+        return made + name[at:]
+
     @cached_property
     def _regex(self) -> re.Pattern[str]:
         made, at = "", 0
         for match in _SPECIAL.finditer(self.text):
             made += re.escape(self.text[at : match.start()])
-            made += f"(?P<{match[1]}>[0-9]+)" if match[1] else "(?s:.*)"
+            made += f"(?P<{match[1]}>(?<![0-9])[0-9]+(?![0-9]))" if match[1] else "(?s:.*)"
             at = match.end()
         return re.compile(made + re.escape(self.text[at:]))
 

@@ -9,20 +9,26 @@ Rule 1: what is a rank's own it takes over from its counterpart: the old rank of
 Rule 2: positions in the data and random numbers go by the axes along which batches differ. Ranks
         that see the same data go on with the same random numbers; those that see data which
         nobody had before get numbers that follow from an old rank's.
-Rule 3: parameter groups and state name the parameters that the new rank has, in the order of the
-        old ranks, one after the other.
+Rule 3: parameter groups and state name the parameters that the new rank has, as it calls them, in
+        the order of the old ranks, one after the other.
+Rule 4: what modules keep beside tensors goes where they live.
 """
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 from ftrun.layouts.mesh import Mesh
+from ftrun.layouts.renaming import groups_renamed, modules_renamed, states_renamed
 from ftrun.layouts.rule_file import carried
 from ftrun.layouts.world_layout import WorldLayout
 from ftrun.snapshot import plain, regroup
 from ftrun.snapshot.regroup import Resize
 
 Plain = dict[str, Any]
+
+_NAMING = ("groups", "optimizer_state", "extra_state", "frozen")
+"""Parts in which there are names of tensors or modules."""
 
 
 class RankValues:
@@ -39,11 +45,17 @@ class RankValues:
     ) -> None:
         self._parts = parts
         self._source = source.mesh
+        self._homes = source.rules.homes
         self._known = source.wholes.keys()
         self._target = target
-        self._groups = [plain.decode(one["groups"]) for one in parts]
-        self._states = [plain.decode(one["optimizer_state"]) for one in parts]
-        self._frozen = list(dict.fromkeys(n for one in parts for n in plain.decode(one["frozen"])))
+        # By the names that all ranks know; `of` gives each rank those of its own.
+        whole = [names.whole for names in source.names]
+        decoded = {name: [plain.decode(one[name]) for one in parts] for name in _NAMING}
+        self._groups = list(map(groups_renamed, decoded["groups"], whole))
+        self._states = list(map(states_renamed, decoded["optimizer_state"], whole))
+        self._modules = list(map(modules_renamed, decoded["extra_state"], whole))
+        every = (map(one, held) for one, held in zip(whole, decoded["frozen"], strict=True))
+        self._frozen = list(dict.fromkeys(chain.from_iterable(every)))
         self._named = _named(self._groups)
 
     def of(self, rank: int) -> bytes:
@@ -52,9 +64,11 @@ class RankValues:
         made = dict(self._parts[old])
         resize, streams = self._resize(rank, old)
         names = self._target.entries[rank]
-        made["groups"] = plain.encode(self._groups_of(old, rank))
-        made["optimizer_state"] = plain.encode(self._states_of(rank))
-        made["frozen"] = plain.encode([name for name in self._frozen if name in names])
+        own = self._target.names[rank].own
+        made["groups"] = plain.encode(groups_renamed(self._groups_of(old, rank), own))
+        made["optimizer_state"] = plain.encode(states_renamed(self._states_of(rank), own))
+        made["extra_state"] = plain.encode(modules_renamed(self._modules_of(old, rank), own))
+        made["frozen"] = plain.encode([own(name) for name in self._frozen if name in names])
         made["rng"] = plain.encode(regroup.streams(self._all(streams, "rng"), resize))
         made["generators"] = plain.encode(
             regroup.generators(self._all(streams, "generators"), resize)
@@ -85,15 +99,9 @@ class RankValues:
     def _resize(self, rank: int, old: int) -> tuple[Resize, list[int]]:
         """A new rank among those that see different data, and the old ranks beside its own."""
         mesh: Mesh = self._target.mesh
-        index, size = mesh.batch_index(rank), mesh.num_batches
-        where = self._source.coordinates(old)
-        beside: dict[int, int] = {}
-        for other in range(self._source.size):
-            there = self._source.coordinates(other)
-            if all(at == where[a] or a in self._source.batch_axes for a, at in there.items()):
-                beside[self._source.batch_index(other)] = other
-        old_size = self._source.num_batches
-        return Resize(index, old_size, size), [beside[at] for at in range(old_size)]
+        size = self._source.num_batches
+        resize = Resize(mesh.batch_index(rank), size, mesh.num_batches)
+        return resize, self._source.beside(old)
 
     def _all(self, ranks: Sequence[int], name: str) -> list[Any]:
         return [plain.decode(self._parts[rank][name]) for rank in ranks]
@@ -117,6 +125,20 @@ class RankValues:
             ]
             for name, groups in self._groups[old].items()
         }
+
+    def _modules_of(self, old: int, rank: int) -> Plain:
+        """Those of the counterpart first; of others, those that differ from it in stage alone."""
+        mesh, where = self._source, self._source.coordinates(old)
+        same = where.keys() - {home.axis for home in self._homes}
+        beside = [
+            r for r in range(mesh.size) if all(mesh.coordinates(r)[a] == where[a] for a in same)
+        ]
+        found: Plain = {}
+        for other in (old, *beside):
+            for path, values in self._modules[other].items():
+                if self._target.has_module(rank, path):
+                    found.setdefault(path, values)
+        return found
 
     def _states_of(self, rank: int) -> Plain:
         names = self._target.entries[rank]

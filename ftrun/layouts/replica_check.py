@@ -49,20 +49,24 @@ def differing(shards: Shards, world: WorldLayout) -> list[str]:
 
 
 def _is_same(shards: Shards, world: WorldLayout, name: str, one: int, other: int) -> bool:
-    heads = [shards.heads[rank] for rank in (one, other)]
-    entry = heads[0].entries[name]
-    prints = [head.fingerprint(head.entries[name]) for head in heads]
+    ranks = (one, other)
+    names = {rank: world.own_name(rank, name) for rank in ranks}
+    heads = {rank: shards.heads[rank] for rank in ranks}
+    entry = heads[one].entries[names[one]]
+    prints = [heads[rank].fingerprint(heads[rank].entries[names[rank]]) for rank in ranks]
     if prints[0] == prints[1]:
         return True
     if entry.is_small:
-        data = [shards.read(rank, name, 0, entry.num_bytes) for rank in (one, other)]
+        data = [shards.read(rank, names[rank], 0, entry.num_bytes) for rank in ranks]
         if data[0] == data[1]:
             return True
     placed = world.entries[one][name]
     if sum(patch.box.num_items for patch in placed.patches) == placed.num_items:
         return False
     runs = _runs(placed)
-    return all(shards.read(one, name, *run) == shards.read(other, name, *run) for run in runs)
+    return all(
+        shards.read(one, names[one], *run) == shards.read(other, names[other], *run) for run in runs
+    )
 
 
 def _runs(placed: Placed) -> Iterator[tuple[int, int]]:

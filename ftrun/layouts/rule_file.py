@@ -20,11 +20,13 @@ import yaml
 from ftrun.errors import RulesInvalid
 from ftrun.layouts.mesh import Mesh
 from ftrun.layouts.name_patterns import NamePattern
-from ftrun.layouts.rules import Cut, Flat, FusedPart, Home, Kind, Rule, Rules, Uneven
+from ftrun.layouts.rules import TURN, Cut, Flat, FusedPart, Home, Kind, Rule, Rules, Uneven
 
 _CUT_KEYS = ("axis", "dim", "parts", "unit", "sizes", "share", "size", "pad_to", "uneven")
 _FRAGMENT_KEYS = ("parts", "unit", "sizes")
 _PART_KEYS = ("weight", "unit", "sizes", "share")
+_DEALT_KEYS = ("sizes", "numbered", "empty")
+_HOME_KEYS = ("name", "axis", "at", "of", "turns", *_DEALT_KEYS)
 _UNEVEN = {one.value: one for one in Uneven}
 _DECIMAL = re.compile(r"[-+]?(0|[1-9][0-9_]*)")
 """YAML has octal and sexagesimal numbers too, which nobody means here."""
@@ -134,7 +136,7 @@ class _Reader:
         flat: Flat | None = None,
         axis: str = "",
     ) -> Rule:
-        pattern = NamePattern(self._text(name))
+        pattern = self._pattern(name)
         return Rule(kind, pattern, name.start_mark.line + 1, cuts, flat, axis)
 
     def _flat(self, parts: dict[str, yaml.Node]) -> Flat:
@@ -147,27 +149,41 @@ class _Reader:
         return Flat(self._axis(parts["axis"]), pad_to, tensors)
 
     def _homes(self, node: yaml.Node) -> list[Home]:
-        keys = ("name", "axis", "at", "of", "sizes")
-        parts = self._mapping(node, "a rule under unique", keys, ["name", "axis"])
+        parts = self._mapping(node, "a rule under unique", _HOME_KEYS, ["name", "axis"])
         axis = self._axis(parts["axis"])
-        sizes = self._optional(parts, "sizes", self._integers, None)
         if ("at" in parts) == ("of" in parts):
             self._wrong(node, "either at: with coordinates, or of: with how many numbers there are")
         at = None
         if "at" in parts:
             at = tuple(self._coordinate(one) for one in self._one_or_more(parts["at"]))
-        count = self._optional(parts, "of", self._positive, 0)
-        return [
-            self._home(name, Home(NamePattern(""), 0, axis, at, count, sizes))
-            for name in self._one_or_more(parts["name"])
-        ]
+            if dealt := [key for key in _DEALT_KEYS if key in parts]:
+                self._wrong(parts[dealt[0]], f"{dealt[0]} beside of:, not beside at:")
+        empty = self._optional(parts, "empty", self._integers, None)
+        home = Home(
+            NamePattern(""),
+            0,
+            axis,
+            at,
+            self._optional(parts, "of", self._positive, 0),
+            self._optional(parts, "sizes", self._integers, None),
+            self._optional(parts, "turns", self._positive, 1),
+            self._optional(parts, "numbered", self._numbered, False),
+            empty or (),
+        )
+        return [self._home(name, home) for name in self._one_or_more(parts["name"])]
 
     def _home(self, name: yaml.Node, home: Home) -> Home:
-        pattern = NamePattern(self._text(name))
-        if home.at is None and len(pattern.words) != 1:
+        pattern = self._pattern(name)
+        if home.at is None and len([word for word in pattern.words if word != TURN]) != 1:
             self._wrong(name, "one number in the name, such as model.layers.{n}.*, for of:")
-        line = name.start_mark.line + 1
-        return Home(pattern, line, home.axis, home.at, home.count, home.sizes)
+        return replace(home, pattern=pattern, line=name.start_mark.line + 1)
+
+    def _numbered(self, node: yaml.Node) -> bool:
+        words = {"through": False, "anew": True}
+        name = self._text(node)
+        if name not in words:
+            self._wrong(node, " or ".join(words))
+        return words[name]
 
     # --- cuts --------------------------------------------------------------------------------
 
@@ -307,6 +323,12 @@ class _Reader:
         otherwise: _T,
     ) -> _T:
         return read(parts[key]) if key in parts else otherwise
+
+    def _pattern(self, node: yaml.Node) -> NamePattern:
+        pattern = NamePattern(self._text(node))
+        if len(set(pattern.words)) < len(pattern.words):
+            self._wrong(node, "each number under a word of its own, such as {turn} and {n}")
+        return pattern
 
     def _text(self, node: yaml.Node) -> str:
         if not isinstance(node, yaml.ScalarNode) or not node.value:

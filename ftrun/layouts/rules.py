@@ -113,6 +113,9 @@ class Rule:
         return f"{self.kind.value} {self.pattern} (line {self.line})"
 
 
+TURN = "turn"
+"""The word of a pattern that stands for the turn in which a run of layers is."""
+
 REPLICATED = Rule(Kind.REPLICATE, NamePattern("*"), 0)
 
 
@@ -123,7 +126,11 @@ class Home:
     Args:
         at: the coordinates; negative ones count from the last. None: by its number.
         count: how many numbers there are.
-        sizes: numbers for each coordinate; None: balanced.
+        sizes: numbers for each run of them, in order; None: balanced.
+        turns: so many runs are at each coordinate, one after another run of every other.
+        is_anew: names count from 0 within a run, or within a coordinate where they do not say
+            their turn.
+        empty: numbers of layers without tensors.
     """
 
     pattern: NamePattern
@@ -132,6 +139,19 @@ class Home:
     at: tuple[int, ...] | None
     count: int = 0
     sizes: tuple[int, ...] | None = None
+    turns: int = 1
+    is_anew: bool = False
+    empty: tuple[int, ...] = ()
+
+    @property
+    def word(self) -> str:
+        """What the number is called in the pattern; there is one."""
+        return next(word for word in self.pattern.words if word != TURN)
+
+    @property
+    def renames(self) -> bool:
+        """Whether a tensor's name depends on where it lives."""
+        return self.is_anew or TURN in self.pattern.words
 
     def __str__(self) -> str:
         return f"unique {self.pattern} (line {self.line})"

@@ -31,8 +31,14 @@ def stored_entries(
         source: of the rules, for messages.
 
     Raises:
-        RulesUnfit: DTensors are among them, which rules do not describe.
+        RulesUnfit: DTensors are among them, which rules do not describe; or no session saved them.
     """
+    if not all("optimizer_state" in one for one in parts):
+        problem = (
+            "it was saved by ftrun.dcp, not by a session of ftrun.attach: dcp.load takes it into "
+            "any layout, without rules and without converting"
+        )
+        raise RulesUnfit(source=source, problems=[problem])
     found, sharded = [], []
     for head, plain_parts in zip(heads, parts, strict=True):
         owners = _owners(plain_parts)

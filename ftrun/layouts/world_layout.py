@@ -6,21 +6,23 @@ Gives:    a `WorldLayout`: the whole tensors, and of each stored entry the patch
           same for another world that other rules describe. What does not fit is listed, not found
           one by one.
 
-An entry has the same name in both worlds. What lies in a flat row is named `row/tensor`, what is
-each rank's own `name@rank`, so that every whole tensor has one name.
+An entry has the same name in both worlds, and on all ranks: where stages number their layers anew,
+that which it has in a pipeline of one stage (`stages`). What lies in a flat row is named
+`row/tensor`, what is each rank's own `name@rank`, so that every whole tensor has one name.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from ftrun.errors import RulesUnfit
 from ftrun.layouts.box_copies import Stock
 from ftrun.layouts.cuts import CutImpossible
-from ftrun.layouts.matching import Follows, Kin, Sharing, match
+from ftrun.layouts.matching import Follows, Kin, Sharing, lives_at, match
 from ftrun.layouts.mesh import Mesh
 from ftrun.layouts.patches import Patch, View, flat_part, patches_of, view_of
 from ftrun.layouts.rules import Cut, Flat, Kind, Rules
+from ftrun.layouts.stages import RankNames, absent, names_of_ranks
 from ftrun.snapshot.boxes import Shape
 
 FLOATS = ("F64", "F32", "F16", "BF16")
@@ -76,24 +78,35 @@ class WorldLayout:
         rules: that describe it.
         wholes: what the entries are parts of, by name, in the order of the ranks' shards.
         sharing: what holds for each name.
+        names: what each rank calls its entries.
         entries: of each rank, by name.
     """
 
     rules: Rules
     wholes: dict[str, Whole]
     sharing: dict[str, Sharing]
+    names: Sequence[RankNames]
     entries: tuple[dict[str, Placed], ...] = field(default=())
 
     @property
     def mesh(self) -> Mesh:
         return self.rules.mesh
 
+    def own_name(self, rank: int, name: str) -> str:
+        """What a rank calls one of its entries."""
+        kin = self.wholes[name].kin
+        return self.names[rank].own(name, of=None if kin is None else kin.parameter)
+
+    def has_module(self, rank: int, path: str) -> bool:
+        """Whether a module is on a rank, as far as a rule says where its tensors live."""
+        return lives_at(self.rules, self.mesh.coordinates(rank), f"{path}.")
+
     def stock(self) -> Stock:
-        """Everything that is stored, to be copied from."""
+        """Everything that is stored, to be copied from, by the ranks' own names."""
         stock = Stock()
         for rank, entries in enumerate(self.entries):
             for entry in entries.values():
-                stock.add(rank, entry.name, entry.patches)
+                stock.add(rank, self.own_name(rank, entry.name), entry.patches)
         return stock
 
 
@@ -115,11 +128,18 @@ def read_world(rules: Rules, ranks: Sequence[Sequence[Stored]]) -> WorldLayout:
                 "the checkpoint"
             ],
         )
-    by_rank = [{one.name: one for one in stored} for stored in ranks]
-    names = list(dict.fromkeys(one.name for stored in ranks for one in stored))
+    notes = _Problems(rules)
+    rank_names = notes.names()
+    by_rank = [
+        {one.name: one for one in notes.renamed(stored, own)}
+        for stored, own in zip(ranks, rank_names, strict=True)
+    ]
+    notes.check()
+    names = list(dict.fromkeys(name for stored in by_rank for name in stored))
     kin = {name: _kin(name, by_rank) for name in names}
     sharing = match(rules, kin.items())
-    notes = _Problems(rules)
+    for problem in absent(rules, names):
+        notes.add(problem)
     wholes: dict[str, Whole] = {}
     for name in names:
         held = {rank: stored[name] for rank, stored in enumerate(by_rank) if name in stored}
@@ -127,7 +147,7 @@ def read_world(rules: Rules, ranks: Sequence[Sequence[Stored]]) -> WorldLayout:
         if found is not None:
             wholes[name] = found
     notes.check()
-    world = _laid_out(rules, wholes, sharing, copies=True, counterpart=None)
+    world = _laid_out(rules, wholes, sharing, rank_names, copies=True, counterpart=None)
     for rank, (stored, placed) in enumerate(zip(by_rank, world.entries, strict=True)):
         for name, one in stored.items():
             if one.shape != placed[name].shape:
@@ -160,19 +180,23 @@ def lay_out(rules: Rules, source: WorldLayout) -> WorldLayout:
             notes.add(f"{name} is a flat row of other tensors by {before} than by {one.rule}")
         if (before.kind is Kind.OWN) != (one.rule.kind is Kind.OWN):
             notes.add(f"{name} is each rank's own by only one of {before} and {one.rule}")
+    rank_names = notes.names()
     notes.check()
-    return _laid_out(rules, source.wholes, sharing, copies=False, counterpart=source.mesh)
+    return _laid_out(
+        rules, source.wholes, sharing, rank_names, copies=False, counterpart=source.mesh
+    )
 
 
 class _Problems:
     """Collects what does not fit."""
 
     def __init__(self, rules: Rules) -> None:
-        self._source = rules.source
+        self._rules = rules
         self._found: list[str] = []
 
     def add(self, problem: str) -> None:
-        self._found.append(problem)
+        if problem not in self._found:  # many ranks have the same one
+            self._found.append(problem)
 
     def note(self, name: str, make: Callable[[], "Whole"]) -> "Whole | None":
         try:
@@ -181,9 +205,29 @@ class _Problems:
             self.add(f"{name}: {error}")
             return None
 
+    def names(self) -> Sequence[RankNames]:
+        """What ranks call their entries."""
+        try:
+            return names_of_ranks(self._rules)
+        except CutImpossible as error:
+            self.add(str(error))
+            return [RankNames()] * self._rules.mesh.size
+
+    def renamed(self, stored: Sequence[Stored], own: RankNames) -> Iterator[Stored]:
+        """What a rank stores, by the names that all ranks know."""
+        there = {one.name for one in stored}
+        for one in stored:
+            of = one.of if one.of in there else None
+            try:
+                parameter = one.of if of is None else own.whole(of)
+                yield replace(one, name=own.whole(one.name, of=of), of=parameter)
+            except CutImpossible as error:
+                if of is None:  # a parameter speaks for its state
+                    self.add(f"{one.name}: {error}")
+
     def check(self) -> None:
         if self._found:
-            raise RulesUnfit(source=self._source, problems=self._found)
+            raise RulesUnfit(source=self._rules.source, problems=self._found)
 
 
 # --- the world that was -------------------------------------------------------------------------
@@ -216,7 +260,10 @@ def _whole(
     if expected != held.keys():
         missing, extra = sorted(expected - held.keys()), sorted(held.keys() - expected)
         told = f"not on ranks {missing[:10]}" if missing else f"also on ranks {extra[:10]}"
-        raise CutImpossible(f"it is {told}; rules under unique say where a tensor lives")
+        raise CutImpossible(
+            f"it is {told}; rules under unique say where a tensor lives, and whether each stage "
+            "numbers its layers anew"
+        )
     first = next(iter(held.values()))
     rule = sharing.rule
     if rule.kind is Kind.AVERAGE and first.dtype not in FLOATS:
@@ -285,6 +332,7 @@ def _laid_out(
     rules: Rules,
     wholes: dict[str, Whole],
     sharing: dict[str, Sharing],
+    names: Sequence[RankNames],
     *,
     copies: bool,
     counterpart: Mesh | None,
@@ -295,6 +343,7 @@ def _laid_out(
         rules: of this world.
         wholes: the tensors there are.
         sharing: what holds for each.
+        names: what each rank calls its entries.
         copies: whether copies that went their own ways are told apart.
         counterpart: the mesh whose ranks' own tensors are taken over; None: this one's.
     """
@@ -314,7 +363,7 @@ def _laid_out(
         except CutImpossible as error:
             notes.add(f"{name}: {error}")
     notes.check()
-    return WorldLayout(rules, wholes, sharing, entries)
+    return WorldLayout(rules, wholes, sharing, names, entries)
 
 
 class _Placer:

@@ -15,19 +15,24 @@ Survives: its lead: the next agent in order takes over, and every agent knows th
 Rule 1: the first generation needs all nodes, and each must say that it knows no generation. A
         newcomer at the endpoint waits for a lead that looks for it before it begins a run, and
         begins none once it has met a node that knows of one.
+Rule 2: with an outside witness there is no endpoint: the first who claims it is the one that the
+        others come to, for as long as it renews its claim.
 """
 
 from collections.abc import Callable, Mapping
 from enum import Enum
 
-from ftrun.recovery.commands import Command, Dial, Note, Send
+from ftrun.recovery.commands import Command, Dial, Note, Send, Wish
 from ftrun.recovery.follower import Follower
 from ftrun.recovery.gathering import Gatherer
+from ftrun.recovery.happenings import WitnessSaid
 from ftrun.recovery.patience import Patience
 from ftrun.recovery.settings import ClusterSettings
 from ftrun.recovery.succession import Succession
 from ftrun.recovery.waiting import Waiting
+from ftrun.recovery.witness import Witness
 from ftrun.wire.ballot_messages import Gathering, Join
+from ftrun.wire.heartbeats import Beat
 from ftrun.wire.plan import NodeCard
 
 
@@ -57,7 +62,7 @@ class Allegiance:
         links: Mapping[str, int],
         take_the_lead: TakeTheLead,
         *,
-        was_here: bool,
+        witness: Witness,
         now_s: float,
     ) -> None:
         """Begin to look around.
@@ -68,7 +73,7 @@ class Allegiance:
             follower: what this agent knows and has promised.
             links: incarnations of the agents there are connections to, by node id.
             take_the_lead: what to do where nobody else is to lead.
-            was_here: an earlier agent of this node had a part in the run.
+            witness: the outside one.
             now_s: the time.
         """
         self.role = Role.JOINING
@@ -78,14 +83,17 @@ class Allegiance:
         self.waiting = Waiting(settings, now_s=now_s)
         self.succession = Succession(me)
         self.answer = "nobody has answered yet"
+        self.has_met = follower.newest_plan is None
+        """It has been with others, or has nobody to miss."""
         self._me = me
         self._settings = settings
         self._follower = follower
         self._links = links
         self._take_the_lead = take_the_lead
+        self._witness = witness
         self._patience = Patience(settings, now_s=now_s)
-        self._since_s = self._apart_s = now_s
-        if was_here:
+        self._since_s = self._apart_s = self._look_s = now_s
+        if follower.newest_plan is not None:  # an earlier agent of this node had a part in the run
             self.role = Role.SEEKING
         elif me.endpoint:
             self.role = Role.GATHERING
@@ -95,6 +103,13 @@ class Allegiance:
     def reach(self) -> str:
         """Whom it has reached so far, in words."""
         return self.gatherer.missing() if self.gatherer is not None else self.answer
+
+    def may_end(self, here: Beat) -> bool:
+        """Whether this node ends by itself for what its operator or its scheduler has asked for."""
+        if self.role in (Role.JOINING, Role.GATHERING):
+            return bool(here.stops) or here.leaves
+        # What another one holds of the run may be needed: the next lead lets it go.
+        return self.role is Role.SEEKING and bool(here.stops)
 
     @property
     def is_over(self) -> bool:
@@ -114,6 +129,7 @@ class Allegiance:
 
     def follow(self, card: NodeCard, *, now_s: float) -> None:
         """There is a lead."""
+        self.has_met = True
         self._found(card, Role.FOLLOWING, now_s)
         self._apart_s = now_s
 
@@ -165,6 +181,47 @@ class Allegiance:
         if self.role is Role.JOINING and self._follower.newest_plan is not None:
             # Nobody at the endpoint knows of the run. We do.
             return self._take_the_lead(now_s)
+        return []
+
+    # --- the outside witness ------------------------------------------------------------------
+
+    def ask_witness(self, *, now_s: float) -> list[Command]:
+        """Look there who leads; be the one the others come to, where nobody is."""
+        is_blank = self._follower.newest_plan is None
+        is_on_its_way = self.role is Role.JOINING and self.lead_card is not None
+        if is_on_its_way and now_s < self._look_s:
+            return []  # thousands of nodes may be, at once
+        self._look_s = now_s + self._settings.deadline_s
+        match self.role:
+            case Role.JOINING | Role.GATHERING if is_blank:
+                return self._witness.ask(Wish.CLAIM, now_s=now_s)
+            case Role.JOINING | Role.SEEKING:
+                return self._witness.ask(Wish.LOOK, now_s=now_s)
+            case _:
+                return []
+
+    def witness_said(self, event: WitnessSaid, *, now_s: float) -> list[Command]:
+        """Go to the lead that is known there."""
+        if not event.is_reached:
+            self.answer = event.why
+            return []
+        card, may_go = event.lead, self.role in (Role.JOINING, Role.GATHERING)
+        if card is None or card == self.lead_card:
+            return []
+        if card.node_id == self._me.node_id:
+            is_blank = card == self._me and self._follower.newest_plan is None
+            return self._gather(event, now_s) if may_go and is_blank else []
+        may_go |= self.role is Role.SEEKING and card.node_id not in self.succession.lost
+        return self.go_to(card, now_s=now_s) if may_go else []
+
+    def _gather(self, event: WitnessSaid, now_s: float) -> list[Command]:
+        """This agent is the one that the others come to."""
+        if self.gatherer is None:
+            self.role, self.lead_card = Role.GATHERING, None
+            self.gatherer = Gatherer(self._me, self._settings, now_s=now_s)
+        plan = event.register.plan if event.register is not None else None
+        voters = plan.voters if plan is not None else []
+        self.gatherer.remembered = frozenset(card.node_id for card in voters)
         return []
 
     # --- time ---------------------------------------------------------------------------------

@@ -20,8 +20,9 @@ from dataclasses import dataclass, field
 
 from ftrun.monitor.clock_offsets import ClockOffset
 from ftrun.monitor.fitness import Fitness
-from ftrun.recovery.ballots import identity
+from ftrun.recovery.ballots import electorate_of, identity
 from ftrun.recovery.settings import ClusterSettings
+from ftrun.recovery.witness import Witness
 from ftrun.wire.heartbeats import Beat
 from ftrun.wire.plan import Identity, NodeCard, Plan
 
@@ -52,6 +53,8 @@ class Peer:
     """The highest number that it has promised anyone."""
     is_mute: bool = False
     """It is there, but has not answered when it was asked: nobody waits for it."""
+    is_leaving: bool = False
+    """It was asked to leave, and the run goes on without it."""
     fitness: Fitness | None = None
     """Of its newest check; None: it has made none, or has not said yet."""
 
@@ -62,7 +65,10 @@ class Peers:
 
     me: NodeCard
     settings: ClusterSettings
+    witness: Witness = field(default_factory=Witness)
     by_id: dict[str, Peer] = field(default_factory=dict)
+    has_met: bool = True
+    """This agent has been with others since it was started."""
     _number: int = 0
     clocks: dict[str, ClockOffset] = field(default_factory=dict)
     """Of each node against ours, by node id."""
@@ -128,7 +134,12 @@ class Peers:
 
     def opened(self, peer: Peer, *, now_s: float) -> None:
         peer.linked, peer.refused = True, False
+        self.has_met = True
         peer.heard_s = peer.met_s = now_s
+
+    def knows_endpoint(self) -> bool:
+        """The agent at the rendezvous endpoint is with us."""
+        return any(peer.card.endpoint and not peer.lost for peer in self)
 
     @property
     def linked(self) -> list[str]:
@@ -137,6 +148,15 @@ class Peers:
     @property
     def refused(self) -> set[str]:
         return {node_id for node_id, peer in self.by_id.items() if peer.refused}
+
+    @property
+    def are_gone(self) -> bool:
+        """Nobody of the run is left: it ended while this agent was being started again.
+
+        The machines of all others say that no agent is there, and none has been met.
+        """
+        others = [one for one in self if one.card.node_id != self.me.node_id]
+        return bool(others) and not self.has_met and all(one.refused for one in others)
 
     # --- heartbeats ---------------------------------------------------------------------------
 
@@ -204,4 +224,6 @@ class Peers:
                 unheard += 1
             elif peer.promised > plan.generation:
                 unheard += 1  # it hears us, and is bound to another proposer
-        return 2 * unheard > len(plan.voters)
+        if plan.witness and not self.witness.holds(plan.witness, limit_s, now_s=now_s):
+            unheard += 1
+        return 2 * unheard > len(electorate_of(plan))

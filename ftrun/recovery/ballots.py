@@ -24,13 +24,16 @@ Rule 4: a generation's lead may change its spares while the ranks run, by the ac
         a generation in rule 2: whoever proposes next finds one who knows of it.
 Rule 5: where no voter is left that could be part of another majority, none is needed. So a run
         whose agents were all started again goes on from what they have kept.
+Rule 6: the outside witness is a voter among the others, with a vote where the nodes that vote are
+        even in number: so it decides between two halves, and without it as many nodes are a
+        majority as if it had none. A first generation needs its promise beside all nodes.
 """
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from ftrun.wire.ballot_messages import Accepted, Promise
-from ftrun.wire.plan import Edition, Identity, NodeCard, Plan, Voters
+from ftrun.wire.plan import WITNESS, Edition, Identity, NodeCard, Plan, Voters
 
 Electorate = frozenset[Identity]
 
@@ -39,8 +42,20 @@ def identity(card: NodeCard) -> Identity:
     return (card.node_id, card.incarnation)
 
 
+def runs_ranks(plan: Plan | None, card: NodeCard) -> bool:
+    """This agent is one of those that run the generation's ranks."""
+    node = plan.member(card.node_id) if plan is not None else None
+    return node is not None and identity(node.card) == identity(card)
+
+
 def electorate(cards: Iterable[NodeCard]) -> Electorate:
     return frozenset(identity(card) for card in cards)
+
+
+def electorate_of(plan: Plan) -> Electorate:
+    """Who decides about what follows this plan: its nodes, and perhaps the outside witness."""
+    outside = [(WITNESS, plan.witness)] if plan.witness else []
+    return electorate(plan.voters) | frozenset(outside)
 
 
 def carries(
@@ -127,6 +142,14 @@ class Ballot:
     accepted: dict[str, Accepted] = field(default_factory=dict)
     plan: Plan | None = None
     """What was announced, once it was."""
+    witness: int = 0
+    """The life of the outside witness that has promised; 0: none has."""
+    remembered: Plan | None = None
+    """The newest plan that it has brought."""
+    is_witnessed: bool = False
+    """It has accepted, too."""
+    needs_witness: bool = False
+    """Nothing can be announced without it."""
 
     def take_promise(self, promise: Promise) -> None:
         self.promises[promise.card.node_id] = promise
@@ -134,21 +157,32 @@ class Ballot:
         if effective is not None and effective.edition > self.base:
             # Newer than what we knew: its voters decide, and those before it no more.
             self.base = effective.edition
-            self.needs[effective.edition] = electorate(effective.voters)
+            self.needs[effective.edition] = electorate_of(effective)
         if accepted is not None:
             self.mind(accepted)
+        self._leave_out_older()
+
+    def take_witness(self, life: int, remembered: Plan | None) -> None:
+        """The outside witness has promised; what it remembers may have taken effect."""
+        self.witness, self.remembered = life, remembered
+        if remembered is not None:
+            self.mind(remembered)
+            self._leave_out_older()
+
+    def _leave_out_older(self) -> None:
         self.needs = {at: who for at, who in self.needs.items() if at >= self.base}
 
     def mind(self, plan: Plan) -> None:
         """This plan may have taken effect, or any that it was to follow."""
         if plan.edition not in self.void:
-            self.needs[plan.edition] = electorate(plan.voters)
+            self.needs[plan.edition] = electorate_of(plan)
         for voters in plan.decided_by:
             self.needs.setdefault(voters.edition, frozenset(voters.who))
 
     def newest_plan(self) -> Plan | None:
         """The newest plan that somebody brought, whether it has taken effect or may have."""
         found = [p for has in self.promises.values() for p in (has.effective, has.accepted) if p]
+        found += [self.remembered] if self.remembered is not None else []
         return max(found, key=lambda plan: plan.edition, default=None)
 
     def decided_by(self) -> list[Voters]:
@@ -159,9 +193,13 @@ class Ballot:
 
     def shortage(self) -> str:
         """Why those who have promised may not decide, in words."""
+        if self.needs_witness and not self.witness:
+            return f"{WITNESS} has not answered, and no run begins without it"
         voters = {node_id for node_id, _ in self.needs[max(self.needs)]}
-        missing = sorted(voters - self.promises.keys())
-        of = f"the {len(voters)} nodes that decide"
+        here = {*self.promises, WITNESS} if self.witness else self.promises.keys()
+        missing = sorted(voters - here)
+        beside = f" beside {WITNESS}" if WITNESS in voters else ""
+        of = f"the {len(voters - {WITNESS})} nodes that decide{beside}"
         if not missing:
             return f"too many of {of} have lost their memory"
         return f"too few of {of} are here; missing: {', '.join(missing)}"
@@ -176,13 +214,20 @@ class Ballot:
         Args:
             refused: nodes whose kernels say that no agent is there.
         """
-        return self._is_carried({identity(has.card) for has in self.promises.values()}, refused)
+        if self.needs_witness and not self.witness:
+            return False
+        agreed = {identity(has.card) for has in self.promises.values()}
+        if self.witness:
+            agreed.add((WITNESS, self.witness))
+        return self._is_carried(agreed, refused)
 
     def is_accepted(self, refused: Collection[str]) -> bool:
         """Whether it takes effect: carried, and kept by each of its members."""
         if self.plan is None:
             return False
         agreed = {identity(self.promises[node_id].card) for node_id in self.accepted}
+        if self.is_witnessed:
+            agreed.add((WITNESS, self.witness))
         members = {node.node_id for node in self.plan.members}
         return members <= self.accepted.keys() and self._is_carried(agreed, refused)
 

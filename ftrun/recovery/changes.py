@@ -1,4 +1,4 @@
-"""When a run changes its nodes at a step boundary, so that no step is lost: growth and eviction.
+"""When a run changes its nodes at a step boundary: growth, eviction, departure. No step is lost.
 
 Runs in:  the agent that leads. Pure.
 Takes in: who is here beside the generation, what its members report, who holds the others up.
@@ -11,6 +11,9 @@ Rule 2: it goes on from the snapshot of the boundary once that is committed; whe
         come to pass in time, from the newest one there is.
 Rule 3: a node that holds the others up is evicted on wish (`slow.action`), and only while another
         stands by for it.
+Rule 4: a node that was asked to leave is waited for at the boundary until it is clear that the
+        run is not to stop, see draining.py. What the boundary's snapshot holds is written to disk
+        as well, where there is a place for it: the whole run may yet be asked to stop.
 """
 
 from collections.abc import Collection
@@ -33,11 +36,16 @@ class Changes:
         self._look_s = 0.0
         self._out: Verdict | None = None
         """Why a node is about to be evicted."""
+        self.wish = ""
+        """Why the same nodes are to go on otherwise, such as over another rail."""
+        self._wished = ""
+        """The wish for which the boundary was asked for."""
 
     def reset(self) -> None:
         """Another generation is on its way."""
         self._boundary = -1
         self._out = None
+        self.wish = self._wished = ""
 
     def look(
         self,
@@ -58,13 +66,17 @@ class Changes:
             return self._at_boundary(plan, newcomers, oversight, now_s)
         if not oversight.is_steady:
             return ""
-        why = self._wish_to_grow(plan, newcomers, now_s)
+        why = _departure(plan, oversight) or self._wish_to_grow(plan, newcomers, now_s)
         if not why:
             self._out = self._to_evict(plan, newcomers, oversight, now_s)
             why = _eviction(self._out, plan) if self._out is not None else ""
         if not why:
+            why = self._wished = self.wish
+        if not why:
             return ""
         if not oversight.progress().attached:
+            if oversight.awaits_notices:
+                return ""
             return self._go(why, plan, oversight, now_s)
         self._boundary = oversight.stop_at_boundary(why)
         self._asked_s = now_s
@@ -73,10 +85,13 @@ class Changes:
     def _at_boundary(
         self, plan: Plan, newcomers: list[Peer], oversight: Oversight, now_s: float
     ) -> str:
-        if oversight.is_stopping:
+        if oversight.is_stopping or oversight.awaits_notices:
             return ""
-        if self._out is None:
-            why = self._growth(plan, newcomers)
+        limit_s = self._settings.answer_s
+        if departure := _departure(plan, oversight):
+            why, limit_s = departure, self._settings.leave_s
+        elif self._out is None:
+            why = self._wished or self._growth(plan, newcomers)
         elif newcomers:
             why = _eviction(self._out, plan)
         else:
@@ -87,7 +102,7 @@ class Changes:
         is_safe = committed is not None and committed >= (plan.generation, self._boundary)
         if oversight.reports.all_at_boundary and is_safe:
             return self._go(why, plan, oversight, now_s)
-        if now_s - self._asked_s < self._settings.answer_s:
+        if now_s - self._asked_s < limit_s:
             return ""
         why = f"{why}, without a snapshot at step {self._boundary}"
         return self._go(why, plan, oversight, now_s)
@@ -95,6 +110,8 @@ class Changes:
     def _go(self, why: str, plan: Plan, oversight: Oversight, now_s: float) -> str:
         if self._out is not None:
             oversight.evict(self._out, _node_out(self._out, plan), why, now_s=now_s)
+        if _departure(plan, oversight):
+            oversight.name_checkpoint(now_s=now_s)
         return why
 
     # --- growth -------------------------------------------------------------------------------
@@ -129,6 +146,14 @@ def _is_newcomer(peer: Peer, plan: Plan, aside: Collection[str]) -> bool:
         return False
     node = plan.member(peer.card.node_id)
     return node is None or identity(node.card) != identity(peer.card)
+
+
+def _departure(plan: Plan, oversight: Oversight) -> str:
+    """Which members leave, in words; empty while none does."""
+    nodes = [one for one in sorted(oversight.asked_to_leave) if plan.member(one) is not None]
+    if not nodes:
+        return ""
+    return f"node{'s' if nodes[1:] else ''} {', '.join(nodes)} asked to leave"
 
 
 def _node_out(verdict: Verdict, plan: Plan) -> str:

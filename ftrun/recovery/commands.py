@@ -8,10 +8,11 @@ carry them out.
 """
 
 from dataclasses import dataclass, field
+from enum import Enum
 
 from ftrun.events import WorkerExit
 from ftrun.ids import Version
-from ftrun.wire.cluster import AnyClusterMessage
+from ftrun.wire.cluster import AnyClusterMessage, AskRoad
 from ftrun.wire.plan import Plan
 
 # --- a whole run: the supervisor's ------------------------------------------------------------
@@ -56,6 +57,8 @@ class EndRun:
     why: str
     cause: WorkerExit | None = None
     advice: str = ""
+    goes_on: bool = False
+    """It is over on this node alone: the node was asked to leave."""
 
 
 # --- one node's own parts ---------------------------------------------------------------------
@@ -224,6 +227,50 @@ class HangUp:
     node_id: str
 
 
+@dataclass(frozen=True, slots=True)
+class TryRoad:
+    """Try a road from this node. `Heard` of a `RoadTried` by whoever asks is the answer."""
+
+    asks: str
+    """The lead's node."""
+    order: AskRoad
+
+
+# --- the outside witness ----------------------------------------------------------------------
+
+
+class Wish(Enum):
+    """What the outside witness is asked for; witness_rules.py says what it answers."""
+
+    LOOK = "look"
+    """Who leads, and what is remembered?"""
+    CLAIM = "claim"
+    """Let me be the one that the others come to, unless there is one."""
+    KEEP = "keep"
+    """I lead this generation: promise nobody else anything for the time of a lease."""
+    PROMISE = "promise"
+    """A ballot: this number."""
+    ACCEPT = "accept"
+    """A ballot: this plan."""
+    TELL = "tell"
+    """This plan is in effect."""
+    FORGET = "forget"
+    """The run is over."""
+
+
+@dataclass(frozen=True, slots=True)
+class AskWitness:
+    """Ask the outside witness; `WitnessSaid` is the answer, also where it is out of reach."""
+
+    wish: Wish
+    asked_s: float
+    """When; a lease counts from then."""
+    generation: int = -1
+    plan: Plan | None = None
+    begins: bool = False
+    """Of a promise: no run is known to go on from."""
+
+
 SupervisorCommand = KillWorkers | StartGeneration | AskLastSnapshot | SignalWorkers | EndRun
 PartCommand = RespawnSmp | RespawnZygote | GoOnWithout
 NetworkCommand = Dial | Send | HangUp
@@ -243,5 +290,6 @@ NodeCommand = (
     | EndRun
     | Note
 )
-Command = NetworkCommand | NodeCommand | CheckAgain
-"""A check is made in a thread of its own, and so is no order for the hands."""
+Command = NetworkCommand | NodeCommand | CheckAgain | TryRoad | AskWitness
+"""A check is made in a thread of its own, a road is tried and the witness is asked in one: none of
+them is an order for the hands."""

@@ -10,17 +10,22 @@ Rule 1: whoever is here is heard before anything is announced, as it may hold wh
         for as long as they are heard: they may be reading a checkpoint.
 Rule 2: what was asked is asked again until it is answered.
 Rule 3: a proposer that is refused gives the other one time, and more of it each time.
+Rule 4: the outside witness is asked as they are, and waited for only while it is known to be there.
 """
 
 from collections.abc import Collection
 from enum import Enum, auto
 
 from ftrun.recovery.attendance import Peer, Peers
-from ftrun.recovery.ballots import Ballot, electorate
-from ftrun.recovery.commands import Command, Dial, Note, Send
+from ftrun.recovery.ballots import Ballot, electorate_of, runs_ranks
+from ftrun.recovery.commands import Command, Dial, Note, Send, Wish
+from ftrun.recovery.happenings import WitnessSaid
 from ftrun.recovery.settings import ClusterSettings
 from ftrun.wire.ballot_messages import Accepted, Announce, NotPromised, Prepare, Promise
 from ftrun.wire.plan import Edition, NodeCard, Plan
+
+WITNESS_WAIT_S = 2.0
+"""Longer than whoever asks the outside witness tries to reach it."""
 
 _PATIENCE_S, _PATIENCE_BY_PLACE_S, _MAX_DOUBLINGS = 0.2, 0.5, 4
 
@@ -59,6 +64,9 @@ class Election:
         self._slow: list[str] = []
         """Of which that was said."""
         self._refusals = 0
+        self._witness_asked_s: float | None = None
+        """When the outside witness was asked what it has not answered; None: it has."""
+        self._ask_witness_s = 0.0
         self.again_s: float | None = None
         """When to begin another ballot."""
         self.again_why = ""
@@ -87,17 +95,19 @@ class Election:
         if unsure is not None and unsure.edition <= known:
             unsure = None
         self.highest = max(self.highest, known[0], unsure.generation if unsure else -1) + 1
-        needs = {known: electorate(plan.voters)} if plan is not None else {}
+        needs = {known: electorate_of(plan)} if plan is not None else {}
         self.ballot = Ballot(self.highest, why, known, needs, frozenset(void))
+        begins = plan is None and unsure is None
+        self.ballot.needs_witness = begins and self._peers.witness.is_used
         if unsure is not None:
             self.ballot.mind(unsure)
-        self.again_s = None
+        self.again_s = self._witness_asked_s = None
         self._awaited = {peer.card.node_id: now_s for peer in self._peers if not peer.lost}
         self._needed.clear()
         found: list[Command] = [Note("Ballot", why, {"generation": self.highest})]
         for peer in self._peers:
             found += self.ask(peer, now_s=now_s)
-        return found
+        return found + self._ask_witness(now_s, waits=True)
 
     def announce(self, plan: Plan, *, now_s: float) -> list[Command]:
         """Ask everyone who has promised to accept this."""
@@ -107,7 +117,8 @@ class Election:
         self.again_s = None  # what was missing, and to be asked for again, is not any more
         self._awaited = dict.fromkeys(self.ballot.promises, now_s)
         self._needed, self._slow = {node.node_id for node in plan.members}, []
-        return [Send(node_id, Announce(plan)) for node_id in self.ballot.promises]
+        found: list[Command] = [Send(one, Announce(plan)) for one in self.ballot.promises]
+        return found + self._ask_witness(now_s, waits=True)
 
     def joined(self, peer: Peer, *, now_s: float) -> list[Command]:
         """Another agent is here."""
@@ -137,7 +148,9 @@ class Election:
             if is_late and node_id not in self._needed:
                 del self._awaited[node_id]
                 self._peers.by_id[node_id].is_mute = True
-        found: list[Command] = []
+        if self._witness_asked_s is not None and now_s - self._witness_asked_s >= WITNESS_WAIT_S:
+            self._witness_asked_s = None
+        found: list[Command] = self._ask_witness(now_s) if now_s >= self._ask_witness_s else []
         for peer in self._peers:
             if now_s - peer.asked_s < 2 * self._settings.heartbeat_s:
                 continue
@@ -161,6 +174,70 @@ class Election:
         self._awaited.pop(body.card.node_id, None)
         return True
 
+    def keep_witness(self, plan: Plan | None, *, now_s: float) -> list[Command]:
+        """Have the outside witness promise nobody else anything for now.
+
+        Args:
+            plan: the one in effect, of a settled lead. In a ballot what was announced is kept; and
+                the place where nodes are waited for that come back as somebody else.
+            now_s: the time.
+        """
+        witness, ballot = self._peers.witness, self.ballot
+        if plan is not None:
+            return witness.say_who_leads(plan, now_s=now_s)
+        if ballot is None or not ballot.witness:
+            return []
+        if ballot.plan is None and self.stage() is not Stage.PROMISED:
+            return []  # the ballot asks by itself; who is short of votes is in nobody's way
+        return witness.ask(Wish.KEEP, generation=ballot.generation, now_s=now_s)
+
+    def witness_said(self, event: WitnessSaid, place: int, *, now_s: float) -> list[NodeCard]:
+        """What the outside witness has answered to this ballot; whom it has named."""
+        ballot, asked, register = self.ballot, event.asked, event.register
+        if ballot is None:
+            return []
+        found = [event.lead] if event.lead is not None else []
+        if asked.generation == ballot.generation and asked.wish in (Wish.PROMISE, Wish.ACCEPT):
+            self._witness_asked_s = None
+            self._answered(ballot, event, place, now_s)
+            if asked.wish is Wish.PROMISE and register is not None and register.plan is not None:
+                found += register.plan.voters
+        return found
+
+    def _answered(self, ballot: Ballot, event: WitnessSaid, place: int, now_s: float) -> None:
+        register = event.register
+        if event.asked.wish is Wish.ACCEPT:
+            ballot.is_witnessed = ballot.is_witnessed or event.granted
+        elif event.granted and ballot.plan is None and register is not None:
+            ballot.take_witness(register.life, register.plan)
+        elif register is not None and not event.granted and event.lead in (None, self._me):
+            # Somebody else has taken this number, or a higher one.
+            self.highest = max(self.highest, register.promised)
+            self.begin_again(ballot.why, place, now_s=now_s)
+
+    def _ask_witness(self, now_s: float, *, waits: bool = False) -> list[Command]:
+        """Whatever the outside witness has to answer for the ballot to go on.
+
+        Args:
+            now_s: the time.
+            waits: its answer is waited for, where it has answered before.
+        """
+        ballot, witness = self.ballot, self._peers.witness
+        assert ballot is not None
+        self._ask_witness_s = now_s + 2 * self._settings.heartbeat_s
+        number = ballot.generation
+        if ballot.plan is None and not ballot.witness:
+            begins = ballot.needs_witness
+            found = witness.ask(Wish.PROMISE, generation=number, begins=begins, now_s=now_s)
+        elif ballot.plan is not None and ballot.witness and not ballot.is_witnessed:
+            plan = ballot.plan
+            found = witness.ask(Wish.ACCEPT, generation=number, plan=plan, now_s=now_s)
+        else:
+            return []
+        if waits and found and witness.is_reached:
+            self._witness_asked_s = now_s
+        return found
+
     def not_promised(self, body: NotPromised, place: int, *, now_s: float) -> None:
         """Somebody has promised a higher number, or this one to another proposer."""
         self.highest = max(self.highest, body.promised)
@@ -174,6 +251,24 @@ class Election:
             self.again_s = now_s + patience_s * 2.0 ** min(self._refusals, _MAX_DOUBLINGS)
             self.again_why = why
             self._refusals += 1
+
+    def note_promise(
+        self, peer: Peer, promised: int, plan: Plan | None, place: int, *, now_s: float
+    ) -> None:
+        """A member that has promised a later generation to another has no ranks any more.
+
+        Args:
+            peer: who it is.
+            promised: the highest number that it has promised anyone.
+            plan: the one in effect, of a settled lead; None: it is not.
+            place: of this agent in the succession.
+            now_s: the time.
+        """
+        peer.promised = promised
+        self.highest = max(self.highest, promised)
+        if plan is not None and promised > plan.generation and runs_ranks(plan, peer.card):
+            why = f"node {peer.card.node_id} has promised generation {promised} to another"
+            self.begin_again(why, place, now_s=now_s)
 
     def accepted(self, node_id: str, body: Accepted) -> bool:
         """Whether this acceptance counts."""
@@ -216,18 +311,20 @@ class Election:
         assert self.ballot.plan is not None
         plan, self.ballot = self.ballot.plan, None
         self._awaited.clear()
+        self._witness_asked_s = None
         return plan
 
     def stage(self) -> Stage:
         ballot = self.ballot
         assert ballot is not None
         if ballot.plan is None:
-            if self._awaited:
+            if self._awaited or self._witness_asked_s is not None:
                 return Stage.ASKED
             return Stage.PROMISED if ballot.is_promised(self._peers.refused) else Stage.SHORT
         if not self._needed and ballot.is_accepted(self._peers.refused):
             return Stage.CARRIED
-        return Stage.ANNOUNCED if self._awaited else Stage.BROKEN
+        waits = self._awaited or self._witness_asked_s is not None
+        return Stage.ANNOUNCED if waits else Stage.BROKEN
 
     def _prepare(self, ballot: Ballot, peer: Peer, now_s: float) -> list[Command]:
         peer.asked_s = now_s

@@ -44,6 +44,8 @@ from ftrun.wire.ballot_messages import Accepted, Announce, NotPromised, Prepare,
 from ftrun.wire.heartbeats import Beat, LeadBeat, beat
 from ftrun.wire.plan import Edition, Identity, NodeCard, Plan, VersionPair
 
+_LEFT_CODE = 128 + 15
+
 
 class Follower:
     """State of one agent as a voter and as a node of a generation."""
@@ -262,6 +264,9 @@ class Follower:
         self.committed = body.committed or self.committed
         if self.is_in_ballot:
             return found
+        if self.me.node_id in body.leave and not self.is_member:
+            why = "this node was asked to leave; the run goes on without it"
+            return [*found, EndRun(_LEFT_CODE, why, goes_on=True)]
         if self.is_member:
             found += self._new_orders(body)
         self._done = body

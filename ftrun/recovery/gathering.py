@@ -1,12 +1,15 @@
 """The first generation's nodes come together at the endpoint.
 
-Runs in:  the agent that listens at the rendezvous endpoint, while it knows of no run. Pure.
+Runs in:  the agent that listens at the rendezvous endpoint, or that was the first to claim the
+          outside witness, while it knows of no run. Pure.
 Takes in: nodes that join.
 Gives:    whether all are here; who is turned away, and why.
 
 Rule 1: it waits for a lead that may look for it (see `ClusterSettings.blank_wait_s`), since an
         agent that was started again at the endpoint must find its run and not begin another.
 Rule 2: where one of those who join knows of a run, none is begun here: that one proposes itself.
+Rule 3: where the outside witness remembers a run, all who had a vote in it must be here and know
+        of none: then it is over.
 """
 
 from ftrun.recovery.commands import Command, Send
@@ -23,6 +26,8 @@ class Gatherer:
         self._me = me
         self._settings = settings
         self._begun_s = self._last_came_s = now_s
+        self.remembered: frozenset[str] = frozenset()
+        """Nodes that had a vote in the run that the outside witness remembers."""
         self._knowing: set[str] = set()
         """Nodes that know of a run."""
 
@@ -55,6 +60,8 @@ class Gatherer:
         """
         if self._knowing or now_s - self._begun_s < self._settings.blank_wait_s:
             return False
+        if not self.remembered <= self.cards.keys():
+            return False
         wishes, here = self._settings.wishes, len(self.cards)
         if here >= wishes.max_nodes + wishes.spares:
             return True
@@ -64,6 +71,12 @@ class Gatherer:
         """Who is here and how many are wanted, in words."""
         names, wishes = sorted(self.cards), self._settings.wishes
         verb = "is" if len(names) == 1 else "are"
+        away = sorted(self.remembered - self.cards.keys())
+        if away:
+            return (
+                f"{', '.join(names)} {verb} here, and a run of this id is remembered with which "
+                f"{', '.join(away)} may go on. Start it there too, or choose another --rdzv-id"
+            )
         return f"{', '.join(names)} {verb} here, and {wishes.min_nodes} nodes are needed"
 
 

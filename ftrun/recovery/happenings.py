@@ -6,9 +6,11 @@ Runs in:  every agent. Pure.
 from dataclasses import dataclass
 
 from ftrun.monitor.fitness import Fitness
+from ftrun.recovery.commands import AskWitness
+from ftrun.recovery.witness_rules import Register
 from ftrun.wire.cluster import AnyClusterMessage
 from ftrun.wire.heartbeats import Beat
-from ftrun.wire.plan import Edition, VersionPair
+from ftrun.wire.plan import Edition, NodeCard, VersionPair
 from ftrun.wire.smp_messages import Inventory
 
 
@@ -92,6 +94,22 @@ class Checked:
 
 
 @dataclass(frozen=True, slots=True)
+class WitnessSaid:
+    """What the outside witness has answered; or that it did not."""
+
+    asked: AskWitness
+    is_reached: bool
+    granted: bool = False
+    register: Register | None = None
+    """What it remembers after its answer; None: of no run of this id."""
+    lead: NodeCard | None = None
+    """Whose lease lives."""
+    why: str = ""
+    """It is out of reach: why. Or, where `is_final`, why this node has no place here."""
+    is_final: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Passing:
     """Time goes by."""
 
@@ -106,5 +124,6 @@ Happening = (
     | PlanKept
     | HereIs
     | Checked
+    | WitnessSaid
     | Passing
 )

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 
 from ftrun.errors import ExitCode
 from ftrun.recovery.attendance import Peer, Peers
-from ftrun.recovery.ballots import Ballot, identity
+from ftrun.recovery.ballots import Ballot, identity, runs_ranks
 from ftrun.recovery.changes import Changes
 from ftrun.recovery.commands import (
     Command,
@@ -31,15 +31,22 @@ from ftrun.recovery.commands import (
     SupervisorCommand,
 )
 from ftrun.recovery.doubt import Doubt
+from ftrun.recovery.draining import Draining
 from ftrun.recovery.election import Election, Stage
 from ftrun.recovery.enrolment import Enrolment, note_of
+from ftrun.recovery.farewell import Farewell
+from ftrun.recovery.happenings import WitnessSaid
 from ftrun.recovery.oversight import Oversight
 from ftrun.recovery.pausing import Pause
 from ftrun.recovery.places import NotEnough
 from ftrun.recovery.planning import StateMissing, make_plan, notes_of, refusal
+from ftrun.recovery.road_guard import GuardedRoads
 from ftrun.recovery.screening import Screening
 from ftrun.recovery.settings import ClusterSettings
+from ftrun.recovery.succession import place_of
+from ftrun.recovery.witness import Witness
 from ftrun.wire.ballot_messages import Accepted, LeadIs, NotPromised, Promise
+from ftrun.wire.cluster import RoadWord
 from ftrun.wire.heartbeats import Beat, LeadBeat
 from ftrun.wire.plan import NodeCard, Plan
 
@@ -60,6 +67,7 @@ class Lead:
         unsure: Plan | None,
         *,
         links: Mapping[str, int],
+        witness: Witness,
     ) -> None:
         """Take what this agent knows.
 
@@ -70,39 +78,40 @@ class Lead:
             plan: the newest generation that is known to have taken effect.
             unsure: the newest one that this agent knows of; it may have.
             links: incarnations of the agents there are connections to, by node id.
+            witness: the outside one.
         """
         self.me = me
         self.settings = settings
         self.oversight = oversight
         self.plan = plan
         self.unsure = unsure
-        self.known = Peers(me, settings)
+        self.known = Peers(me, settings, witness)
         self._links = links
         oversight.watching.slow.clocks = self.known.clocks
         self.pause = Pause(settings.pause_limit_s)
-        self.ending: EndRun | None = None
+        self._farewell = Farewell(self.known)
         self._election = Election(me, settings, self.known)
         self._changes = Changes(settings)
         self._enrolment = Enrolment(settings)
         self.screening = Screening(settings, self.known)
+        self.roads = GuardedRoads(me.node_id, settings.network, self.known)
         self._history_of = -1
         """The newest generation whose lead's history this one goes on from."""
+        self._draining = Draining(settings, self.known, oversight, self._enrolment)
         self._is_effective = False
         """A generation of this lead has taken effect."""
         self._doubt = Doubt(settings)
         self._untold: dict[str, str] = {}
         """Members that were lost, of which the supervisor does not know yet, and why."""
         self._look_s = 0.0
-        self._ended: set[str] = set()
-        self._ending_since_s = 0.0
-
-    @property
-    def peers(self) -> dict[str, Peer]:
-        return self.known.by_id
 
     @property
     def ballot(self) -> Ballot | None:
         return self._election.ballot
+
+    @property
+    def ending(self) -> EndRun | None:
+        return self._farewell.ending
 
     @property
     def is_doubtful(self) -> bool:
@@ -191,23 +200,18 @@ class Lead:
         self.known.stood_still(now_s=now_s)
         self._doubt_oneself(now_s)
 
-    def knows_endpoint(self) -> bool:
-        """The agent at the rendezvous endpoint is with us."""
-        return any(peer.card.endpoint and not peer.lost for peer in self.known)
-
     def _lose(self, peer: Peer, why: str, now_s: float) -> list[Command]:
         node_id = peer.card.node_id
         peer.lost, peer.lost_s = why, now_s
-        was_member = self._runs_ranks(peer.card)
-        found: list[Command] = [
-            Note("NodeLost", f"node {node_id} is lost: {why}", {"member": was_member}, say=True)
-        ]
+        self.roads.lost(node_id)
+        was_member = runs_ranks(self.plan, peer.card)
+        text = f"node {node_id} is lost: {why}"
+        found: list[Command] = [Note("NodeLost", text, {"member": was_member}, say=True)]
         self.oversight.note_failure(node_id, now_s=now_s)
         if self.ending is not None:
             return found
         if was_member:
             self._untold[node_id] = why
-        text = f"node {node_id} is lost: {why}"
         if self.ballot is not None:
             is_needed = self._election.is_member(node_id)
             self._election.lost(node_id)
@@ -216,10 +220,6 @@ class Lead:
             return found + self._decide(self._tell_of_losses(now_s), now_s)
         return found + (self.propose(text, now_s=now_s) if was_member else [])
 
-    def _runs_ranks(self, card: NodeCard) -> bool:
-        node = self.plan.member(card.node_id) if self.plan is not None else None
-        return node is not None and identity(node.card) == identity(card)
-
     # --- a ballot -----------------------------------------------------------------------------
 
     def succeed(self, lost: set[str], why: str, *, now_s: float) -> list[Command]:
@@ -227,6 +227,7 @@ class Lead:
         newest = self.unsure or self.plan
         self._take_history(newest, now_s)
         if self.plan is not None:
+            self.roads.know(self.plan.voters)
             self.oversight.take_over(self.plan)
             for node_id in sorted(lost):
                 self.oversight.note_failure(node_id, now_s=now_s)
@@ -238,6 +239,7 @@ class Lead:
         """Begin a ballot for the next generation."""
         self._changes.reset()
         self._enrolment.reset()
+        self._draining.reset()
         plan, unsure, void = self.plan, self.unsure, self._enrolment.void
         return self._election.begin(why, plan=plan, unsure=unsure, void=void, now_s=now_s)
 
@@ -251,7 +253,8 @@ class Lead:
         return found + self._check(now_s)
 
     def not_promised(self, body: NotPromised, *, now_s: float) -> list[Command]:
-        self._election.not_promised(body, self._place(), now_s=now_s)
+        place = place_of(self.me.node_id, self.plan)
+        self._election.not_promised(body, place, now_s=now_s)
         return []
 
     def accepted(self, node_id: str, body: Accepted, *, now_s: float) -> list[Command]:
@@ -269,6 +272,19 @@ class Lead:
             return []
         self.plan, self.unsure = plan, None
         return [note_of(plan), *self.heartbeat(now_s=now_s)]
+
+    # --- the outside witness ------------------------------------------------------------------
+
+    def ask_witness(self, *, now_s: float) -> list[Command]:
+        """Say there who leads, so that nobody else is promised anything."""
+        leads = self.is_settled or self._farewell.is_for_all
+        return self._election.keep_witness(self.plan if leads else None, now_s=now_s)
+
+    def witness_said(self, event: WitnessSaid, *, now_s: float) -> list[Command]:
+        place = place_of(self.me.node_id, self.plan)
+        named = self._election.witness_said(event, place, now_s=now_s)
+        found = [one for card in named for one in self.meet(card, now_s=now_s)]
+        return found + self._check(now_s)
 
     def _check(self, now_s: float) -> list[Command]:
         """Take the ballot as far as it goes."""
@@ -302,6 +318,10 @@ class Lead:
         places = self.screening.assign(here, previous, aside)
         if isinstance(places, NotEnough):
             return self.pause.begin(str(places), now_s=now_s)
+        held_up = self.roads.hold_up(here, previous, now_s=now_s)
+        if held_up is not None:
+            return held_up
+        places = self.roads.decide(places, previous)
         plan = make_plan(
             ballot,
             places,
@@ -331,6 +351,7 @@ class Lead:
         self.pause.over()
         self._doubt_oneself(now_s)  # acceptances may be old where this process has stood still
         self.oversight.begin(plan, now_s=now_s)
+        self.roads.begin()
         notes = self.oversight.incidents.take_notes() + self.screening.compare(plan)
         return [*notes_of(plan), *notes, *self.heartbeat(now_s=now_s)]
 
@@ -344,10 +365,10 @@ class Lead:
         untold, self._untold = self._untold, {}
         return self.oversight.lost(untold, now_s=now_s)
 
-    def _place(self) -> int:
-        """This agent's place in the order of succession."""
-        order = [card.node_id for card in self.plan.voters] if self.plan is not None else []
-        return order.index(self.me.node_id) if self.me.node_id in order else len(order)
+    def told(self, node_id: str, body: RoadWord, *, now_s: float) -> list[Command]:
+        """Something about a way between nodes; a ballot may wait for it."""
+        slow = self.oversight.watching.slow
+        return self.roads.told(node_id, body, slow, now_s=now_s) + self._check(now_s)
 
     # --- a generation -------------------------------------------------------------------------
 
@@ -357,25 +378,17 @@ class Lead:
         if peer is None or not self.known.beat(peer, body, now_s=now_s):
             return []
         if body.state == "ended":
-            self._ended.add(node_id)
-        self._note_promise(peer, body.promised, now_s)
+            self._farewell.has_ended(node_id)
+        self._draining.note(peer.card, body, now_s=now_s)
+        plan = self.plan if self.is_settled else None
+        place = place_of(self.me.node_id, self.plan)
+        self._election.note_promise(peer, body.promised, plan, place, now_s=now_s)
         if not self.is_settled or self.is_doubtful:
             self.oversight.note(node_id, body)  # rule 3; what counts is said again
             is_stopped = self.oversight.stop_signal and self.pause.is_on
             return self._end(self.oversight.stopped(), now_s) if is_stopped else []
         found = self._decide(self.oversight.beat(node_id, body, now_s=now_s), now_s)
         return found + self._go_on(now_s)
-
-    def _note_promise(self, peer: Peer, promised: int, now_s: float) -> None:
-        """A member that has promised a later generation to another has no ranks any more."""
-        peer.promised = promised
-        self._election.highest = max(self._election.highest, promised)
-        plan = self.plan
-        if plan is None or not self.is_settled:
-            return
-        if promised > plan.generation and self._runs_ranks(peer.card):
-            why = f"node {peer.card.node_id} has promised generation {promised} to another"
-            self._election.begin_again(why, self._place(), now_s=now_s)
 
     def heartbeat(self, *, now_s: float) -> list[Command]:
         """How things are, to everyone who is here."""
@@ -387,7 +400,7 @@ class Lead:
         is_held = self.is_doubtful and self.ending is None
         number = self.known.next_number(now_s=now_s)
         body = self.oversight.heartbeat(known, number, is_held=is_held)
-        return self.screening.ask(body)
+        return self._draining.tell(self.screening.ask(body))
 
     def passing(self, *, now_s: float) -> list[Command]:
         """What is due."""
@@ -400,16 +413,17 @@ class Lead:
             found += self.propose(self._election.again_why, now_s=now_s)
         if self.is_settled:
             found += self._go_on(now_s)
-        end = self.pause.given_up(now_s=now_s)
+        end = self.pause.given_up(now_s=now_s, are_gone=self.known.are_gone)
         if end is not None and self.ending is None:
             return found + self._end(end, now_s)
-        return found + self._finish(now_s)
+        return [*found, *self._farewell.look(now_s=now_s)]
 
     def _look_around(self, now_s: float) -> list[Command]:
         found: list[Command] = []
         for peer in self.known:
             if peer.card.node_id != self.me.node_id:
                 found += self._watch(peer, now_s)
+        found += self._drain(now_s)
         found += self.screening.look(self.oversight.set_aside(now_s=now_s))
         found += self._election.repeat(now_s=now_s) + self._check(now_s)
         if self._doubt_oneself(now_s):
@@ -417,6 +431,14 @@ class Lead:
         if self.is_settled and self._doubt.stays(now_s=now_s):
             return found + self.propose("too few of the nodes that decide are heard", now_s=now_s)
         return found
+
+    def _drain(self, now_s: float) -> list[Command]:
+        """Nodes were asked to leave: the run goes on without them, or is to stop."""
+        if self.is_doubtful or self.ending is not None:
+            return []
+        unfit = self.screening.barred(self.oversight.set_aside(now_s=now_s))
+        notes, stop = self._draining.look(self.plan, unfit, is_settled=self.is_settled, now_s=now_s)
+        return [*notes, *(self._decide(stop, now_s) if stop else [])]
 
     def _doubt_oneself(self, now_s: float) -> bool:
         """Whether this lead may have been replaced; True where that is news."""
@@ -434,31 +456,25 @@ class Lead:
 
     def _go_on(self, now_s: float) -> list[Command]:
         """Let the supervisor decide, and change nodes where that is possible."""
-        if self.is_doubtful or self._awaits_cause(now_s):
+        plan, may_follow = self.plan, self.oversight.waits_for_cause
+        # Ranks have failed, perhaps because of a node that is not heard just now.
+        is_late = plan is not None and may_follow and self.known.is_member_late(plan, now_s=now_s)
+        if self.is_doubtful or is_late:
             return []
         found = self._decide(self.oversight.passing(now_s=now_s), now_s)
         if self.plan is None or not self.is_settled:
             return found
         aside = self.screening.barred(self.oversight.set_aside(now_s=now_s))
+        found += self.roads.look(self.plan, self.oversight.watching.slow, now_s=now_s)
+        self._changes.wish = self.roads.wish
         why = self._changes.look(self.plan, self.known, aside, self.oversight, now_s=now_s)
-        if why:
-            return found + self.propose(why, now_s=now_s)
-        found += self.oversight.probes(now_s=now_s)
-        return found + self._enrol(now_s) + self._spread(now_s)
-
-    def _enrol(self, now_s: float) -> list[Command]:
-        """Have spares that have come vote; not where they are about to get ranks."""
-        plan, wishes = self.plan, self.settings.wishes
-        if plan is None or len(plan.members) < wishes.max_nodes or not self.oversight.is_steady:
-            return []
-        history = self.oversight.history(now_s=now_s)
-        return self._enrolment.look(plan, self.known, history, now_s=now_s)
-
-    def _awaits_cause(self, now_s: float) -> bool:
-        """Ranks have failed, perhaps because of a node that is not heard just now."""
-        if not self.oversight.waits_for_cause or self.plan is None:
-            return False
-        return self.known.is_member_late(self.plan, now_s=now_s)
+        if why := self.roads.take_urgent() or why:
+            return found + self._spread(now_s) + self.propose(why, now_s=now_s)
+        found += [*self.oversight.probes(now_s=now_s), *self.roads.take_notes()]
+        found += self._enrolment.look_beside(
+            self.plan, self.known, self.oversight, self._draining.is_under_way, now_s=now_s
+        )
+        return found + self._spread(now_s)
 
     def _decide(self, commands: list[SupervisorCommand], now_s: float) -> list[Command]:
         """Carry out the supervisor's commands, as far as they are the lead's to carry out."""
@@ -475,19 +491,10 @@ class Lead:
         return self.heartbeat(now_s=now_s) if self.oversight.has_new_orders() else []
 
     def _end(self, command: EndRun, now_s: float) -> list[Command]:
-        self.ending, self._ending_since_s = command, now_s
+        self._farewell.begin(command, is_for_all=self.is_settled, now_s=now_s)
         self.pause.over()
         self._election.ballot = None
         self.oversight.end(command, now_s=now_s)
         found: list[Command] = [*self.oversight.incidents.take_notes()]
         found += [KillWorkers(command.why)] if command.exit_code != ExitCode.DONE else []
-        return [*found, *self.heartbeat(now_s=now_s), *self._finish(now_s)]
-
-    def _finish(self, now_s: float) -> list[Command]:
-        """End here too, once all have heard that it is over, or have had the time to."""
-        if self.ending is None:
-            return []
-        since_s, is_done = self._ending_since_s, self.ending.exit_code == ExitCode.DONE
-        others = self.known.to_hear_the_end(since_s, is_done=is_done) - self._ended
-        may_wait = now_s - since_s < 2 * self.settings.deadline_s
-        return [] if may_wait and others - {self.me.node_id} else [self.ending]
+        return [*found, *self.heartbeat(now_s=now_s), *self._farewell.look(now_s=now_s)]

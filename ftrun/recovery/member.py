@@ -21,13 +21,12 @@ from ftrun.recovery.commands import (
     Command,
     Dial,
     EndRun,
-    HoldRanks,
     KillWorkers,
     Note,
     Quiesce,
-    ReleaseRanks,
     RunGeneration,
     Send,
+    TryRoad,
 )
 from ftrun.recovery.follower import Follower
 from ftrun.recovery.happenings import (
@@ -42,12 +41,15 @@ from ftrun.recovery.happenings import (
     Passing,
     PlanKept,
     Quiesced,
+    WitnessSaid,
 )
+from ftrun.recovery.holding import Holding
 from ftrun.recovery.lead import Lead
 from ftrun.recovery.oversight import Oversight
 from ftrun.recovery.settings import ClusterSettings
+from ftrun.recovery.witness import Witness
 from ftrun.wire import ballot_messages as say
-from ftrun.wire.cluster import AnyClusterMessage, ProbeFound
+from ftrun.wire.cluster import AnyClusterMessage, AskRoad, ProbeFound, RoadSilent, RoadTried
 from ftrun.wire.heartbeats import Beat, LeadBeat, with_state
 from ftrun.wire.plan import NodeCard, Plan
 
@@ -68,7 +70,8 @@ class Member:
         self.me = me
         self.follower = Follower(me, kept, took_effect=took_effect)
         self.lead: Lead | None = None
-        self.is_held = False
+        self.witness = Witness(is_used=settings.witness)
+        self._holding = Holding(self.follower)
         self._settings = settings
         self._oversight = oversight
         self._links: dict[str, int] = {me.node_id: me.incarnation}
@@ -83,13 +86,17 @@ class Member:
             self.follower,
             self._links,
             self._take_the_lead,
-            was_here=kept is not None,
+            witness=self.witness,
             now_s=now_s,
         )
 
     @property
     def role(self) -> Role:
         return self._allegiance.role
+
+    @property
+    def is_held(self) -> bool:
+        return self._holding.is_on
 
     @property
     def lead_card(self) -> NodeCard | None:
@@ -111,7 +118,8 @@ class Member:
         done: list[Command] = []
         self._sort(found, done, now_s)
         if not self._allegiance.is_over:
-            self._sort(self._hold_or_release(now_s), done, now_s)
+            held = self._holding.look(self.lead, self._allegiance.waiting, now_s=now_s)
+            self._sort(held, done, now_s)
         return done
 
     def _sort(self, commands: list[Command], done: list[Command], now_s: float) -> None:
@@ -128,7 +136,7 @@ class Member:
                 if isinstance(command, EndRun):
                     self._allegiance.role = Role.ENDED
                 elif isinstance(command, Quiesce | KillWorkers | RunGeneration):
-                    self.is_held = False
+                    self._holding.is_on = False
                 done.append(command)
             if self._to_self:
                 queue.extend(self._hear(self.me.node_id, self._to_self.popleft(), now_s))
@@ -147,6 +155,8 @@ class Member:
                 return self.follower.has_happened(event)
             case HereIs():
                 return self._here_is(event, now_s)
+            case WitnessSaid():
+                return self._witness_said(event, now_s)
             case Passing():
                 return self._passing(now_s)
             case _:
@@ -164,9 +174,8 @@ class Member:
                 why = f"the agent of {node_id} was started again"
                 return self._allegiance.seek(why, now_s=now_s)
             return [Send(node_id, self._beat()), *self._join_if_new(node_id)]
-        if self.role in (Role.JOINING, Role.SEEKING):
-            return [Send(node_id, self._allegiance.join())]
-        return []
+        seeks = self.role in (Role.JOINING, Role.SEEKING)
+        return [Send(node_id, self._allegiance.join())] if seeks else []
 
     def _closed(self, node_id: str, now_s: float) -> list[Command]:
         self._links.pop(node_id, None)
@@ -185,8 +194,7 @@ class Member:
         if event.final and self.role is Role.JOINING:
             return [EndRun(ExitCode.USAGE, event.why)]
         if self.lead is not None:
-            refused = event.refused
-            return self.lead.dial_failed(event.node_id, refused=refused, now_s=now_s)
+            return self.lead.dial_failed(event.node_id, refused=event.refused, now_s=now_s)
         card = self.lead_card
         if not event.refused or card is None or card.node_id != event.node_id:
             return []
@@ -223,6 +231,8 @@ class Member:
                 return self._announced(sender, body, now_s)
             case LeadBeat():
                 return self._lead_beat(sender, body, now_s)
+            case AskRoad():
+                return [TryRoad(sender, body)]
             case _:
                 return self._as_lead(sender, body, now_s)
 
@@ -230,7 +240,7 @@ class Member:
         """Whoever was lost and is heard again comes in anew, beside what has gone on."""
         assert self.lead is not None
         self.lead.heard(sender, now_s=now_s)
-        peer = self.lead.peers.get(sender)
+        peer = self.lead.known.get(sender)
         if peer is None or not peer.lost or peer.card.incarnation != self._links.get(sender):
             return []
         return self.lead.back_again(peer, now_s=now_s)
@@ -238,7 +248,7 @@ class Member:
     def _as_lead(self, sender: str, body: AnyClusterMessage, now_s: float) -> list[Command]:
         """What only a lead is told; what is late, for one that is none any more, is dropped."""
         lead = self.lead
-        peer = lead.peers.get(sender) if lead is not None else None
+        peer = lead.known.get(sender) if lead is not None else None
         if lead is None or peer is None or peer.card.incarnation != self._links.get(sender):
             return []
         match body:
@@ -252,9 +262,8 @@ class Member:
                 return lead.accepted(sender, body, now_s=now_s)
             case Beat():
                 return lead.beat(sender, body, now_s=now_s)
-            case ProbeFound():
-                lead.oversight.watching.slow.probed(body, now_s=now_s)
-                return []
+            case ProbeFound() | RoadTried() | RoadSilent():
+                return lead.told(sender, body, now_s=now_s)
             case _:
                 return []
 
@@ -379,8 +388,10 @@ class Member:
             follower.plan,
             follower.newest_plan,
             links=self._links,
+            witness=self.witness,
         )
         self.lead = lead
+        lead.known.has_met = self._allegiance.has_met
         lead.oversight.incidents.succeed(follower.incidents)
         for card in [*(one for one in cards if one.node_id != self.me.node_id), self.me]:
             linked = lead.has_link(card)
@@ -408,52 +419,40 @@ class Member:
         if now_s >= self._beat_due_s:
             self._beat_due_s = now_s + self._settings.heartbeat_s
             found += self._tell(now_s)
+            found += (self.lead or self._allegiance).ask_witness(now_s=now_s)
         return found
+
+    def _witness_said(self, event: WitnessSaid, now_s: float) -> list[Command]:
+        if event.is_final:
+            return [EndRun(ExitCode.USAGE, event.why)]
+        found = self.witness.said(event, now_s=now_s)
+        return found + (self.lead or self._allegiance).witness_said(event, now_s=now_s)
 
     def _dial_again(self) -> list[Command]:
         """Keep looking: for the run, for the lead, for a newcomer at the endpoint."""
         if self.lead is None:
             return self._allegiance.dial_again()
+        newcomer = self.witness.lead
+        if newcomer is not None and newcomer.node_id not in self._links:
+            return [Dial(newcomer.host, newcomer.port, newcomer.node_id)]
         host, port = self._settings.endpoint
-        return [Dial(host, port)] if port and not self.lead.knows_endpoint() else []
+        return [Dial(host, port)] if port and not self.lead.known.knows_endpoint() else []
 
     def _tell(self, now_s: float) -> list[Command]:
         if self.lead is not None:
             return [Send(self.me.node_id, self._beat()), *self.lead.heartbeat(now_s=now_s)]
-        if self.role is Role.FOLLOWING and self.lead_card is not None:
-            return [Send(self.lead_card.node_id, self._beat())]
-        return []
+        lead = self.lead_card if self.role is Role.FOLLOWING else None
+        return [Send(lead.node_id, self._beat())] if lead is not None else []
 
     def _here_is(self, event: HereIs, now_s: float) -> list[Command]:
         beat = self._here = event.beat
         if not event.is_urgent:
             return []
-        if beat.stops and self.role in (Role.JOINING, Role.GATHERING, Role.SEEKING):
+        if self._allegiance.may_end(beat):
             return [EndRun(128 + (beat.stop_signal or 15), "stopped before the run had begun")]
         if self.lead is not None:
             return [Send(self.me.node_id, self._beat())]
         return self._tell(now_s)
-
-    # --- holding ranks ------------------------------------------------------------------------
-
-    def _hold_or_release(self, now_s: float) -> list[Command]:
-        """Stop this node's ranks while the run may go on without them."""
-        follower, plan = self.follower, self.follower.plan
-        if not follower.is_member or plan is None or follower.is_in_ballot:
-            return []
-        why = "" if plan.is_alone else self._why_to_hold(now_s)
-        if why and not self.is_held:
-            self.is_held = True
-            return [HoldRanks(why), Note("Held", f"the ranks of this node wait: {why}", say=True)]
-        if self.is_held and not why:
-            self.is_held = False
-            return [ReleaseRanks("the lead is heard again")]
-        return []
-
-    def _why_to_hold(self, now_s: float) -> str:
-        if self.lead is not None:
-            return "too few of the other nodes are heard" if self.lead.is_doubtful else ""
-        return self._allegiance.waiting.why(now_s=now_s)
 
     def _mind_the_gap(self, now_s: float) -> list[Command]:
         """Whether this process itself has stood still."""

@@ -78,6 +78,10 @@ class Oversight:
         self.watching = Watching(settings, policy.bad_numbers, me)
         self.num_spares = 0
         """Nodes that could take the place of a member."""
+        self.asked_to_leave: frozenset[str] = frozenset()
+        """Nodes that got SIGTERM."""
+        self.awaits_notices = False
+        """It is not clear yet whether they leave or the run is to stop: nobody is started again."""
         self._settings = settings
         self._alignment = Alignment()
         self._plan: Plan | None = None
@@ -192,17 +196,14 @@ class Oversight:
         found: list[SupervisorCommand] = []
         while self._stops_handled < beat.stops:
             self._stops_handled += 1
-            self.stop_signal = beat.stop_signal or _SIGTERM
-            self._at_boundary_told = False  # they may wait there already, to take nodes in
-            attached = self.reports.attached
-            by = f"a signal on {node_id}"
-            found += self._ask(StopAsked(self.stop_signal, by, attached), now_s)
+            number = beat.stop_signal or _SIGTERM
+            found += self.stop(number, f"a signal on {node_id}", now_s=now_s)
         plan = self._plan
         if plan is None or not is_current:
             return found
         self._note_rate(now_s)
         self._commit(beat)
-        self._name_checkpoint(now_s)
+        self._look_at_checkpoint(now_s)
         self._note_port(plan, node_id, beat.smp_port)
         if beat.problem and node_id not in self._problems:
             self._problems.add(node_id)
@@ -213,6 +214,12 @@ class Oversight:
             self._at_boundary_told = True
             found += self._ask(AllAtBoundary(), now_s)
         return found
+
+    def stop(self, number: int, by: str, *, now_s: float) -> list[SupervisorCommand]:
+        """Somebody wants the run to end, by this signal."""
+        self.stop_signal = number
+        self._at_boundary_told = False  # they may wait there already, to take nodes in
+        return self._ask(StopAsked(number, by, self.reports.attached), now_s)
 
     def lost(self, nodes: Mapping[str, str], *, now_s: float) -> list[SupervisorCommand]:
         """Members of the running generation are gone, and their ranks with them.
@@ -243,7 +250,8 @@ class Oversight:
         found: list[SupervisorCommand] = []
         self._watch(now_s)
         is_late = now_s >= self._waits_until_s
-        if self._waiting and (is_late or not self.waits_for_cause or self._is_examined()):
+        is_free = bool(self._waiting) and not self.awaits_notices
+        if is_free and (is_late or not self.waits_for_cause or self._is_examined()):
             exits = self._decided_on(now_s)
             found += self._ask(WorkersExited(exits, self.progress()), now_s)
         return found + self._ask(Tick(), now_s)
@@ -431,13 +439,18 @@ class Oversight:
             )
             self._order(abandoned_step=skipped, take_from=take_from)
 
-    def _name_checkpoint(self, now_s: float) -> None:
-        """Now and then the newest committed version goes to disk, on all nodes the same."""
-        every_s, committed = self._settings.checkpoint_every_s, self.orders.committed
-        is_due = every_s > 0 and now_s - self._checkpoint_s >= every_s
-        if is_due and committed is not None and committed != self.orders.checkpoint:
+    def name_checkpoint(self, *, now_s: float) -> None:
+        """Have the newest committed version go to disk, where there is a place for it."""
+        committed = self.orders.committed
+        is_wished = self._settings.checkpoint_every_s > 0
+        if is_wished and committed is not None and committed != self.orders.checkpoint:
             self._checkpoint_s = now_s
             self._order(checkpoint=committed)
+
+    def _look_at_checkpoint(self, now_s: float) -> None:
+        """Now and then that is due, on all nodes the same."""
+        if now_s - self._checkpoint_s >= self._settings.checkpoint_every_s:
+            self.name_checkpoint(now_s=now_s)
 
     def _note_port(self, plan: Plan, node_id: str, port: int) -> None:
         known = self.orders.moved.get(node_id) or plan.smp_ports.get(node_id)

@@ -40,6 +40,8 @@ class Patience:
 
     def _nobody_comes(self, waited_s: float, reach: str) -> str:
         _, port = self._settings.endpoint
+        if self._settings.witness:
+            return _not_met(f"the run has not begun within {waited_s:.0f} s", reach)
         return (
             f"the run has not begun within {waited_s:.0f} s: {reach}. Check that ftrun runs on the "
             f"others, with the same --rdzv-endpoint and --rdzv-id, and that port {port} of this "
@@ -48,8 +50,17 @@ class Patience:
 
     def _nobody_takes_us(self, waited_s: float, reach: str) -> str:
         host, port = self._settings.endpoint
+        if self._settings.witness:
+            return _not_met(f"no run has taken this node in within {waited_s:.0f} s", reach)
         return (
             f"no run has taken this node in within {waited_s:.0f} s: {reach}. Check that ftrun "
             f"runs on {host}, that it was given the same --rdzv-endpoint, and that port {port} is "
             "open between the nodes"
         )
+
+
+def _not_met(what: str, reach: str) -> str:
+    return (
+        f"{what}: {reach}. Check that ftrun runs on the others, with the same etcd in "
+        "--rdzv-endpoint and the same --rdzv-id, and that the nodes reach one another"
+    )

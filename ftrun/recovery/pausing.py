@@ -10,6 +10,18 @@ from dataclasses import replace
 from ftrun.errors import ExitCode
 from ftrun.recovery.commands import Command, EndRun, Note
 
+GONE_S = 60.0
+"""A scheduler that starts all nodes again at once has done so within this."""
+
+_GONE = (
+    "nobody of this run is left: the machines of all its other nodes answer, and no agent is "
+    "there. It has ended while this node was away"
+)
+_GONE_ADVICE = (
+    "If the other nodes have ended well, nothing. Else start all of them again, with this run's "
+    "--run-id; what this node holds is kept for a while."
+)
+
 
 class Pause:
     """One lead's wait for nodes."""
@@ -49,8 +61,17 @@ class Pause:
         """The run goes on."""
         self._since_s, self.why = None, ""
 
-    def given_up(self, *, now_s: float) -> EndRun | None:
-        """The end of the run, where it has waited for too long."""
-        if self._since_s is None or now_s - self._since_s < self._limit_s:
+    def given_up(self, *, now_s: float, are_gone: bool = False) -> EndRun | None:
+        """The end of the run, where it has waited for too long.
+
+        Args:
+            now_s: the time.
+            are_gone: nobody of the run is left, as far as this agent can see.
+        """
+        if self._since_s is None:
+            return None
+        if are_gone and now_s - self._since_s >= min(GONE_S, self._limit_s):
+            return EndRun(ExitCode.TRY_AGAIN, _GONE, advice=_GONE_ADVICE)
+        if now_s - self._since_s < self._limit_s:
             return None
         return replace(self._end, why=f"{self.why}, for {now_s - self._since_s:.0f} s")

@@ -16,6 +16,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from ftrun.network.rails import RoadsPlan
 from ftrun.wire.plan import NodeCard, Plan
 
 
@@ -37,6 +38,8 @@ class Assignment:
 
     members: tuple[NodeCard, ...]
     spares: tuple[NodeCard, ...]
+    roads: RoadsPlan | None = None
+    """How the ways between them are used; None: as the user's libraries do."""
 
     @property
     def first_ranks(self) -> list[int]:

@@ -12,6 +12,8 @@ from ftrun.erasure.groups import Group as ErasureGroup
 from ftrun.erasure.groups import default_parity, next_groups
 from ftrun.errors import ExitCode
 from ftrun.ids import Version, version
+from ftrun.network.leaves import group_domains
+from ftrun.network.rail_matching import match_rails, rails_of_node
 from ftrun.recovery.ballots import Ballot
 from ftrun.recovery.commands import EndRun, Note
 from ftrun.recovery.places import Assignment
@@ -74,7 +76,7 @@ def make_plan(
         spares=list(places.spares),
         restore=_pair(choice.version),
         restore_why=_why(choice, problem, previous),
-        store_host=places.members[0].host,
+        store_host=_store_host(places),
         store_port=promises[places.members[0].node_id].store_port,
         groups=[list(group.nodes) for group in groups],
         parity=max((group.parity for group in groups), default=0),
@@ -86,6 +88,8 @@ def make_plan(
         decided_by=ballot.decided_by(),
         committed=_pair(choice.committed if choice.version is not None else None),
         ancestry=ancestry(choice.version, previous),
+        witness=ballot.witness if (len(places.members) + len(places.spares)) % 2 == 0 else 0,
+        roads=places.roads,
         life=previous.life if previous is not None else f"{places.members[0].incarnation:x}",
     )
 
@@ -148,6 +152,19 @@ def _pair(version: Version | None) -> tuple[int, int] | None:
     return None if version is None else (version.generation, version.step)
 
 
+def _store_host(places: Assignment) -> str:
+    """The address of the first node at which the ranks of all nodes meet."""
+    first, roads = places.members[0], places.roads
+    if roads is None or not roads.rails:
+        return first.host
+    try:
+        matched = match_rails({card.node_id: card.rails for card in places.members})
+        rail = rails_of_node(matched, first.node_id).get(roads.rails[0])
+    except Exception:  # noqa: BLE001 - a bug costs the plan of roads, never the run
+        return first.host
+    return rail.host if rail is not None else first.host
+
+
 def _groups(
     places: Assignment, previous: Plan | None, settings: ClusterSettings
 ) -> list[ErasureGroup]:
@@ -155,7 +172,9 @@ def _groups(
     node_ids = [card.node_id for card in places.members]
     if len(node_ids) < 2:
         return []
-    domains = {card.node_id: card.domain for card in places.members if card.domain}
+    labels = {card.node_id: card.domain for card in places.members}
+    leaves = places.roads.leaves if places.roads is not None else {}
+    domains = group_domains(node_ids, labels, leaves)
     parity = settings.erasure_parity or default_parity(len(node_ids))
     before = [node.node_id for node in previous.members] if previous is not None else []
     replaced: dict[str, str] = {}
@@ -209,10 +228,10 @@ def notes_of(plan: Plan) -> list[Note]:
     why = {"why": plan.why, "restored": str(plan.restore), "restore_why": plan.restore_why}
     left_out = {"skip_batches": plan.skip_batches} if plan.skip_batches else {}
     notes = [Note("Generation", text, {**why, **left_out})]
-    if plan.generation > 0 or len(plan.voters) != 2:
+    if plan.generation > 0 or len(plan.voters) != 2 or plan.witness:
         return notes
     text = (
         "two nodes and no spare: where one does not answer, the other cannot know whether it is "
-        "dead or cut off, and pauses. A spare (--spares 1) decides it"
+        "dead or cut off, and pauses. A spare (--spares 1) decides it, and so does an etcd"
     )
     return [*notes, Note("TwoVoters", text, {}, say=True)]

@@ -54,8 +54,8 @@ class Reports:
         if before is not None and node_id in self._current:
             self._current.discard(node_id)
             self._num_at_boundary -= before.at_boundary
-            if before.ready is not None:
-                self._ready[before.ready] -= 1
+            if (ready := _ready(before)) is not None:
+                self._ready[ready] -= 1
         self.beats[node_id] = beat
         return self._count(node_id, beat)
 
@@ -70,8 +70,8 @@ class Reports:
             return False
         self._current.add(node_id)
         self._num_at_boundary += beat.at_boundary
-        if beat.ready is not None:
-            self._ready[beat.ready] += 1
+        if (ready := _ready(beat)) is not None:
+            self._ready[ready] += 1
         self.step = max(self.step, beat.step)
         self.steps_here = max(self.steps_here, beat.steps_here)
         self.attached |= beat.attached
@@ -100,11 +100,20 @@ class Reports:
 
     def ready_with(self, beat: Beat) -> VersionPair | None:
         """The version that every member is ready with, if it is the one of this heartbeat."""
-        ready = beat.ready
+        ready = _ready(beat)
         if ready is None or self._ready[ready] != len(self._members):
             return None
         return ready
 
+    def are_protected(self) -> bool:
+        """Every member can be lost, and what it is ready with is still there."""
+        return self.all_run and all(self.beats[one].survives > 0 for one in self._current)
+
     def wished_every(self) -> int:
         """The longest interval that any rank wishes for."""
         return max((self.beats[one].wished_every for one in self._current), default=0)
+
+
+def _ready(beat: Beat) -> VersionPair | None:
+    """What a node is ready with; nothing where its state was found not to be whole since."""
+    return None if beat.problem else beat.ready

@@ -14,7 +14,8 @@ Rule 4: a version that was not committed, and has lost a rank, counts only where
         well as the last committed one. What is protected less is not relied on: nodes keep the
         protection of the last commit until what they go on from is committed itself.
 Rule 5: of several protections the one is relied on that bears most; nodes keep that one, and
-        overwrite the others.
+        overwrite the others. Of equals one that was committed: nodes that are not here hold
+        their parts of it as well, and may come back. Of another one nobody knows what they hold.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -68,6 +69,11 @@ class _Group:
 
     def bears_what_is_missing(self, slots: Slots) -> bool:
         return len(self.missing(slots)) <= self.name.parity
+
+    @property
+    def is_committed(self) -> bool:
+        """All of its nodes held their parts, also those that are not here now."""
+        return any(part.is_committed for part in self.parts.values())
 
     def has_mirror_of(self, rank: int) -> bool:
         owner = next((m.node_id for m in self.name.members if rank in m.ranks), None)
@@ -130,14 +136,16 @@ class _Held:
             return -1
         return min(group.name.parity - len(group.missing(self.slots)) for group in groups)
 
-    def rating(self) -> tuple[Version, int, int]:
-        """Highest for what is to be tried first; of equals what was protected last.
+    def rating(self) -> tuple[Version, int, bool, int]:
+        """Highest for what is to be tried first; of equals what was committed and protected last.
 
         The lead has promised what that protection bears, and an older one may have been spoilt
         since without a word: nobody has looked at it.
         """
-        last = max((group.name.protected_in for group in self._covering()), default=-1)
-        return (self.version, self.margin, last)
+        groups = self._covering()
+        last = max((group.name.protected_in for group in groups), default=-1)
+        is_committed = all(group.is_committed for group in groups)
+        return (self.version, self.margin, is_committed, last)
 
     def _covering(self) -> list[_Group]:
         """The protections that bear most, until each rank is in one."""
@@ -160,10 +168,10 @@ class _Held:
             held.setdefault(min(self.slots[rank]), []).append(rank)
         return [Source([node_id], [some], 0, -1) for node_id, some in held.items()]
 
-    def _badness(self, group: _Group) -> tuple[int, int]:
-        """Lowest for the protection that bears most; of equals the newest."""
+    def _badness(self, group: _Group) -> tuple[int, bool, int]:
+        """Lowest for the protection that bears most; of equals the newest that was committed."""
         margin = group.name.parity - len(group.missing(self.slots))
-        return (-margin, -group.name.protected_in)
+        return (-margin, not group.is_committed, -group.name.protected_in)
 
     def _what_is_missing(self, lost: Sequence[int], groups: Sequence[_Group]) -> str:
         names = ", ".join(str(one) for one in lost)

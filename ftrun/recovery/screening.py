@@ -25,6 +25,7 @@ from ftrun.recovery.settings import ClusterSettings
 from ftrun.wire.heartbeats import LeadBeat
 from ftrun.wire.plan import NodeCard, Plan
 
+_LEAVES = "it was asked to leave"
 _Check = tuple[int, int]
 """Incarnation of an agent, and the number of a check among its own."""
 
@@ -58,6 +59,8 @@ class Screening:
             node_id, fitness = peer.card.node_id, peer.fitness
             if node_id in aside:
                 self._aside_at[node_id] = (peer.card.incarnation, _number(peer))
+            elif peer.is_leaving and not peer.lost:
+                found[node_id] = _LEAVES
             elif fitness is None or peer.lost:
                 continue
             elif not fitness.is_fit:
@@ -122,8 +125,10 @@ class Screening:
 
     def _is_fit(self, node_id: str) -> bool:
         peer = self._peers.get(node_id)
-        if peer is None or peer.lost or peer.fitness is None:
+        if peer is None or peer.lost or peer.is_leaving:
             return False
+        if peer.fitness is None:
+            return self._told.get(node_id) == _LEAVES
         return peer.fitness.is_fit and not self._awaits_check(peer)
 
     def _awaits_check(self, peer: Peer) -> bool:

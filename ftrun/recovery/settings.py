@@ -3,6 +3,7 @@
 Runs in:  every agent. Pure.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ftrun.monitor.deadlines import HangSettings
@@ -15,6 +16,22 @@ class SlowSettings:
 
     action: str = "report"
     evict_after_s: float = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class NetworkSettings:
+    """What is done about the ways between nodes."""
+
+    plan: str = "off"
+    """`off`, `report` or `on`."""
+    rails: tuple[str, ...] = ()
+    """Interfaces that the user has named; empty: all that were found."""
+    topology: object = None
+    """A topology file, as its parser gives it."""
+    slurm_topology: str = ""
+    """The text of Slurm's topology.conf."""
+    user_env: Mapping[str, str] = field(default_factory=dict)
+    """Of the variables that a plan may set, those that the user has set."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +62,12 @@ class ClusterSettings:
     """Between two checkpoints of a run over several nodes; 0: none, or they are not the lead's."""
     hang: HangSettings = field(default_factory=HangSettings)
     slow: SlowSettings = SlowSettings()
+    network: NetworkSettings = field(default_factory=NetworkSettings)
     warn_below: float = 0.5
     """Part of the other nodes' median rate in their checks that is reported."""
+    leave_s: float = 15.0
+    """So long a node that was asked to leave waits for the run to do without it."""
+    witness: bool = False
+    """There is an outside witness; nodes find one another there, and it breaks ties."""
     same_boundary_s: float = 1.0
     """How far ahead a common boundary is named: longer than a heartbeat and its way."""

@@ -21,7 +21,7 @@ from ftrun.monitor.process_groups import decode_groups
 from ftrun.monitor.samples import NodeSample
 from ftrun.monitor.slow_links import Links, Probe
 from ftrun.monitor.stragglers import RankLook, Stragglers
-from ftrun.monitor.verdicts import Verdict
+from ftrun.monitor.verdicts import Verdict, VerdictKind
 from ftrun.recovery.commands import Send
 from ftrun.wire.cluster import AskProbe, ProbeFound
 from ftrun.wire.heartbeats import Beat
@@ -103,6 +103,7 @@ class SlowWatch:
                 self._groups |= decode_groups(rank.groups)
         looks = [NodeLook(node, one.span_s, one.links) for node, one in new.items() if one.span_s]
         hosts = {node.card.host: node.node_id for node in plan.members}
+        hosts |= {rail.host: node.node_id for node in plan.members for rail in node.card.rails}
         link = self._links.look(looks, hosts, now_s=now_s) if len(plan.members) > 1 else None
         ranks: list[RankLook] = []
         for node, one in new.items():
@@ -141,6 +142,11 @@ class SlowWatch:
     def lasting(self, for_s: float, *, now_s: float) -> list[Verdict]:
         """What is slow, and has been for so long."""
         return [one for key, one in self._told.items() if now_s - self._since_s[key] >= for_s]
+
+    def slow_links(self, for_s: float, *, now_s: float) -> list[Verdict]:
+        """Of those what is the network's, however sure: who takes them compares rails first."""
+        lasting = self.lasting(for_s, now_s=now_s)
+        return [one for one in lasting if one.kind is VerdictKind.SLOW_COMMUNICATION]
 
     def matrix(self) -> list[dict[str, Any]]:
         """The delay matrix, cell by cell, in plain values."""

@@ -47,3 +47,9 @@ class Succession:
             return []
         others = [card for card in plan.voters if card.node_id != self._me.node_id]
         return sorted(others, key=lambda card: card.node_id != plan.lead)[:ASKED_AT_ONCE]
+
+
+def place_of(node_id: str, plan: Plan | None) -> int:
+    """A node's place in the order; after all others where it has none."""
+    order = [card.node_id for card in plan.voters] if plan is not None else []
+    return order.index(node_id) if node_id in order else len(order)

@@ -83,6 +83,9 @@ def _signals(server: Server) -> Iterator[None]:
         yield
     finally:
         signal.set_wakeup_fd(-1)
+        # All is freed. While Python ends it would put back what SIGTERM does by itself, and one
+        # that comes then would make a good end look like a kill.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         ours.close()
         kernels.close()
 

@@ -12,7 +12,6 @@ from pathlib import Path
 
 from ftrun.errors import CheckpointError
 from ftrun.ids import Version
-from ftrun.smp.checkpoint import Written
 from ftrun.smp.checkpoint_files import (
     Retention,
     free_name,
@@ -31,6 +30,7 @@ from ftrun.smp.checkpoint_index import (
     read_part,
     seal,
 )
+from ftrun.smp.checkpoint_order import Written
 from ftrun.wire.checkpoint_messages import INDEX_NAME
 from ftrun.wire.crash_points import crash_point
 

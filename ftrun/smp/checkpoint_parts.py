@@ -20,157 +20,103 @@ Rule 3: a finished checkpoint is taken for this version only if it names just th
         this node's ranks have: another life of the run may have passed the same step.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
 from pathlib import Path
 
-from ftrun import clock
 from ftrun.errors import CheckpointError, SnapshotCorrupt
-from ftrun.ids import Rank, RunId, Version
-from ftrun.smp.checkpoint import Written
-from ftrun.smp.checkpoint_files import Retention, locked_shortly, replaced, sync, sync_folder
+from ftrun.ids import Rank, Version
+from ftrun.ids import version as version_of
+from ftrun.smp.checkpoint_files import locked_shortly, replaced, sync, sync_folder
 from ftrun.smp.checkpoint_folders import folder_of, sweep_before
-from ftrun.smp.checkpoint_index import FORMAT, Part, ShardFile, read_indexes, read_part, seal
+from ftrun.smp.checkpoint_index import Part, read_indexes, read_part, seal
 from ftrun.smp.checkpoint_merge import is_of, look, settle
-from ftrun.smp.checkpoint_shard import (
-    ArenaFds,
-    Shard,
-    copy_where_it_fits,
-    find_shards,
-    write_shard,
+from ftrun.smp.checkpoint_order import (
+    Chosen,
+    Means,
+    WriteOrder,
+    Written,
+    choose_own,
+    keep,
+    told,
+    with_own_bytes,
 )
-from ftrun.smp.pace import Throttle
+from ftrun.smp.checkpoint_shard import ArenaFds, Overwritten, Shard, write_shard
 from ftrun.wire.crash_points import crash_point
 
 Content = tuple[int, int, str, str]
 
 
-@dataclass(frozen=True, slots=True)
-class PartOrder:
-    """What is to be written.
-
-    Args:
-        version: just this one.
-        ranks: the node's own.
-        world_size: of the run.
-        directory: the same one on all nodes.
-        retention: which checkpoints stay.
-        token: equal on all nodes that write this together, and on no others.
-        life: of the run, for the index.
-    """
-
-    version: Version
-    ranks: tuple[Rank, ...]
-    world_size: int
-    directory: Path
-    retention: Retention
-    token: str = ""
-    life: str = ""
-
-
 class PartWriter:
-    """Writes this node's parts, and finishes what is complete.
+    """Writes this node's parts, and finishes what is complete."""
 
-    Args:
-        free_bytes: how much memory may be used for a copy of all shards, asked at each write.
-        throttle: how fast; it also tells when a write is given up.
-    """
-
-    def __init__(self, run_id: RunId, *, free_bytes: Callable[[], int], throttle: Throttle) -> None:
-        self._run_id = run_id
-        self._free_bytes = free_bytes
-        self._pace = throttle
-        self._stop = throttle.stop
+    def __init__(self, means: Means) -> None:
+        self._means = means
         self._last: Part | None = None
 
-    def write(self, fds: ArenaFds, order: PartOrder) -> Written:
-        """Write this node's part, and the checkpoint where all others are there.
+    def write(self, fds: ArenaFds, order: WriteOrder, version: Version) -> Written:
+        """Write this node's part of a version, and the checkpoint where all others are there.
 
         Raises:
             CheckpointError: why it was not written.
         """
-        started_s = clock.now_s()
-        try:
-            found = self._write(fds, order)
-        except FileNotFoundError as error:
-            raise CheckpointError(
-                f"{error.filename} went while the checkpoint was written: another node has "
-                "finished or swept it. Ask again"
-            ) from error
-        except OSError as error:
-            raise CheckpointError(
-                f"the checkpoint in {order.directory} is not written: {error.strerror or error}. "
-                "The snapshots in memory go on; make room or name another --checkpoint-dir"
-            ) from error
-        return replace(found, seconds=clock.now_s() - started_s)
+        with told(order):
+            try:
+                return self._write(fds, order, version)
+            except FileNotFoundError as error:
+                raise CheckpointError(
+                    f"{error.filename} went while the checkpoint was written: another node has "
+                    "finished or swept it. Ask again"
+                ) from error
 
-    def _write(self, fds: ArenaFds, order: PartOrder) -> Written:
-        if not order.ranks:
-            raise CheckpointError("this node runs no ranks, so it has nothing to write")
-        blank = self._part(order, [])
+    def _write(self, fds: ArenaFds, order: WriteOrder, version: Version) -> Written:
+        run_id, stop = self._means.run_id, self._means.throttle.stop
+        chosen = choose_own(fds, order, version, self._means.throttle)
+        blank = order.part(run_id, version)
         folder = folder_of(order.directory, blank)
-        chosen = {rank: fds.get(rank, ()) for rank in order.ranks}
-        shards = find_shards(chosen, order.version, order.world_size)
-        contents = known_contents(shards, order.ranks, blank, self._last)
+        contents = known_contents(chosen.shards, order.ranks, blank, self._last)
         part_path = folder / f"part-{order.ranks[0]:05d}.json"
-        with locked_shortly(order.directory, self._stop) as folder_fd:
+        with locked_shortly(order.directory, stop) as folder_fd:
             found = _finished(order, blank, contents, folder_fd)
             if found is not None:
                 return found
-            sweep_before(order.directory, self._run_id, order.version)
+            sweep_before(order.directory, run_id, version)
             part = _whole_part(part_path, blank, order, contents)
             if part is None:
-                check_all_here(shards, order.ranks, order.version)
+                check_all_here(chosen.shards, order.ranks, version)
                 folder.mkdir(exist_ok=True)
                 sync(folder_fd)
-        own_bytes = 0
-        if part is None:
-            part = self._fill(folder, part_path, shards, order)
-            own_bytes = sum(file.num_bytes for file in part.shards)
-        self._last = part
-        with locked_shortly(order.directory, self._stop) as folder_fd:
+        is_new = part is None
+        self._last = part = part or self._fill(part_path, chosen, order)
+        with locked_shortly(order.directory, stop) as folder_fd:
             # As soon as the part was there, another node may have finished the checkpoint.
             found = _finished(order, blank, {one.content for one in part.shards}, folder_fd)
             if found is None:
-                found = look(folder, blank, order.version, order.retention, folder_fd)
-            return replace(found, total_bytes=found.total_bytes or own_bytes)
+                found = look(folder, blank, version, order.retention, folder_fd)
+            return with_own_bytes(found, part, is_new=is_new)
 
-    def _part(self, order: PartOrder, shards: list[ShardFile]) -> Part:
-        return Part(
-            format=FORMAT,
-            run_id=self._run_id,
-            token=order.token,
-            generation=order.version.generation,
-            step=order.version.step,
-            world_size=order.world_size,
-            shards=shards,
-            life=order.life,
-        )
+    def _fill(self, part_path: Path, chosen: Chosen, order: WriteOrder) -> Part:
+        """All files of this node, durable, and its part.
 
-    def _fill(
-        self, folder: Path, part_path: Path, shards: Sequence[Shard], order: PartOrder
-    ) -> Part:
-        """All files of this node, durable, and its part."""
-        overwritten = CheckpointError(
-            f"a slot with {order.version} was overwritten while it was read. Ask for a later "
-            "version; if this comes again and again, snapshot less often (--snapshot-every)"
-        )
-        if not copy_where_it_fits(shards, self._free_bytes()):
-            raise overwritten
+        Raises:
+            Overwritten: a slot was.
+            CheckpointError: or it is damaged.
+        """
+        folder = part_path.parent
+        keep(chosen, self._means, gap_s=self._means.gap_s)
         crash_point("smp.checkpoint.part_started")
         files = []
-        for shard in shards:
+        for shard in chosen.shards:
             try:
-                files.append(write_shard(folder, shard, self._pace))
+                files.append(write_shard(folder, shard, chosen.pace))
             except SnapshotCorrupt as error:
-                if shard.is_copied or shard.is_unchanged():
+                if shard.is_sound:
                     raise CheckpointError(f"the checkpoint is not written: {error}") from error
-                raise overwritten from error
+                raise Overwritten(chosen.version) from error
             crash_point("smp.checkpoint.part_shard_written")
-        if not all(shard.is_copied or shard.is_unchanged() for shard in shards):
-            raise overwritten
+        if not chosen.is_sound:
+            raise Overwritten(chosen.version)
         sync_folder(folder)
-        part = self._part(order, files)
+        part = order.part(self._means.run_id, chosen.version, files)
         with replaced(part_path) as write:
             write(seal(part))
         sync_folder(folder)
@@ -209,9 +155,10 @@ def check_all_here(shards: Sequence[Shard], ranks: Sequence[Rank], wanted: Versi
 
 
 def _finished(
-    order: PartOrder, blank: Part, contents: set[Content], folder_fd: int
+    order: WriteOrder, blank: Part, contents: set[Content], folder_fd: int
 ) -> Written | None:
     """This version, where it is a checkpoint already; an unfinished end is made up for."""
+    at = version_of(blank.generation, blank.step)
     indexes = read_indexes(order.directory)
     for path, index in indexes:
         if not contents or not contents <= {shard.content for shard in index.shards}:
@@ -219,12 +166,12 @@ def _finished(
         if not is_of(index, blank) or not all(one.is_whole(path) for one in index.shards):
             continue
         if path == indexes[0][0]:
-            settle(path, blank.run_id, order.version, order.retention, folder_fd)
-        return Written(order.version, path, 0)
+            settle(path, blank.run_id, at, order.retention, folder_fd)
+        return Written(at, path, 0)
     return None
 
 
-def _whole_part(path: Path, blank: Part, order: PartOrder, contents: set[Content]) -> Part | None:
+def _whole_part(path: Path, blank: Part, order: WriteOrder, contents: set[Content]) -> Part | None:
     """This node's part, where it was written before just as it would be now."""
     try:
         part = read_part(path)

@@ -5,14 +5,16 @@ Takes in: duplicates of the arenas' descriptors.
 Gives:    `Shard`s; files whose digests are those of the bytes written, or SnapshotCorrupt.
 """
 
+import mmap
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
 import xxhash
 
-from ftrun.errors import LayoutUnknown, SnapshotCorrupt
+from ftrun.errors import CheckpointError, LayoutUnknown, SnapshotCorrupt
 from ftrun.ids import Rank, Version
 from ftrun.smp.checkpoint_files import replaced, replaced_large
 from ftrun.smp.checkpoint_index import ShardFile
@@ -32,6 +34,17 @@ from ftrun.wire.arena import (
 _READ_BYTES = 1 << 22
 
 ArenaFds = Mapping[Rank, Sequence[int]]
+
+
+class Overwritten(CheckpointError):
+    """A slot was overwritten while it was read, or its capture has come to nothing."""
+
+    def __init__(self, version: Version, why: str = "") -> None:
+        super().__init__(
+            f"a slot with {version} was overwritten while it was read{why and f' ({why})'}. Ask "
+            "for a later version; if this comes again and again, snapshot less often "
+            "(--snapshot-every)"
+        )
 
 
 class Sink(Protocol):
@@ -57,13 +70,47 @@ class Shard:
         self._image_at = self._table_at + shape.table_bytes
         self._copy: memoryview | None = None
         self._table: bytes | None = None
+        self._read_to = 0
+        self.before_read: Callable[[], None] | None = None
+        """Called before each read of the slot itself."""
 
     @property
     def is_copied(self) -> bool:
         return self._copy is not None
 
+    @property
+    def is_sound(self) -> bool:
+        """What is read of it is what was sealed, or is damaged."""
+        return self.is_copied or self.is_unchanged()
+
     def is_unchanged(self) -> bool:
         return read_slot_headers(self._fd)[self._slot] == self.header
+
+    def begin(self) -> None:
+        """It is about to be written.
+
+        Raises:
+            SnapshotCorrupt: its digest table is not what was sealed.
+        """
+        if table_digest(self.table()) != self.header.table_digest:
+            pieces = self.shape.num_pieces
+            raise SnapshotCorrupt(what=f"{self.what}, digest table", piece=0, pieces=pieces)
+
+    def await_piece(self, index: int) -> None:
+        """Wait until a piece is there, where it is not yet."""
+
+    def found(self, index: int, digest: int) -> None:
+        """A piece was written whose digest is this.
+
+        Raises:
+            SnapshotCorrupt: that is not what was captured.
+        """
+        table = self.table()
+        if index >= len(table) or digest != table[index]:
+            raise SnapshotCorrupt(what=self.what, piece=index, pieces=len(table))
+
+    def end(self, header_bytes: int, header_digest: str) -> None:
+        """All is written, beginning with a header of so many bytes and this digest."""
 
     @property
     def content(self) -> tuple[int, int, str, str]:
@@ -75,15 +122,40 @@ class Shard:
             f"{self.header.table_digest:016x}",
         )
 
+    def has_later(self) -> bool:
+        """A later version of the rank is sealed, so that this one may be overwritten soon."""
+        return any(
+            header.state is SlotState.SEALED and header.version > self.header.version
+            for header in read_slot_headers(self._fd)
+        )
+
+    @property
+    def since_last_s(self) -> float:
+        """Between the version that the rank sealed before and this one; 0 where there is none."""
+        found = [
+            self.header.sealed_ns - header.sealed_ns
+            for header in read_slot_headers(self._fd)
+            if header.state is SlotState.SEALED and header.version < self.header.version
+        ]
+        return min(found, default=0) / 1e9
+
     def copy_now(self) -> None:
-        """Copy the image, so that what happens to the slot afterwards does not matter."""
+        """Copy what is not read yet, so that what happens to the slot does not matter any more."""
         size = self.shape.image_bytes
         self._table = os.pread(self._fd, 8 * self.shape.num_pieces, self._table_at)
-        copy = memoryview(bytearray(size))
-        at = 0
-        while at < size:
-            at += os.preadv(self._fd, [copy[at : at + _READ_BYTES]], self._image_at + at)
+        memory = mmap.mmap(-1, size)
+        with suppress(OSError):  # large pages: their first touch costs a third
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        copy = memoryview(memory)
+        self._fill(copy, 0, 8)
+        self._fill(copy, 8, min(size, 8 + int.from_bytes(copy[:8], "little")))
+        self._fill(copy, self._read_to, size)
         self._copy = copy
+
+    def _fill(self, copy: memoryview, at: int, end: int) -> None:
+        while at < end:
+            part = copy[at : min(at + _READ_BYTES, end)]
+            at += os.preadv(self._fd, [part], self._image_at + at)
 
     def table(self) -> memoryview:
         """The digest of each piece: u64."""
@@ -111,12 +183,15 @@ class Shard:
 
     def read_into(self, target: memoryview, at: int) -> None:
         """Fill the target with the bytes of the image from there on."""
+        if self._copy is None and self.before_read is not None:
+            self.before_read()
         if self._copy is not None:
             target[:] = self._copy[at : at + len(target)]
             return
         done = 0
         while done < len(target):
             done += os.preadv(self._fd, [target[done:]], self._image_at + at + done)
+        self._read_to = max(self._read_to, at + done)
 
 
 def copy_where_it_fits(shards: Sequence[Shard], free_bytes: int) -> bool:
@@ -187,15 +262,14 @@ def write_image(file: Sink, shard: Shard) -> ShardFile:
     Raises:
         SnapshotCorrupt: what was read does not match its digests: corrupt, or overwritten.
     """
-    table = shard.table()
-    if table_digest(table) != shard.header.table_digest:
-        raise SnapshotCorrupt(what=f"{shard.what}, digest table", piece=0, pieces=len(table))
+    shard.begin()
     layout, start = shard.layout()
-    header_digest = _write_range(file, shard, 0, start)
+    header_digest = _write_range(file, shard, 0, start).hexdigest()
     for index, piece in enumerate(layout.pieces):
+        shard.await_piece(index)
         digest = _write_range(file, shard, start + piece.offset, piece.num_bytes)
-        if index >= len(table) or digest.intdigest() != table[index]:
-            raise SnapshotCorrupt(what=shard.what, piece=index, pieces=len(table))
+        shard.found(index, digest.intdigest())
+    shard.end(start, header_digest)
     data_name, table_name = file_names(shard)
     return ShardFile(
         rank=shard.shape.rank,
@@ -205,7 +279,7 @@ def write_image(file: Sink, shard: Shard) -> ShardFile:
         num_pieces=shard.shape.num_pieces,
         layout_id=f"{shard.shape.layout_id:016x}",
         table_digest=f"{shard.header.table_digest:016x}",
-        header_digest=header_digest.hexdigest(),
+        header_digest=header_digest,
     )
 
 

@@ -12,22 +12,28 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
+from ftrun import clock
 from ftrun.errors import CheckpointError, MemoryTooSmall
+from ftrun.free_memory import available_memory
 from ftrun.ids import Rank, RunId, version
-from ftrun.smp.checkpoint import CheckpointWriter, Written
+from ftrun.smp.calm import calmly
+from ftrun.smp.checkpoint import CheckpointWriter
 from ftrun.smp.checkpoint_files import Retention
 from ftrun.smp.checkpoint_folders import sweep_run
-from ftrun.smp.checkpoint_load import Loaded, load_checkpoint
-from ftrun.smp.checkpoint_parts import PartOrder, PartWriter
+from ftrun.smp.checkpoint_load import Loaded, LoadOrder, load_checkpoint
+from ftrun.smp.checkpoint_order import Means, WriteOrder, Written
+from ftrun.smp.checkpoint_parts import PartWriter
 from ftrun.smp.checkpoint_shard import ArenaFds
-from ftrun.smp.client import Client
+from ftrun.smp.checkpoint_stream import Follow
+from ftrun.smp.client import Asker
 from ftrun.smp.jobs import Finish, Jobs
-from ftrun.smp.limits import available_memory
 from ftrun.smp.memory import ArenaMemory
 from ftrun.smp.pace import Throttle
-from ftrun.smp.url_checkpoint import UrlOrder, UrlWriter
+from ftrun.smp.shared_load import Company
+from ftrun.smp.url_checkpoint import UrlWriter
 from ftrun.smp.url_folders import sweep_url
 from ftrun.smp.url_load import load_from_url
+from ftrun.snapshot.versions import CommitTracker
 from ftrun.urls import is_url
 from ftrun.wire import checkpoint_messages, messages
 
@@ -52,159 +58,150 @@ class Checkpoints:
         self._memory = memory
         self._loaded = loaded
         self._stop = threading.Event()
+        self._hurries = threading.Event()
         self._throttle = Throttle(self._stop)
-        self._writer = CheckpointWriter(run_id, free_bytes=_free_bytes, throttle=self._throttle)
-        self._parts = PartWriter(run_id, free_bytes=_free_bytes, throttle=self._throttle)
-        self._urls = UrlWriter(run_id, free_bytes=_free_bytes, throttle=self._throttle)
+        means = Means(run_id, _free_bytes, self._throttle)
+        self._writer = CheckpointWriter(means)
+        self._parts = PartWriter(means)
+        self._urls = UrlWriter(means)
 
     def write(
         self,
-        client: Client,
+        asker: Asker,
         body: checkpoint_messages.WriteCheckpoint,
-        world_size: int,
-        ranks: Sequence[Rank],
+        tracker: CommitTracker,
     ) -> None:
         """Write the version that is named, as far as it is here.
 
-        Without one, all ranks of the world are here, and it is the newest that all hold.
+        Without one, all ranks of the world are here, and it is the one that they capture, or the
+        newest that all hold.
+
+        Args:
+            asker: the agent.
+            body: what it asks.
+            tracker: of commits; it says what the world is, and when that is over.
         """
         self._throttle.bytes_per_s = body.bytes_per_s
+        self._hurries.clear()
+        generation = tracker.generation
+        order = WriteOrder(
+            where=body.directory,
+            ranks=tuple(sorted(tracker.ranks)),
+            world_size=tracker.world_size,
+            retention=Retention(body.keep, body.keep_s),
+            version=version(*body.version) if body.version is not None else None,
+            token=body.token,
+            life=body.life,
+            follow=Follow(
+                generation,
+                is_over=lambda: tracker.generation != generation,
+                hurries=self._hurries.is_set,
+                wait_s=body.stream_wait_s,
+            ),
+        )
         fds = {
             rank: [os.dup(arena.fd) for arena in self._memory.of(rank)]
             for rank in self._memory.ranks
         }
         self._jobs.submit(
             "disk",
-            partial(self._write, client, body, fds, world_size, tuple(sorted(ranks))),
-            failed=partial(client.tell, checkpoint_messages.CheckpointRefused(_BUG)),
+            partial(self._write, asker, order, fds),
+            failed=partial(asker.tell, checkpoint_messages.CheckpointRefused(_BUG)),
         )
 
-    def load(self, client: Client, body: checkpoint_messages.LoadCheckpoint) -> None:
+    def load(self, asker: Asker, body: checkpoint_messages.LoadCheckpoint) -> None:
         self._jobs.submit(
             "disk",
-            partial(self._load, client, body),
-            failed=partial(client.tell, messages.Refused(_BUG)),
+            partial(self._load, asker, body),
+            failed=partial(asker.tell, messages.Refused(_BUG)),
         )
 
     def hurry(self) -> None:
         """Write what is being written as fast as it goes."""
         self._throttle.bytes_per_s = 0.0
+        self._hurries.set()
 
     def stop(self) -> None:
         """Give up what is being written."""
         self._stop.set()
 
-    def _write(
-        self,
-        client: Client,
-        body: checkpoint_messages.WriteCheckpoint,
-        fds: ArenaFds,
-        world_size: int,
-        ranks: tuple[Rank, ...],
-    ) -> Finish:
+    def _write(self, asker: Asker, order: WriteOrder, fds: ArenaFds) -> Finish:
+        started_s = clock.now_s()
         try:
-            done = self._written(body, fds, world_size, ranks)
+            done = calmly(partial(self._written, order, fds))
         except CheckpointError as error:
-            return partial(client.tell, checkpoint_messages.CheckpointRefused(str(error)))
+            return partial(asker.tell, checkpoint_messages.CheckpointRefused(str(error)))
         finally:
             _close(fds.values())
-        return partial(client.tell, _answer(done))
+        return partial(asker.tell, _answer(done, clock.now_s() - started_s))
 
-    def _written(
-        self,
-        body: checkpoint_messages.WriteCheckpoint,
-        fds: ArenaFds,
-        world_size: int,
-        ranks: tuple[Rank, ...],
-    ) -> Written:
-        where, retention = body.directory, Retention(body.keep, body.keep_s)
-        wanted = version(*body.version) if body.version is not None else None
-        if is_url(where):
-            return self._urls.write(
-                fds, UrlOrder(where, ranks, world_size, retention, wanted, body.token, body.life)
-            )
-        directory = Path(where)
-        if wanted is None:
-            return self._writer.write(
-                fds,
-                world_size=world_size,
-                directory=directory,
-                retention=retention,
-                life=body.life,
-            )
-        return self._parts.write(
-            fds,
-            PartOrder(wanted, ranks, world_size, directory, retention, body.token, body.life),
-        )
+    def _written(self, order: WriteOrder, fds: ArenaFds) -> Written:
+        if is_url(order.where):
+            return self._urls.write(fds, order)
+        if order.version is None:
+            return self._writer.write(fds, order)
+        return self._parts.write(fds, order, order.version)
 
-    def _load(self, client: Client, body: checkpoint_messages.LoadCheckpoint) -> Finish:
+    def _load(self, asker: Asker, body: checkpoint_messages.LoadCheckpoint) -> Finish:
         try:
             loaded = self._loaded_from(body)
         except (CheckpointError, MemoryTooSmall) as error:
-            return partial(client.tell, messages.Refused(str(error)))
+            return partial(asker.tell, messages.Refused(str(error)))
         if loaded is None:
             return partial(
-                client.tell, checkpoint_messages.CheckpointLoaded(generation=-1, step=-1, path="")
+                asker.tell, checkpoint_messages.CheckpointLoaded(generation=-1, step=-1, path="")
             )
-        return partial(self._put, client, body, loaded)
+        return partial(self._put, asker, body, loaded)
 
     def _loaded_from(self, body: checkpoint_messages.LoadCheckpoint) -> Loaded | None:
-        ranks = [Rank(rank) for rank in body.local_ranks]
-        if is_url(body.directory):
-            loaded = load_from_url(
-                body.directory,
-                world_size=body.world_size,
-                ranks=ranks,
-                check=check_available,
-                stop=self._stop,
-                only=body.only,
-                life=body.life,
-            )
-            sweep_url(body.directory, self._stop, self._run_id)
-            return loaded
-        directory = Path(body.directory)
-        loaded = load_checkpoint(
-            directory,
+        order = LoadOrder(
             world_size=body.world_size,
-            ranks=ranks,
+            ranks=[Rank(rank) for rank in body.local_ranks],
             check=check_available,
             only=body.only,
             life=body.life,
+            company=Company(body.ranks, body.node) if body.ranks else None,
         )
+        if is_url(body.directory):
+            loaded = load_from_url(body.directory, order, self._stop)
+            sweep_url(body.directory, self._stop, self._run_id)
+            return loaded
+        directory = Path(body.directory)
+        loaded = load_checkpoint(directory, order)
         with suppress(OSError):
             sweep_run(directory, self._run_id)
         return loaded
 
-    def _put(
-        self, client: Client, body: checkpoint_messages.LoadCheckpoint, loaded: Loaded
-    ) -> None:
+    def _put(self, asker: Asker, body: checkpoint_messages.LoadCheckpoint, loaded: Loaded) -> None:
         if is_url(body.directory):
             self._urls.remember(body.directory, loaded.version, str(loaded.path))
         else:
             self._writer.remember(Path(body.directory), loaded.version, Path(loaded.path))
         self._loaded(loaded)
-        client.tell(
+        asker.tell(
             checkpoint_messages.CheckpointLoaded(
                 generation=loaded.version.generation,
                 step=loaded.version.step,
                 path=str(loaded.path),
                 notes=loaded.notes,
                 world_size=loaded.world_size if loaded.world_size != body.world_size else 0,
+                is_share=loaded.rest is not None,
             )
         )
 
 
-def _answer(done: Written) -> checkpoint_messages.CheckpointWritten:
+def _answer(done: Written, seconds: float) -> checkpoint_messages.CheckpointWritten:
     is_part = bool(done.missing_ranks)
     return checkpoint_messages.CheckpointWritten(
         generation=done.version.generation,
         step=done.version.step,
         path="" if is_part else str(done.path),
         total_bytes=done.total_bytes,
-        seconds=done.seconds,
+        seconds=seconds,
         is_part=is_part,
         missing_ranks=list(done.missing_ranks),
         note=done.note,
+        ahead_s=done.ahead_s,
     )
 
 

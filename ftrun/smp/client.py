@@ -4,7 +4,6 @@ Runs in: the SMP.
 """
 
 import logging
-import os
 from collections import deque
 from enum import Enum
 
@@ -51,12 +50,12 @@ class Client:
         self.rank = rank
         self.channel.peer = f"the worker of rank {rank}" if role == "worker" else f"the {role}"
 
-    def tell(self, body: AnyMessage, *, fds: tuple[int, ...] = ()) -> None:
+    def tell(self, body: AnyMessage, *, fds: tuple[int, ...] = (), question: int = 0) -> None:
         """Send; a client that cannot be reached is gone, which is no error of the server."""
         if self.is_gone:
             return
         try:
-            self.channel.send(body, fds=fds, deadline_s=SEND_DEADLINE_S)
+            self.channel.send(body, fds=fds, deadline_s=SEND_DEADLINE_S, question=question)
         except PeerError as error:
             _log.debug("%s", error)
             self.is_gone = True
@@ -64,12 +63,17 @@ class Client:
     def close(self) -> None:
         self.is_gone = True
         for received in self.backlog:
-            close_fds(received)
+            received.close()
         self.backlog.clear()
         self.channel.close()
 
 
-def close_fds(received: Received) -> None:
-    """Close the descriptors of a message that nobody keeps."""
-    for fd in received.fds:
-        os.close(fd)
+class Asker:
+    """A client and what it has asked: the answer, however late it is, is told to be that."""
+
+    def __init__(self, client: Client, asked: Received) -> None:
+        self._client = client
+        self._question = asked.envelope.question
+
+    def tell(self, body: AnyMessage, *, fds: tuple[int, ...] = ()) -> None:
+        self._client.tell(body, fds=fds, question=self._question)

@@ -132,7 +132,9 @@ class SourceCheckpoint:
             except (SnapshotCorrupt, LayoutUnknown) as error:
                 raise CheckpointError(f"{folder} cannot be converted: {error}") from error
             except OSError as error:
-                raise CheckpointError(f"{folder} is not readable: {error.strerror}") from error
+                raise CheckpointError(
+                    f"{error.filename or folder} is not readable: {error.strerror}"
+                ) from error
             self._ends = ends.pop_all()
 
     @property

@@ -62,26 +62,34 @@ class Conversion:
         return self.dtypes.get(name, self.before.wholes[name].dtype)
 
     @cached_property
+    def placed(self) -> list[dict[str, Placed]]:
+        """What each new rank has, by the names that it calls its entries."""
+        return [
+            {self.after.own_name(rank, name): one for name, one in entries.items()}
+            for rank, entries in enumerate(self.after.entries)
+        ]
+
+    @cached_property
     def layouts(self) -> list[Layout]:
         """The layout of each new rank's image."""
         return [
             make_layout(
                 [
-                    Entry(one.name, self.dtype_of(one.name), one.shape, self._when[one.name])
-                    for one in entries.values()
+                    Entry(name, self.dtype_of(one.name), one.shape, self._when[one.name])
+                    for name, one in placed.items()
                 ],
                 plain_bytes=len(self.plain[rank]) + 8,
                 metadata={"format": "pt", "ftrun.rank": str(rank)},
             )
-            for rank, entries in enumerate(self.after.entries)
+            for rank, placed in enumerate(self.placed)
         ]
 
     @cached_property
     def _when(self) -> dict[str, When]:
         return {
-            entry.name: entry.when
-            for shard in self.source.shards
-            for entry in shard.head.layout.entries
+            name: self.source.entry(rank, self.before.own_name(rank, name)).when
+            for rank, entries in enumerate(self.before.entries)
+            for name in entries
         }
 
 
@@ -159,7 +167,7 @@ class WorldWriter:
             return [[rank] for rank in ranks]
         found: dict[int, list[int]] = {}
         for rank in ranks:
-            placed = self._job.after.entries[rank].get(entry.name)
+            placed = self._job.placed[rank].get(entry.name)
             found.setdefault(id(placed), []).append(rank)
         return list(found.values())
 
@@ -168,10 +176,10 @@ class WorldWriter:
             text = self._job.plain[rank]
             data = len(text).to_bytes(8, "little") + text
             return memoryview(data.ljust(entry.num_bytes, b"\0"))
-        placed = self._job.after.entries[rank].get(entry.name)
+        placed = self._job.placed[rank].get(entry.name)
         if placed is None:  # what fills a gap
             return memoryview(bytes(entry.num_bytes))
-        made = self._put_together(placed, self._job.before.wholes[entry.name].dtype, entry.dtype)
+        made = self._put_together(placed, self._job.before.wholes[placed.name].dtype, entry.dtype)
         return made.view(np.uint8).data
 
     def _put_together(self, placed: Placed, old: str, new: str) -> Bits:

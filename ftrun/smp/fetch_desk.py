@@ -96,6 +96,8 @@ class FetchDesk:
         if is_own:
             self._tell_self(own.node_id, frame)
             return True
+        if isinstance(frame.body, t.Ask):
+            self.requests.sent(node_id, frame.body.request, frame)
         with self._lock:
             link = self._peers.link(place, FETCH)
             if node_id not in self._greeted:
@@ -104,6 +106,14 @@ class FetchDesk:
                 link.tell(Frame(t.Meet([own])))
         link.tell(frame)
         return True
+
+    def linked(self, node_id: str) -> None:
+        """A lost connection is there again: ask for what it may have taken along."""
+        self._gone.pop(node_id, None)
+        with self._lock:
+            self._greeted.discard(node_id)
+        for frame in self.requests.owed_by(node_id):
+            self.tell(node_id, frame)
 
     # --- threads of links ------------------------------------------------------------------
 
@@ -175,7 +185,7 @@ class FetchDesk:
         digests = memoryview(ask.digests).cast("Q")
         for index, digest in enumerate(digests):
             try:
-                found = self._serving(ask).shards.find(digest)
+                found = self._serving(ask).piece(digest)
             except (LayoutUnknown, SnapshotCorrupt) as error:
                 self.refuse(asker, ask, index, error)
             else:

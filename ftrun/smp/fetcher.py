@@ -14,14 +14,13 @@ import contextlib
 import logging
 import os
 import queue
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ftrun import clock
 from ftrun.errors import FetchFailed, FtrunError, LayoutUnknown
 from ftrun.ids import Generation, Rank, Version
-from ftrun.smp.downloads import Downloads, Item
+from ftrun.smp.asking import Asking
 from ftrun.smp.fetch_desk import FetchDesk
 from ftrun.smp.fetch_work import FetchWork, LostNode, check_mirror
 from ftrun.smp.links import Frame
@@ -81,23 +80,14 @@ class Fetcher:
         self._order = order
         self._desk = desk
         self._events = events
-        self._downloads: Downloads | None = None
-        self._is_cancelled = False
-        self._lost: dict[str, str] = {}
-        self._num_bytes = 0
-        self._lock = threading.Lock()
-        self._thread = threading.Thread(target=self._run, name="ftrun-fetch", daemon=True)
+        self._asking = Asking(desk, patience_s=order.patience_s)
 
     def start(self) -> None:
-        self._desk.on_lost(self._note_lost)
-        self._thread.start()
+        self._asking.begin("ftrun-fetch", self._run)
 
     def cancel(self) -> None:
-        """Give up; nobody is told. Does not wait."""
-        with self._lock:
-            self._is_cancelled = True
-            if self._downloads is not None:
-                self._downloads.cancel()
+        """Give up; see `Asking.cancel`."""
+        self._asking.cancel()
 
     # --- the thread --------------------------------------------------------------------------
 
@@ -113,10 +103,10 @@ class Fetcher:
             _log.exception("a fetch ended in a bug of ftrun")
             self._give_up(fds, "a bug in ftrun; the SMP's log has it")
         else:
-            if self._is_cancelled:
+            if self._asking.is_cancelled:
                 _close(fds)
             else:
-                self._events.done(fds, self._num_bytes)
+                self._events.done(fds, self._asking.num_bytes)
 
     def _lost_nodes(self) -> list[LostNode]:
         """Whose state is fetched.
@@ -145,7 +135,7 @@ class Fetcher:
 
     def _give_up(self, fds: dict[Rank, int], why: str) -> None:
         _close(fds)
-        if not self._is_cancelled:
+        if not self._asking.is_cancelled:
             self._events.failed(why)
 
     def _fetch(self, lost: LostNode) -> dict[Rank, int]:
@@ -217,8 +207,8 @@ class Fetcher:
             while True:
                 with contextlib.suppress(queue.Empty):
                     return sink.answer(timeout_s=_TICK_S)
-                why = self._lost.get(node.node_id, "")
-                if self._is_cancelled or clock.now_s() > give_up_s or why:
+                why = self._asking.why_lost(node.node_id)
+                if self._asking.is_cancelled or clock.now_s() > give_up_s or why:
                     raise FetchFailed(why or f"silent for {self._order.patience_s:.0f} s")
         finally:
             requests.close(number)
@@ -231,8 +221,8 @@ class Fetcher:
         """
         items = work.items()
         while True:
-            failed = self._download(work, items)
-            if self._is_cancelled:
+            failed = self._asking.run(items, work.question)
+            if self._asking.is_cancelled:
                 raise FetchFailed("it was given up")
             if failed and not work.has_blocks and all(item.is_coded for item in failed):
                 # What the node itself cannot give any more, the others rebuild.
@@ -249,34 +239,13 @@ class Fetcher:
                 self._events.notice(f"stripe {item.key}, {lost.wanted}: {why}")
                 item.problems.append(why)
 
-    def _download(self, work: FetchWork, items: Sequence[Item]) -> list[Item]:
-        def ask(node: str, number: int, batch: Sequence[Item]) -> bool:
-            return self._desk.tell(node, Frame(work.question(number, batch)))
-
-        downloads = Downloads(self._desk.requests, ask, patience_s=self._order.patience_s)
-        with self._lock:
-            self._downloads = downloads
-            if self._is_cancelled:
-                downloads.cancel()
-            for node, why in self._lost.items():
-                downloads.lost(node, why)
-        failed = downloads.run(items)
-        self._num_bytes += downloads.num_bytes
-        return failed
-
-    def _note_lost(self, node_id: str, why: str) -> None:
-        """Called in links' threads."""
-        with self._lock:
-            self._lost[node_id] = why
-            if self._downloads is not None:
-                self._downloads.lost(node_id, why)
-
 
 class _MirrorSink:
     """The `Sink` of a question for a mirror, whose length only its holder knows."""
 
     def __init__(self) -> None:
         self._raw: bytearray | None = None
+        self._is_here = False
         self._answers: queue.SimpleQueue[str] = queue.SimpleQueue()
 
     def answer(self, *, timeout_s: float) -> bytearray:
@@ -292,12 +261,13 @@ class _MirrorSink:
         return self._raw
 
     def room(self, index: int, num_bytes: int) -> Sequence[memoryview] | None:
-        if index or self._raw is not None or not 0 < num_bytes <= MAX_MIRROR_BYTES:
+        if index or self._is_here or not 0 < num_bytes <= MAX_MIRROR_BYTES:
             return None
         self._raw = bytearray(num_bytes)
         return [memoryview(self._raw)]
 
     def arrived(self, index: int, header: bytes, digest: int | None) -> None:
+        self._is_here = True
         self._answers.put("" if digest is not None else "it has sent no digest")
 
     def refused(self, index: int, why: str) -> None:

@@ -88,8 +88,8 @@ class GroupWork:
         commits.after_commit(self._committed)
         self._peers.tell(Receiving(self._protector, self._desk, jobs))
 
-    def listen(self, host: str, fds: tuple[int, ...]) -> messages.AnyMessage:
-        """Open a port for other SMPs."""
+    def listen(self, hosts: list[str], fds: tuple[int, ...]) -> messages.AnyMessage:
+        """Open a port for other SMPs at these addresses of this node."""
         if len(fds) > 1:
             raise ProtocolError("ListenForPeers comes with one descriptor at most, the secret")
         secret = None
@@ -99,7 +99,7 @@ class GroupWork:
             except (OSError, ValueError) as error:
                 raise ProtocolError(f"the secret cannot be read: {error}") from error
         try:
-            return smp_messages.ListeningForPeers(self._peers.listen(host, secret))
+            return smp_messages.ListeningForPeers(self._peers.listen(hosts, secret))
         except UsageError as error:
             return messages.Refused(str(error))
 
@@ -116,13 +116,15 @@ class GroupWork:
         self._stop()
         self._maps.keep_only(arena.fd for arena in self._memory.all())
         served = self._served(restored)
+        # A link that is cut is made anew over another rail, once its kernel has given it up.
+        has_ways = group is not None and any(len(node.rails) > 1 for node in group.nodes)
         if served is not None:
             self._rebuilder = Rebuilder(
                 self._desk,
                 served,
                 run=run_digest(self._run_id),
                 codec_for=self._codecs.get,
-                patience_s=body.patience_s / 3,
+                patience_s=body.patience_s / (2 if has_ways else 3),
             )
         own = group.nodes[group.place] if group is not None else None
         rebuild = self._rebuilder.ask if self._rebuilder is not None else None
@@ -141,7 +143,14 @@ class GroupWork:
         identity = PeerIdentity(self._run_id, "smp", own.node_id, own.incarnation)
         pace_bytes_s = body.pace_bytes_s / max(1, len(group.others))
         self._peers.begin(
-            Session(identity, body.generation, group.number, body.patience_s, pace_bytes_s)
+            Session(
+                identity,
+                body.generation,
+                group.number,
+                body.patience_s,
+                pace_bytes_s,
+                tuple(own.rails),
+            )
         )
         self._protector.begin(group)
         return True
@@ -176,6 +185,7 @@ class GroupWork:
         if newest is not None and self._protector.group is None:
             self._replicas.look(newest, self._descriptors)
         if served is not None and newest is not None and newest > served.version:
+            self.restores.share(None)
             self.range_fetches.begin(None)
             if self._rebuilder is not None:
                 self._rebuilder.stop()
@@ -208,6 +218,7 @@ class GroupWork:
         """End everything and free the vaults."""
         self._stop()
         self.restores.stop()
+        self.restores.share(None)
         self._protector.begin(None)
         self._peers.close()
         self._desk.begin(None, None)
@@ -226,7 +237,14 @@ class GroupWork:
         if restored is None:
             return None
         run = run_digest(self._run_id)
-        return Served(run, restored, maps=self._maps, fds=self._held_fds(), vaults=self.vaults)
+        return Served(
+            run,
+            restored,
+            maps=self._maps,
+            fds=self._held_fds(),
+            vaults=self.vaults,
+            load=self.restores.share_of(restored),
+        )
 
     def _held_fds(self) -> dict[Rank, list[int]]:
         memory = self._memory

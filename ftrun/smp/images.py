@@ -11,7 +11,7 @@ writes to them meanwhile, because workers of the new world have arenas of their 
 import os
 
 from ftrun.ids import Rank, version
-from ftrun.smp.client import Client
+from ftrun.smp.client import Asker
 from ftrun.smp.memory import ArenaMemory
 from ftrun.wire import messages, worker_messages
 
@@ -20,7 +20,7 @@ MOST_IMAGES = 250
 """As many descriptors as one message carries, nearly."""
 
 
-def open_images(memory: ArenaMemory, client: Client, body: worker_messages.OpenImages) -> None:
+def open_images(memory: ArenaMemory, asker: Asker, body: worker_messages.OpenImages) -> None:
     """Answer with what there is of the version; what is elsewhere is not in it."""
     wanted = version(body.generation, body.step)
     found: dict[Rank, int] = {}
@@ -28,7 +28,7 @@ def open_images(memory: ArenaMemory, client: Client, body: worker_messages.OpenI
         if arena.shape.world_size == body.world_size and arena.holds(wanted):
             found[Rank(arena.shape.rank)] = arena.fd
     if len(found) > MOST_IMAGES:
-        client.tell(
+        asker.tell(
             messages.Refused(f"{len(found)} shards on one node; {MOST_IMAGES} can be opened")
         )
         return
@@ -36,7 +36,7 @@ def open_images(memory: ArenaMemory, client: Client, body: worker_messages.OpenI
     try:
         # Descriptions of the files of their own, so that they can be read-only.
         fds.extend(os.open(f"/proc/self/fd/{fd}", _READ_ONLY) for fd in found.values())
-        client.tell(worker_messages.ImagesOpened(list(found)), fds=tuple(fds))
+        asker.tell(worker_messages.ImagesOpened(list(found)), fds=tuple(fds))
     finally:
         for fd in fds:
             os.close(fd)

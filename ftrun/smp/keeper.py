@@ -18,7 +18,7 @@ from ftrun.errors import LayoutUnknown, MemoryTooSmall, ProtocolError
 from ftrun.ids import Generation, Rank, RunId, version
 from ftrun.smp.checkpoint_load import Loaded
 from ftrun.smp.checkpoints import Checkpoints
-from ftrun.smp.client import Client
+from ftrun.smp.client import Asker, Client
 from ftrun.smp.commits import Commits, Start
 from ftrun.smp.group_work import GroupWork
 from ftrun.smp.images import open_images
@@ -67,17 +67,17 @@ class Keeper:
 
     # --- worker ----------------------------------------------------------------------------
 
-    def reserve(self, client: Client, body: worker_messages.ReserveMemory) -> None:
+    def reserve(self, asker: Asker, body: worker_messages.ReserveMemory) -> None:
         try:
             self.memory.reserve(
                 Rank(body.rank), body.image_bytes, world_size=self.commits.tracker.world_size
             )
         except MemoryTooSmall as error:
-            client.tell(_refusal(error))
+            asker.tell(_refusal(error))
         else:
-            client.tell(messages.Done())
+            asker.tell(messages.Done())
 
-    def request_arena(self, client: Client, body: worker_messages.RequestArena) -> None:
+    def request_arena(self, asker: Asker, body: worker_messages.RequestArena) -> None:
         shape = ArenaShape(
             body.rank, body.world_size, body.image_bytes, body.num_pieces, body.layout_id
         )
@@ -85,50 +85,50 @@ class Keeper:
         arena = self.memory.grant_again(shape, self.commits.tracker.generation)
         if arena is not None:
             # The agent has it: from its making, from HandOver, or it brought it itself.
-            client.tell(_granted(shape), fds=(arena.fd,))
+            asker.tell(_granted(shape), fds=(arena.fd,))
             return
         try:
             self.memory.promise(rank, shape.total_bytes)
         except MemoryTooSmall as error:
-            client.tell(_refusal(error))
+            asker.tell(_refusal(error))
             return
         self._jobs.submit(
             "memory",
-            partial(self._make_arena, client, shape),
-            failed=partial(self._not_made, client, rank, _BUG),
+            partial(self._make_arena, asker, shape),
+            failed=partial(self._not_made, asker, rank, _BUG),
         )
 
-    def _make_arena(self, client: Client, shape: ArenaShape) -> Finish:
+    def _make_arena(self, asker: Asker, shape: ArenaShape) -> Finish:
         try:
             fd = create(shape)
         except MemoryTooSmall as error:
-            return partial(self._not_made, client, Rank(shape.rank), _refusal(error))
-        return partial(self._made, client, fd, shape)
+            return partial(self._not_made, asker, Rank(shape.rank), _refusal(error))
+        return partial(self._made, asker, fd, shape)
 
-    def _made(self, client: Client, fd: int, shape: ArenaShape) -> None:
+    def _made(self, asker: Asker, fd: int, shape: ArenaShape) -> None:
         self.memory.add(fd, self.commits.tracker.generation)
-        self._grant(client, fd, shape)
+        self._grant(asker, fd, shape)
 
-    def _not_made(self, client: Client, rank: Rank, answer: messages.AnyMessage) -> None:
+    def _not_made(self, asker: Asker, rank: Rank, answer: messages.AnyMessage) -> None:
         self.memory.forget_promise(rank)
-        client.tell(answer)
+        asker.tell(answer)
 
-    def _grant(self, client: Client, fd: int, shape: ArenaShape) -> None:
+    def _grant(self, asker: Asker, fd: int, shape: ArenaShape) -> None:
         self._tell_agent(_granted(shape), fds=(fd,))
         crash_point("smp.arena.agent_told")
-        client.tell(_granted(shape), fds=(fd,))
+        asker.tell(_granted(shape), fds=(fd,))
         crash_point("smp.arena.granted")
 
     def read_shards(
         self,
-        client: Client,
+        asker: Asker,
         body: worker_messages.OpenImages | worker_messages.FetchHeads | worker_messages.FetchPieces,
     ) -> None:
         """Give a worker what another number of ranks has left: from here, or from elsewhere."""
         if isinstance(body, worker_messages.OpenImages):
-            open_images(self.memory, client, body)
+            open_images(self.memory, asker, body)
         else:
-            self.group_work.range_fetches.ask(client, body)
+            self.group_work.range_fetches.ask(asker, body)
 
     # --- agent -----------------------------------------------------------------------------
 
@@ -187,10 +187,10 @@ class Keeper:
             self.commits.begin_again(tracker.generation, tracker.ranks, tracker.world_size)
             self.group_work.restores.look_again()
 
-    def hand_over(self, client: Client) -> None:
+    def hand_over(self, asker: Asker) -> None:
         arenas = self.memory.all()
         vaults = self.group_work.vaults.fds
-        client.tell(
+        asker.tell(
             smp_messages.HandedOver(
                 [one.shape.rank for one in arenas], self._run_state, len(vaults)
             ),
@@ -228,16 +228,17 @@ class Keeper:
         self._run_state = body.run_state
         return messages.Done()
 
-    def write_checkpoint(self, client: Client, body: checkpoint_messages.WriteCheckpoint) -> None:
+    def write_checkpoint(self, asker: Asker, body: checkpoint_messages.WriteCheckpoint) -> None:
         tracker = self.commits.tracker
         if body.version is None and not tracker.sees_all:
             why = "not all ranks of the run are on this node, and no version is named"
-            client.tell(checkpoint_messages.CheckpointRefused(why))
+            asker.tell(checkpoint_messages.CheckpointRefused(why))
         else:
-            self.checkpoints.write(client, body, tracker.world_size, tracker.ranks)
+            self.checkpoints.write(asker, body, tracker)
 
     def _loaded(self, loaded: Loaded) -> None:
         """A checkpoint is in fresh arenas."""
+        self.group_work.restores.share(loaded.rest)
         self.memory.put_instead(loaded.fds, self.commits.tracker.generation)
         for arena in self.memory.all():
             self._tell_agent(_granted(arena.shape), fds=(arena.fd,))

@@ -7,12 +7,15 @@ Gives:    bytes on a socket; word of a link that is lost, and of one that is the
 Rule 1: only the link's own thread waits for the network. Whoever sends leaves a frame and goes.
 Rule 2: messages go before bulk data, so that credits and answers are never behind it.
 Rule 3: nothing is read from this socket: if it becomes readable, the other side has closed it.
+Rule 4: a node with several rails is not lost to those who fetch of it before all of them were
+        tried anew; what was on its way is asked for again then (requests.py).
 """
 
 import contextlib
 import logging
 import os
 import select
+import socket
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -21,18 +24,21 @@ from typing import Protocol
 
 from ftrun import clock
 from ftrun.errors import HandshakeRefused, PeerError, PeerLost, UsageError
-from ftrun.wire.handshake import Session, dial_handshake
+from ftrun.network.rails import Rail
+from ftrun.smp.calm import calm_thread
+from ftrun.wire.handshake import dial_handshake
 from ftrun.wire.identity import PeerIdentity
 from ftrun.wire.protected import NodePlace
 from ftrun.wire.secret import Secret
-from ftrun.wire.tcp import dial, tune
+from ftrun.wire.tcp import USER_TIMEOUT_S, pace, tune
 from ftrun.wire.transfer import AnyTransfer, LinkHello
 from ftrun.wire.transfer_socket import Bytes, TransferSocket
+from ftrun.wire.ways import Way, reach, source_to
 
 PROTECT, FETCH = "protect", "fetch"
 """What a link is for."""
 
-_NICE = 5
+_NEXT_WAY_S = 0.5
 _FIRST_PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 1.0
 _log = logging.getLogger(__name__)
@@ -68,6 +74,7 @@ class LinkEnds:
     Args:
         patience_s: how long a peer may take nothing, or stop in the middle of a frame.
         pace_bytes_s: bulk data per second, at most; 0: as fast as it goes.
+        own_rails: of this node.
     """
 
     own: PeerIdentity
@@ -76,6 +83,14 @@ class LinkEnds:
     secret: Secret | None
     patience_s: float
     pace_bytes_s: float = 0.0
+    own_rails: Sequence[Rail] = ()
+
+    @property
+    def ways(self) -> list[Way]:
+        """Where the other one listens, the best first."""
+        hosts = [rail.host for rail in self.place.rails] or [self.place.host]
+        port = self.place.smp_port
+        return [Way(host, port, source_to(host, self.own_rails)) for host in hosts]
 
 
 class Link:
@@ -99,6 +114,7 @@ class Link:
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._is_closed = False
         self._socket: TransferSocket | None = None
+        self._paces_itself = False
         self.num_bytes = 0
         self._thread = threading.Thread(
             target=self._run, name=f"ftrun-to-{ends.place.node_id}"[:15], daemon=True
@@ -107,6 +123,11 @@ class Link:
     @property
     def place(self) -> NodePlace:
         return self._ends.place
+
+    @property
+    def waits_for_others(self) -> bool:
+        """A lost connection is no loss yet: there are other rails, and nobody need know."""
+        return self._ends.hello.purpose == FETCH and len(self.place.rails) > 1
 
     def start(self) -> None:
         self._thread.start()
@@ -150,7 +171,7 @@ class Link:
         times = 0
         pause_s = _FIRST_PAUSE_S
         try:
-            while self._connect():
+            while self._connect(is_again=times > 0):
                 times += 1
                 if times > 1:
                     self._linked()
@@ -170,7 +191,7 @@ class Link:
         finally:
             self._end()
 
-    def _connect(self) -> bool:
+    def _connect(self, *, is_again: bool) -> bool:
         """Dial until it works; False when the link is closed first."""
         pause_s = _FIRST_PAUSE_S
         report_s = clock.now_s() + self._ends.patience_s
@@ -180,7 +201,9 @@ class Link:
                 self._take_socket(self._dial())
                 return not self._is_closed
             except (PeerError, UsageError) as error:
+                is_gone = isinstance(error, PeerLost) and error.how == "refused" and is_again
                 is_final = isinstance(error, HandshakeRefused) or clock.now_s() > report_s
+                is_final |= is_gone and self.waits_for_others
                 if is_final and str(error) != told:
                     told = str(error)
                     self._lost(told)
@@ -190,18 +213,19 @@ class Link:
 
     def _dial(self) -> TransferSocket:
         ends = self._ends
-        sock = dial(ends.place.host, ends.place.smp_port, ends.patience_s)
-        try:
-            session = dial_handshake(sock, ends.own, ends.secret, admit=self._check_peer)
-            tune(sock, bulk=True, user_timeout_s=ends.patience_s)
-            return self._greet(TransferSocket(sock, session, patience_s=ends.patience_s), session)
-        except BaseException:
-            sock.close()
-            raise
+        made, way = reach(ends.ways, self._greet, deadline_s=ends.patience_s, next_s=_NEXT_WAY_S)
+        _log.debug("linked to %s at %s", made.peer, way.host)
+        return made
 
-    def _greet(self, made: TransferSocket, session: Session) -> TransferSocket:
-        made.send(self._ends.hello.generation, self._ends.hello)
-        _log.debug("linked to %s", session.peer)
+    def _greet(self, sock: socket.socket, _: Way) -> TransferSocket:
+        ends = self._ends
+        session = dial_handshake(sock, ends.own, ends.secret, admit=self._check_peer)
+        # With another rail to go over it is no use to wait for long for this one.
+        patience_s = min(ends.patience_s, USER_TIMEOUT_S) if len(ends.ways) > 1 else ends.patience_s
+        tune(sock, bulk=True, user_timeout_s=patience_s)
+        self._paces_itself = not pace(sock, ends.pace_bytes_s)
+        made = TransferSocket(sock, session, patience_s=ends.patience_s)
+        made.send(ends.hello.generation, ends.hello)
         return made
 
     def _check_peer(self, peer: PeerIdentity) -> str:
@@ -242,7 +266,7 @@ class Link:
                 self.num_bytes = made.num_bytes
             finally:
                 _release(frame)
-            if frame.raw and self._ends.pace_bytes_s > 0:
+            if frame.raw and self._ends.pace_bytes_s > 0 and self._paces_itself:
                 self._pause(sum(map(len, frame.raw)) / self._ends.pace_bytes_s)
 
     def _next(self) -> Frame | None:
@@ -268,7 +292,7 @@ class Link:
         if made is not None:
             made.close()
         self._forget()
-        if not self._is_closed:
+        if not self._is_closed and not self.waits_for_others:
             self._lost(why)
 
     def _end(self) -> None:
@@ -300,13 +324,6 @@ class Link:
     def _drain_wake(self) -> None:
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._wake_fd)
-
-
-def calm_thread() -> None:
-    """Let the training go first: this thread has time. Not for a restore, which all wait for."""
-    with contextlib.suppress(OSError):
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
-        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 def _release(frame: Frame) -> None:

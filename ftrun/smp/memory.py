@@ -17,8 +17,8 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
 from ftrun.errors import LayoutUnknown, MemoryTooSmall
+from ftrun.free_memory import Available, available_memory
 from ftrun.ids import Generation, Rank, Version
-from ftrun.smp.limits import Available, available_memory
 from ftrun.snapshot.layout import PIECE_BYTES
 from ftrun.wire.arena import (
     ArenaShape,

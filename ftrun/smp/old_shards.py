@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from ftrun.erasure.groups import Group
 from ftrun.errors import LayoutUnknown, SnapshotCorrupt
 from ftrun.ids import Rank, Version
-from ftrun.smp.downloads import Downloads, Item
+from ftrun.smp.asking import Asking
+from ftrun.smp.downloads import Item
 from ftrun.smp.fetch_desk import FetchDesk
 from ftrun.smp.fetch_work import LostNode, check_mirror
 from ftrun.smp.links import Frame
@@ -88,26 +89,17 @@ class OldShards:
         self._served = served
         self._rebuild = rebuild
         self._shards: dict[Rank, _Shard] = {}
-        self._gone: dict[str, str] = {}
-        self._running: set[Downloads] = set()
-        self._is_cancelled = False
+        self._asking = Asking(desk, patience_s=world.patience_s)
         self._has_met = False
-        self._lock = threading.Lock()
         self._heads_lock = threading.Lock()
 
     def cancel(self) -> None:
         """Give up what is under way. Does not wait."""
-        with self._lock:
-            self._is_cancelled = True
-            for downloads in self._running:
-                downloads.cancel()
+        self._asking.cancel()
 
     def note_lost(self, node_id: str, why: str) -> None:
         """A node cannot be reached any more; called in links' threads."""
-        with self._lock:
-            self._gone[node_id] = why
-            for downloads in self._running:
-                downloads.lost(node_id, why)
+        self._asking.note_lost(node_id, why)
 
     def head(self, rank: Rank) -> PackedHead:
         """The head of an old rank's shard, compared with what was sealed.
@@ -178,24 +170,11 @@ class OldShards:
             homes.try_again(bad)
 
     def _download(self, homes: Homes, items: Sequence[Item]) -> list[Item]:
-        def ask(node_id: str, number: int, batch: Sequence[Item]) -> bool:
-            return self._desk.tell(node_id, Frame(homes.question(number, self.world.wanted, batch)))
-
         self._meet()
-        patience_s = self.world.patience_s
-        downloads = Downloads(self._desk.requests, ask, patience_s=patience_s)
-        with self._lock:
-            self._running.add(downloads)
-            if self._is_cancelled:
-                downloads.cancel()
-            for node_id, why in self._gone.items():
-                downloads.lost(node_id, why)
-        try:
-            failed = downloads.run(items)
-        finally:
-            with self._lock:
-                self._running.discard(downloads)
-        if self._is_cancelled:
+        failed = self._asking.run(
+            items, lambda number, batch: homes.question(number, self.world.wanted, batch)
+        )
+        if self._asking.is_cancelled:
             raise LayoutUnknown(f"{self.world.wanted} is not read any more: a generation begins")
         return failed
 
@@ -301,8 +280,8 @@ class OldShards:
         return _Shard(head, mirror.layouts[rank], "", lost)
 
     def _ask(self, node_id: str, question: Callable[[int], t.AskHead | t.AskMirror]) -> bytearray:
-        if node_id in self._gone:
-            raise LayoutUnknown(self._gone[node_id])
+        if why := self._asking.why_lost(node_id):
+            raise LayoutUnknown(why)
         if node_id not in self._alive:
             raise LayoutUnknown("the node is gone")
         self._meet()
@@ -311,7 +290,9 @@ class OldShards:
             node_id,
             question,
             patience_s=self.world.patience_s,
-            is_over=lambda: self._gone.get(node_id, "it was given up" * self._is_cancelled),
+            is_over=lambda: (
+                self._asking.why_lost(node_id) or "it was given up" * self._asking.is_cancelled
+            ),
         )
 
     def _find_another_way(self, rank: Rank, left: Sequence[Wanted]) -> None:

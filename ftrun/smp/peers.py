@@ -15,11 +15,14 @@ import contextlib
 import logging
 import socket
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from ftrun.errors import PeerError, PeerLost, ProtocolError
-from ftrun.smp.links import FETCH, PROTECT, Link, LinkEnds, calm_thread
+from ftrun.errors import AddressTaken, PeerError, PeerLost, ProtocolError, UsageError
+from ftrun.network.rails import Rail
+from ftrun.smp.calm import calm_thread
+from ftrun.smp.links import FETCH, PROTECT, Link, LinkEnds
 from ftrun.wire.handshake import HANDSHAKE_S, accept_handshake
 from ftrun.wire.identity import PeerIdentity
 from ftrun.wire.protected import NodePlace
@@ -31,6 +34,7 @@ from ftrun.wire.transfer_socket import TransferSocket
 _MAX_HANDSHAKES = 128
 _PARK_S = 60.0
 _REST_S = 0.2
+_MAX_PORTS = 20
 _log = logging.getLogger(__name__)
 
 
@@ -69,6 +73,7 @@ class Session:
         number: digest of the group with its places.
         patience_s: how long a peer may take nothing, or stop in the middle of a frame.
         pace_bytes_s: bulk data to protect per second and link, at most; 0: as fast as it goes.
+        own_rails: of this node.
     """
 
     own: PeerIdentity
@@ -76,6 +81,7 @@ class Session:
     number: int
     patience_s: float
     pace_bytes_s: float = 0.0
+    own_rails: tuple[Rail, ...] = ()
 
 
 class Peers:
@@ -84,8 +90,8 @@ class Peers:
     def __init__(self) -> None:
         self._events: PeerEvents | None = None
         self._secret: Secret | None = None
-        self._listener: socket.socket | None = None
-        self._at: tuple[str, Secret | None] | None = None
+        self._listeners: list[socket.socket] = []
+        self._at: tuple[Sequence[str], Secret | None] | None = None
         self._session: Session | None = None
         self._changed = threading.Condition()
         self._links: dict[tuple[str, str], Link] = {}
@@ -102,20 +108,24 @@ class Peers:
         """Bytes sent over the links there are now."""
         return sum(link.num_bytes for link in self._links.values())
 
-    def listen(self, host: str, secret: Secret | None) -> int:
-        """Open a port, unless that one is open already; its number.
+    def listen(self, hosts: Sequence[str], secret: Secret | None) -> int:
+        """Open a port, the same at each of these addresses, unless they are open already.
+
+        Returns:
+            Its number. It is open at the first; at the others as far as it can be had there.
 
         Raises:
-            UsageError: this host is no address of this node.
+            UsageError: the first host is no address of this node.
         """
-        if self._at != (host, secret) or self._listener is None:
+        if self._at != (hosts, secret) or not self._listeners:
             self._stop_listening()
-            self._secret, self._at = secret, (host, secret)
-            self._listener = listen_tcp(host, 0)
-            threading.Thread(
-                target=self._accept, args=(self._listener,), name="ftrun-accept", daemon=True
-            ).start()
-        return int(self._listener.getsockname()[1])
+            self._secret, self._at = secret, (hosts, secret)
+            self._listeners = _opened(hosts)
+            for listener in self._listeners:
+                threading.Thread(
+                    target=self._accept, args=(listener,), name="ftrun-accept", daemon=True
+                ).start()
+        return int(self._listeners[0].getsockname()[1])
 
     def begin(self, session: Session) -> None:
         """From now on only links of this session; all others end."""
@@ -137,7 +147,13 @@ class Peers:
                 hello = LinkHello(session.generation, purpose, number)
                 pace_bytes_s = session.pace_bytes_s if purpose == PROTECT else 0.0
                 ends = LinkEnds(
-                    session.own, place, hello, self._secret, session.patience_s, pace_bytes_s
+                    session.own,
+                    place,
+                    hello,
+                    self._secret,
+                    session.patience_s,
+                    pace_bytes_s,
+                    session.own_rails,
                 )
                 link = Link(
                     ends,
@@ -184,9 +200,9 @@ class Peers:
 
     def _stop_listening(self) -> None:
         with self._changed:
-            listener, self._listener = self._listener, None
+            listeners, self._listeners = self._listeners, []
             self._changed.notify_all()
-        if listener is not None:
+        for listener in listeners:
             with contextlib.suppress(OSError):
                 listener.shutdown(socket.SHUT_RDWR)
             listener.close()
@@ -197,14 +213,14 @@ class Peers:
         while True:
             # Who we are is not known before the first generation; the kernel lets them wait.
             with self._changed:
-                self._changed.wait_for(lambda: self._session or self._listener is not listener)
-            if self._listener is not listener:
+                self._changed.wait_for(lambda: self._session or listener not in self._listeners)
+            if listener not in self._listeners:
                 return
             try:
                 sock, _ = listener.accept()
             except OSError as error:
                 with self._changed:
-                    if self._listener is listener:
+                    if listener in self._listeners:
                         _log.warning("a connection could not be accepted: %s", error)
                         self._changed.wait(_REST_S)
                 continue
@@ -266,6 +282,7 @@ class Peers:
             is_again = key in self._seen
             self._incoming[key] = incoming
             self._seen.add(key)
+            self._changed.notify_all()
         if is_again:
             self._told.linked(*key)
         return True
@@ -280,12 +297,12 @@ class Peers:
         return True if hello.purpose == FETCH or hello.session == session.number else None
 
     def _receive(self, incoming: Incoming) -> None:
-        why = ""
+        why, may_come_back = "", False
         try:
             while True:
                 self._told.received(incoming, _next(incoming))
         except PeerLost as error:
-            why = str(error)
+            why, may_come_back = str(error), self._may_come_back(incoming)
         except PeerError as error:
             why = str(error)
             _log.warning("%s", why)
@@ -293,8 +310,53 @@ class Peers:
             # One of the process loops: a bug must cost a link, not the memory of a run.
             _log.exception("the link from %s ended in a bug of ftrun", incoming.node_id)
             why = "a bug in ftrun; the SMP's log has it"
+        if may_come_back:
+            incoming.socket.close()
+            self._wait_for_next(incoming)
         if self.is_current(incoming):
             self._told.lost(incoming.node_id, incoming.hello.purpose, why)
+
+    def _wait_for_next(self, incoming: Incoming) -> None:
+        """Until its node has come over another rail, or patience or the session is over."""
+        with self._changed:
+            if self._session is not None:
+                patience_s = self._session.patience_s
+                self._changed.wait_for(lambda: not self.is_current(incoming), patience_s)
+
+    def _may_come_back(self, incoming: Incoming) -> bool:
+        """Its node can be reached over another rail; our own link there finds out whether it is."""
+        link = self._links.get((incoming.node_id, incoming.hello.purpose))
+        return link is not None and link.waits_for_others
+
+
+def _opened(hosts: Sequence[str]) -> list[socket.socket]:
+    """Sockets that listen at one port of all these addresses, or of the first where none is free.
+
+    Raises:
+        UsageError: the first is no address of this node.
+    """
+    for _ in range(_MAX_PORTS):
+        first = listen_tcp(hosts[0], 0)
+        others = _beside(first, hosts[1:])
+        if others is not None:
+            return [first, *others]
+        first.close()
+    return [listen_tcp(hosts[0], 0)]
+
+
+def _beside(first: socket.socket, hosts: Sequence[str]) -> list[socket.socket] | None:
+    """The same port at other addresses; None where it is taken at one of them."""
+    found: list[socket.socket] = []
+    for host in hosts:
+        try:
+            found.append(listen_tcp(host, first.getsockname()[1]))
+        except AddressTaken:
+            for sock in found:
+                sock.close()
+            return None
+        except UsageError as error:
+            _log.warning("the SMPs of other nodes do not reach this one at %s: %s", host, error)
+    return found
 
 
 def _next(incoming: Incoming) -> TransferEnvelope:

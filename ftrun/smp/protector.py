@@ -35,7 +35,7 @@ from ftrun.smp.filling import Fill
 from ftrun.smp.jobs import Finish
 from ftrun.smp.links import PROTECT, Frame
 from ftrun.smp.protecting import Protecting, rooms_for
-from ftrun.smp.rounds import Round
+from ftrun.smp.rounds import Round, Rounds
 from ftrun.smp.shards import HeldShards, hold
 from ftrun.smp.troubles import Troubles
 from ftrun.smp.watch import Watch
@@ -46,9 +46,6 @@ from ftrun.wire import smp_messages
 from ftrun.wire import transfer as t
 from ftrun.wire.crash_points import crash_point
 from ftrun.wire.transfer_socket import digest_of
-
-MAX_ROUNDS = 4
-"""Versions that others have sealed and this node has not, besides the one under way."""
 
 MAX_ATTEMPTS = 8
 """So often a version is begun again because of damaged blocks."""
@@ -85,13 +82,12 @@ class Protector:
         self._maps = tools.maps
         self._tell_agent = tell_agent
         self._corrupt = corrupt
-        self._rounds: dict[Version, Round] = {}
+        self._rounds = Rounds()
         self._plan: GroupPlan | None = None
         self._rooms: dict[int, int] = {}
         self._codec: Codec | None = None
         self._codecs = tools.codecs
         self._is_still = False
-        self._over: Version | None = None
         self._committed: Version | None = None
         self._troubles = Troubles(tell_agent)
         self._watch = Watch(tools.jobs, self._look)
@@ -103,7 +99,7 @@ class Protector:
         self.stop()
         self._is_still = False
         self.group = group
-        self._over = self._committed = None
+        self._committed = self._rounds.over = None
         self._plan = None
         self._rooms = {}
         self._troubles.clear()
@@ -123,9 +119,7 @@ class Protector:
     def stop(self) -> None:
         """Give up all that is under way."""
         self._watch.stop()
-        for round_ in self._rounds.values():
-            round_.stop()
-        self._rounds.clear()
+        self._rounds.stop()
 
     def stand_still(self) -> None:
         """Keep everything as it is until the next generation begins."""
@@ -143,8 +137,8 @@ class Protector:
         assert group is not None
         if self._is_still:
             return
-        self._drop(lambda other: other < wanted)
-        round_ = self._round(wanted)
+        self._rounds.drop(lambda other: other < wanted)
+        round_ = self._rounds.of(wanted)
         if round_.is_sealed:
             return
         round_.began_s = clock.now_s()
@@ -165,49 +159,37 @@ class Protector:
 
     def is_ready(self, wanted: Version) -> bool:
         """VersionReady was sent."""
-        round_ = self._rounds.get(wanted)
+        round_ = self._rounds.find(wanted)
         return round_ is not None and round_.was_ready
 
     def abandon(self, newest: Version) -> None:
         """Versions of the same generation, up to this one, are not protected any more."""
-        self._drop(lambda other: other.generation == newest.generation and other <= newest)
+        self._rounds.drop(lambda other: other.generation == newest.generation and other <= newest)
 
     def void_after(self, newest: Version) -> None:
         """Later versions never come back."""
-        self._drop(lambda other: other > newest, is_over=False)
+        self._rounds.drop(lambda other: other > newest, is_over=False)
 
     def committed(self, newest: Version) -> None:
         """It counts from now on, as it is protected; what came before is over."""
         if self.group is None:
             return
         self._committed = newest
-        round_ = self._rounds.get(newest)
+        round_ = self._rounds.find(newest)
         if round_ is not None and not round_.is_ready and not round_.problem:
             return  # its vault is being filled again; see `_ready`
         protected_in = round_.protected_in if round_ is not None else self._own_part(newest)
         self._vaults.commit(newest, protected_in)
-        self._drop(lambda other: other <= newest)
+        self._rounds.drop(lambda other: other <= newest)
 
     def status(self) -> dict[str, object]:
         group = self.group
         if group is None:
             return {"group": None}
-        under_way = [
-            {
-                "generation": one.version.generation,
-                "step": one.version.step,
-                "attempt": one.attempt,
-                "stored_by": [group.nodes[place].node_id for place in sorted(one.stored)],
-                "missing": one.exchange.missing if one.exchange is not None else None,
-                "ready": one.is_ready,
-                "problem": one.problem,
-            }
-            for one in self._rounds.values()
-        ]
         return {
             "group": [node.node_id for node in group.nodes],
             "parity": group.parity,
-            "under_way": under_way,
+            "under_way": [one.status(group.nodes) for one in self._rounds],
             "last_protect_s": self.last_s,
             "last_protect_bytes": self.last_bytes,
         }
@@ -223,7 +205,7 @@ class Protector:
         return partial(self._described, round_, shards, manifest)
 
     def _described(self, round_: Round, shards: HeldShards, manifest: NodeManifest) -> None:
-        if not self._is_current(round_):
+        if not self._rounds.is_current(round_):
             return
         round_.shards, round_.manifest = shards, manifest
         self._tell_sealed(round_)
@@ -350,7 +332,7 @@ class Protector:
 
     def _unable(self, round_: Round, why: str) -> None:
         """This node cannot keep its part, and says so."""
-        if self._is_current(round_) and not round_.is_ready:
+        if self._rounds.is_current(round_) and not round_.is_ready:
             self._tell_all(t.Unable(*self._name(round_), why))
             self._give_up(round_, why)
 
@@ -363,7 +345,7 @@ class Protector:
 
     def _corrupt_here(self, round_: Round, why: str) -> None:
         """A slot of this node is not what was sealed: such a version must not be committed."""
-        if self._is_current(round_) and not self._corrupt(round_.version, why):
+        if self._rounds.is_current(round_) and not self._corrupt(round_.version, why):
             self._unable(round_, why)
 
     # --- what others say ---------------------------------------------------------------------
@@ -375,9 +357,10 @@ class Protector:
             return
         place = group.place_of(node_id)
         at = version(body.generation, body.step)
-        if place is None or (self._over is not None and at <= self._over):
+        over = self._rounds.over
+        if place is None or (over is not None and at <= over):
             return
-        round_ = self._round(at)
+        round_ = self._rounds.of(at)
         if body.attempt > round_.attempt:
             self._begin_again(round_, body.attempt)
         elif body.attempt < round_.attempt and not isinstance(body, t.ManifestOf):
@@ -406,7 +389,7 @@ class Protector:
             return
         self.heard(session, node_id, body)
         place = group.place_of(node_id)
-        round_ = self._rounds.get(version(body.generation, body.step))
+        round_ = self._rounds.find(version(body.generation, body.step))
         if round_ is not None and place is not None:
             round_.manifests[place] = manifest
             self._advance(round_)
@@ -414,7 +397,7 @@ class Protector:
     def damaged(self, session: int, node_id: str, body: t.RoundMessage, why: str) -> None:
         """What has come from a node is not what it was to be: all of it once more, a few times."""
         group = self.group
-        round_ = self._rounds.get(version(body.generation, body.step))
+        round_ = self._rounds.find(version(body.generation, body.step))
         if group is None or round_ is None or session != group.number or round_.is_ready:
             return
         if body.attempt == round_.attempt:
@@ -431,14 +414,14 @@ class Protector:
 
     def linked(self, node_id: str) -> None:
         """A lost link to this node is there again."""
-        for round_ in list(self._rounds.values()):
+        for round_ in self._rounds:
             if not round_.is_ready:
                 self._begin_again(round_, round_.attempt + 1)
 
     def fill_of(self, session: int, body: t.RoundMessage) -> tuple[Fill, Protecting] | None:
         """Where blocks and mirrors of a version go; in any thread."""
         group = self.group
-        round_ = self._rounds.get(version(body.generation, body.step))
+        round_ = self._rounds.find(version(body.generation, body.step))
         if group is None or round_ is None or session != group.number:
             return None
         fill = round_.exchange.fill if round_.exchange is not None else None
@@ -447,7 +430,7 @@ class Protector:
     def _look(self) -> None:
         """Name the nodes that hold a version up: all have sealed it, and nothing moves."""
         group = self.group
-        for round_ in self._rounds.values():
+        for round_ in self._rounds:
             if group is None or round_.is_ready or len(round_.told) < len(group.nodes):
                 continue
             if not round_.has_moved():
@@ -460,24 +443,6 @@ class Protector:
         if round_.manifest is not None:
             self._tell_sealed(round_)
             self._advance(round_)
-
-    def _round(self, wanted: Version) -> Round:
-        if wanted not in self._rounds:
-            self._rounds[wanted] = Round(wanted)
-            ours = [at for at, one in self._rounds.items() if one.manifest is None]
-            for extra in sorted(ours)[: max(0, len(ours) - MAX_ROUNDS)]:
-                if extra != wanted:
-                    self._rounds.pop(extra).stop()
-        return self._rounds[wanted]
-
-    def _drop(self, chosen: Callable[[Version], bool], *, is_over: bool = True) -> None:
-        for at in [one for one in self._rounds if chosen(one)]:
-            self._rounds.pop(at).stop()
-            if is_over:
-                self._over = at if self._over is None else max(self._over, at)
-
-    def _is_current(self, round_: Round) -> bool:
-        return self._rounds.get(round_.version) is round_
 
     def _name(self, round_: Round) -> tuple[int, int, int]:
         return round_.version.generation, round_.version.step, round_.attempt

@@ -12,7 +12,7 @@ from mmap import mmap
 
 from ftrun.errors import FtrunError, LayoutUnknown
 from ftrun.ids import Rank, version
-from ftrun.smp.client import Client
+from ftrun.smp.client import Asker
 from ftrun.smp.jobs import Finish, Jobs
 from ftrun.smp.old_shards import OldShards
 from ftrun.wire import messages, worker_messages
@@ -43,12 +43,12 @@ class RangeFetches:
             self._shards.cancel()
         self._shards = shards
 
-    def ask(self, client: Client, body: Body) -> None:
+    def ask(self, asker: Asker, body: Body) -> None:
         """Answer a worker, later."""
         shards = self._shards
         wanted = version(body.generation, body.step)
         if shards is None or shards.world.wanted != wanted:
-            client.tell(
+            asker.tell(
                 messages.Refused(f"{wanted} is not on this node, and it is read from no other")
             )
             return
@@ -59,22 +59,22 @@ class RangeFetches:
             work = partial(_pieces, shards, body)
         self._jobs.submit(
             f"read-{body.rank}",
-            partial(_answered, work, client),
-            failed=partial(client.tell, _BUG),
+            partial(_answered, work, asker),
+            failed=partial(asker.tell, _BUG),
         )
 
 
-def _answered(work: Work, client: Client) -> Finish:
+def _answered(work: Work, asker: Asker) -> Finish:
     try:
         answer, fds = work()
     except (FtrunError, OSError) as error:
-        return partial(client.tell, messages.Refused(str(error)))
-    return partial(_tell, client, answer, fds)
+        return partial(asker.tell, messages.Refused(str(error)))
+    return partial(_tell, asker, answer, fds)
 
 
-def _tell(client: Client, answer: messages.AnyMessage, fds: list[int]) -> None:
+def _tell(asker: Asker, answer: messages.AnyMessage, fds: list[int]) -> None:
     try:
-        client.tell(answer, fds=tuple(fds))
+        asker.tell(answer, fds=tuple(fds))
     finally:
         for fd in fds:
             os.close(fd)

@@ -50,14 +50,16 @@ class _Asked:
         self._block_bytes = block_bytes
         self._answers = answers
         self._payload: memoryview | None = None
+        self._is_here = False
 
     def room(self, index: int, num_bytes: int) -> list[memoryview] | None:
-        if index or self._payload is not None or not 0 < num_bytes <= self._block_bytes:
+        if index or self._is_here or not 0 < num_bytes <= self._block_bytes:
             return None
         self._payload = memoryview(bytearray(num_bytes))
         return [self._payload]
 
     def arrived(self, index: int, header: bytes, digest: int | None) -> None:
+        self._is_here = True
         self._answers.put(_Answer(self._place, header, self._payload))
 
     def refused(self, index: int, why: str) -> None:

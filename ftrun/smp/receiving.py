@@ -68,6 +68,8 @@ class Receiving:
     def linked(self, node_id: str, purpose: str) -> None:
         if purpose == PROTECT:
             self._jobs.post(partial(self._protector.linked, node_id))
+        else:
+            self._fetch_desk.linked(node_id)
 
     # --- the link's thread -----------------------------------------------------------------
 

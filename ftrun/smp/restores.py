@@ -14,11 +14,13 @@ from functools import partial
 from ftrun import clock
 from ftrun.ids import Generation, Rank, Version
 from ftrun.smp.checkpoints import check_available
-from ftrun.smp.client import Client
+from ftrun.smp.client import Asker
 from ftrun.smp.fetch_desk import FetchDesk
 from ftrun.smp.fetcher import Fetcher, FetchEvents, FetchOrder
 from ftrun.smp.jobs import Jobs
 from ftrun.smp.memory import ArenaMemory, HeldArena
+from ftrun.smp.share_fetch import ShareEvents, ShareFetch
+from ftrun.smp.shared_load import SharedLoad
 from ftrun.wire import messages, protected, smp_messages, worker_messages
 from ftrun.wire.crash_points import crash_point
 
@@ -36,7 +38,7 @@ class _Restore:
     world_size: int
     groups: Sequence[protected.OldGroup]
     missing: set[Rank] = field(default_factory=set)
-    fetcher: Fetcher | None = None
+    fetcher: Fetcher | ShareFetch | None = None
     failed: str = ""
     began_s: float = 0.0
 
@@ -65,7 +67,19 @@ class Restores:
         self._tell_agent = tell_agent
         self._here = here
         self._restore: _Restore | None = None
-        self._waiting: list[tuple[Client, Rank, Version]] = []
+        self._load: SharedLoad | None = None
+        self._waiting: list[tuple[Asker, Rank, Version]] = []
+
+    def share(self, load: SharedLoad | None) -> None:
+        """A checkpoint was loaded, and this is still to come of other nodes; None: nothing is."""
+        if self._load is not None and not self._load.is_whole:
+            self.cancel()
+        self._load = load
+
+    def share_of(self, wanted: Version | None) -> SharedLoad | None:
+        """What was read here of this version, where it was shared."""
+        load = self._load
+        return load if load is not None and load.version == wanted else None
 
     def begin(
         self,
@@ -93,6 +107,10 @@ class Restores:
         )
         restore.missing = self._missing(restore)
         self._restore = restore
+        load = self.share_of(wanted)
+        if load is not None and not load.is_whole:
+            self._complete(restore, load, body)
+            return
         if not restore.missing:
             self._ready(restore)
             return
@@ -122,6 +140,36 @@ class Restores:
         restore.fetcher = Fetcher(order, self._desk, events)
         restore.fetcher.start()
 
+    def _complete(
+        self, restore: _Restore, load: SharedLoad, body: smp_messages.BeginGeneration
+    ) -> None:
+        """Get what other nodes have read."""
+        groups = body.restore_from or body.read_from
+        events = ShareEvents(
+            done=lambda num_bytes: self._jobs.post(
+                partial(self._completed, restore, load, num_bytes)
+            ),
+            failed=lambda why: self._jobs.post(partial(self._fail, restore, why)),
+            notice=lambda why: self._jobs.post(
+                partial(self._tell_agent, smp_messages.SmpNotice("source_set_aside", why))
+            ),
+        )
+        nodes = groups[0].nodes if groups else []
+        restore.missing.update(load.ranks)
+        restore.fetcher = ShareFetch(load, nodes, self._desk, events)
+        restore.fetcher.start()
+
+    def _completed(self, restore: _Restore, load: SharedLoad, num_bytes: int) -> None:
+        if restore is not self._restore:
+            return
+        text = (
+            f"{load.num_read} bytes read and {num_bytes} got of other nodes in "
+            f"{clock.now_s() - restore.began_s:.3f} s"
+        )
+        self._tell_agent(smp_messages.SmpNotice("restore", f"{restore.wanted}: {text}"))
+        restore.missing.clear()
+        self._ready(restore)
+
     def _is_under_way(self, body: smp_messages.BeginGeneration, wanted: Version | None) -> bool:
         restore = self._restore
         return (
@@ -144,20 +192,20 @@ class Restores:
         self.cancel()
         self._refuse(lambda _: True, "the SMP ends")
 
-    def grant(self, client: Client, rank: Rank, wanted: Version) -> None:
+    def grant(self, asker: Asker, rank: Rank, wanted: Version) -> None:
         """Give a worker its arena, when it is here."""
         arena = self._holder(rank, wanted)
         restore = self._restore
         if arena is not None:
-            client.tell(worker_messages.ArenaGranted(rank, arena.shape.layout_id), fds=(arena.fd,))
+            asker.tell(worker_messages.ArenaGranted(rank, arena.shape.layout_id), fds=(arena.fd,))
         elif restore is None or restore.wanted != wanted or rank not in restore.missing:
-            client.tell(
+            asker.tell(
                 messages.Refused(f"{wanted} of rank {rank} is not here, and nobody fetches it")
             )
         elif restore.failed:
-            client.tell(messages.Refused(restore.failed))
+            asker.tell(messages.Refused(restore.failed))
         else:
-            self._waiting.append((client, rank, wanted))
+            self._waiting.append((asker, rank, wanted))
 
     def look_again(self) -> None:
         """Arenas have come in another way."""
@@ -184,8 +232,8 @@ class Restores:
     def _ready(self, restore: _Restore) -> None:
         self._tell_agent(smp_messages.RestoreReady(restore.wanted.generation, restore.wanted.step))
         waiting, self._waiting = self._waiting, []
-        for client, rank, wanted in waiting:
-            self.grant(client, rank, wanted)
+        for asker, rank, wanted in waiting:
+            self.grant(asker, rank, wanted)
         self._here()
 
     def _fail(self, restore: _Restore, why: str) -> None:
@@ -199,11 +247,11 @@ class Restores:
     def _refuse(self, chosen: Callable[[Version], bool], why: str) -> None:
         """Let workers wait no longer that wait for such a version."""
         waiting, self._waiting = self._waiting, []
-        for client, rank, wanted in waiting:
+        for asker, rank, wanted in waiting:
             if chosen(wanted):
-                client.tell(messages.Refused(f"{wanted} of rank {rank} does not come: {why}"))
+                asker.tell(messages.Refused(f"{wanted} of rank {rank} does not come: {why}"))
             else:
-                self._waiting.append((client, rank, wanted))
+                self._waiting.append((asker, rank, wanted))
 
     def _missing(self, restore: _Restore) -> set[Rank]:
         held = self._memory.held(restore.world_size)

@@ -1,10 +1,11 @@
-"""One version on its way to be protected: what is known of it so far.
+"""The versions on their way to be protected: what is known of each so far.
 
 Runs in:  the SMP, in the server's thread.
 Takes in: what `Protector` hears of a version.
-Gives:    a `Round`.
+Gives:    a `Round` for each; those that are over.
 """
 
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from ftrun.ids import Version
@@ -12,6 +13,10 @@ from ftrun.smp.exchange import Exchange
 from ftrun.smp.shards import HeldShards
 from ftrun.snapshot.group_plan import Told
 from ftrun.snapshot.manifest import NodeManifest
+from ftrun.wire.protected import NodePlace
+
+MAX_ROUNDS = 4
+"""Versions that others have sealed and this node has not, besides the one under way."""
 
 
 @dataclass
@@ -65,3 +70,56 @@ class Round:
         if self.exchange is not None:
             self.exchange.stop()
         self.exchange = None
+
+    def status(self, nodes: Sequence[NodePlace]) -> dict[str, object]:
+        """For the status document; nodes of the group in its order."""
+        return {
+            "generation": self.version.generation,
+            "step": self.version.step,
+            "attempt": self.attempt,
+            "stored_by": [nodes[place].node_id for place in sorted(self.stored)],
+            "missing": self.exchange.missing if self.exchange is not None else None,
+            "ready": self.is_ready,
+            "problem": self.problem,
+        }
+
+
+class Rounds:
+    """Those of one generation, by version."""
+
+    def __init__(self) -> None:
+        self.over: Version | None = None
+        """The newest that is settled: nothing more is heard of it or of those before."""
+        self._rounds: dict[Version, Round] = {}
+
+    def __iter__(self) -> Iterator[Round]:
+        return iter(list(self._rounds.values()))
+
+    def find(self, wanted: Version) -> Round | None:
+        return self._rounds.get(wanted)
+
+    def of(self, wanted: Version) -> Round:
+        """That of a version, begun if need be."""
+        if wanted not in self._rounds:
+            self._rounds[wanted] = Round(wanted)
+            ours = [at for at, one in self._rounds.items() if one.manifest is None]
+            for extra in sorted(ours)[: max(0, len(ours) - MAX_ROUNDS)]:
+                if extra != wanted:
+                    self._rounds.pop(extra).stop()
+        return self._rounds[wanted]
+
+    def is_current(self, round_: Round) -> bool:
+        return self._rounds.get(round_.version) is round_
+
+    def drop(self, chosen: Callable[[Version], bool], *, is_over: bool = True) -> None:
+        """Give these up; nothing more is to be heard of them where they are over."""
+        for at in [one for one in self._rounds if chosen(one)]:
+            self._rounds.pop(at).stop()
+            if is_over:
+                self.over = at if self.over is None else max(self.over, at)
+
+    def stop(self) -> None:
+        """Give up all of them."""
+        for round_ in self:
+            round_.stop()
+        self._rounds.clear()

@@ -10,6 +10,7 @@ Nothing is read before somebody asks: most generations begin without anybody who
 import os
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 
 import xxhash
 
@@ -21,6 +22,7 @@ from ftrun.smp.filling import stripes_of
 from ftrun.smp.mirror import mirror_parts
 from ftrun.smp.sending import OwnBlocks
 from ftrun.smp.shards import ArenaMaps, HeldShards, hold
+from ftrun.smp.shared_load import SharedLoad
 from ftrun.smp.vaults import Vaults
 from ftrun.snapshot.stripe_space import StripeSpace
 from ftrun.wire import transfer as t
@@ -35,6 +37,7 @@ class Served:
     Args:
         run: `run_digest` of the run.
         fds: descriptors of this node's arenas; duplicates are kept until `close`.
+        load: what this node has read of a checkpoint, whose slots may not be whole yet.
     """
 
     def __init__(
@@ -45,8 +48,10 @@ class Served:
         maps: ArenaMaps,
         fds: Mapping[Rank, Sequence[int]],
         vaults: Vaults,
+        load: SharedLoad | None = None,
     ) -> None:
         self.version = wanted
+        self._load = load
         self._run = run
         self._maps = maps
         self._fds = {rank: [os.dup(fd) for fd in some] for rank, some in fds.items()}
@@ -82,6 +87,18 @@ class Served:
             if self._held is None:
                 self._held = hold(self._maps, self._fds, self.version)
             return self._held
+
+    def piece(self, digest: int) -> memoryview:
+        """A piece with this digest.
+
+        Raises:
+            LayoutUnknown: there is none here.
+            SnapshotCorrupt: there is, and it is not what was captured.
+        """
+        if self._load is not None:
+            with suppress(LayoutUnknown):
+                return self._load.find(digest)
+        return self.shards.find(digest)
 
     def vault(self, ask: t.Ask) -> tuple[Vault, VaultRecord]:
         """This node's part of a protection.

@@ -21,7 +21,7 @@ from pathlib import Path
 from ftrun import clock
 from ftrun.errors import PeerLost, ProtocolError
 from ftrun.ids import Rank, RunId, version
-from ftrun.smp.client import Client, Role, close_fds
+from ftrun.smp.client import Asker, Client, Role
 from ftrun.smp.jobs import Jobs
 from ftrun.smp.keeper import Keeper
 from ftrun.wire import checkpoint_messages, message, messages, smp_messages, worker_messages
@@ -201,7 +201,7 @@ class Server:
                 _log.exception("%s: a bug of ftrun", client.channel.peer)
                 client.is_gone = True
             finally:
-                close_fds(received)
+                received.close()
 
     def _has_to_wait(self, client: Client) -> bool:
         may_begin = self._keeper.has_begun and not self._awaits_adoption
@@ -228,9 +228,10 @@ class Server:
         elif client.role is Role.WORKER:
             self._serve_worker(client, received)
         else:
-            answer = self._serve_agent(client, received)
+            asker = Asker(client, received)
+            answer = self._serve_agent(asker, received)
             if answer is not None:
-                client.tell(answer)
+                asker.tell(answer)
 
     def _meet(self, client: Client, body: messages.AnyMessage) -> None:
         assert isinstance(body, messages.Hello)
@@ -250,7 +251,7 @@ class Server:
             self._keeper.commits.hear_again(Rank(client.rank))
 
     def _serve_worker(self, client: Client, received: Received) -> None:
-        keeper, body = self._keeper, received.body
+        keeper, body, asker = self._keeper, received.body, Asker(client, received)
         assert isinstance(body, _OfWorker)
         if body.rank != client.rank:
             raise ProtocolError(f"it speaks for rank {body.rank}")
@@ -258,35 +259,35 @@ class Server:
         if is_over and not isinstance(
             body, worker_messages.ShardSealed | worker_messages.ShardSkipped
         ):
-            client.tell(messages.Refused(f"generation {received.envelope.generation} is over"))
+            asker.tell(messages.Refused(f"generation {received.envelope.generation} is over"))
             return
         rank = Rank(body.rank)
         match body:
             case worker_messages.ReserveMemory():
-                keeper.reserve(client, body)
+                keeper.reserve(asker, body)
             case worker_messages.RequestArena():
-                keeper.request_arena(client, body)
+                keeper.request_arena(asker, body)
             case worker_messages.ShardSealed():
                 keeper.commits.sealed(rank, version(body.generation, body.step))
             case worker_messages.ShardSkipped():
                 keeper.commits.skipped(version(body.generation, body.step))
             case worker_messages.WithdrawShard():
-                client.tell(keeper.commits.withdraw(rank, version(body.generation, body.step)))
+                asker.tell(keeper.commits.withdraw(rank, version(body.generation, body.step)))
             case worker_messages.AwaitRestored():
                 wanted = version(body.generation, body.step)
-                keeper.group_work.restores.grant(client, rank, wanted)
+                keeper.group_work.restores.grant(asker, rank, wanted)
             case (
                 worker_messages.OpenImages()
                 | worker_messages.FetchHeads()
                 | worker_messages.FetchPieces()
             ):
-                keeper.read_shards(client, body)
+                keeper.read_shards(asker, body)
 
-    def _serve_agent(self, client: Client, received: Received) -> messages.AnyMessage | None:  # noqa: C901, PLR0912
+    def _serve_agent(self, asker: Asker, received: Received) -> messages.AnyMessage | None:  # noqa: C901, PLR0912
         keeper = self._keeper
         match received.body:
             case smp_messages.ListenForPeers() as body:
-                return keeper.group_work.listen(body.host, received.fds)
+                return keeper.group_work.listen([body.host, *body.others], received.fds)
             case smp_messages.CommitVersion() as body:
                 if not keeper.is_over(received.envelope):
                     keeper.commits.commit(version(body.generation, body.step))
@@ -296,7 +297,7 @@ class Server:
                 return None
             case smp_messages.BeginGeneration() as body:
                 answer = keeper.begin_generation(body, received)
-                client.tell(answer)
+                asker.tell(answer)
                 self._let_workers_in()
                 return None
             case smp_messages.TakeInventory() as body:
@@ -304,23 +305,23 @@ class Server:
             case smp_messages.VoidAfter() as body:
                 return keeper.void_after(body)
             case smp_messages.HandOver():
-                keeper.hand_over(client)
+                keeper.hand_over(asker)
                 return None
             case smp_messages.Adopt() as body:
                 self._awaits_adoption = False
-                client.tell(keeper.adopt(body, received))
+                asker.tell(keeper.adopt(body, received))
                 self._let_workers_in()
                 return None
             case smp_messages.KeepRunState() as body:
                 return keeper.keep_run_state(body)
             case checkpoint_messages.WriteCheckpoint() as body:
-                keeper.write_checkpoint(client, body)
+                keeper.write_checkpoint(asker, body)
                 return None
             case checkpoint_messages.HurryCheckpoint():
                 keeper.checkpoints.hurry()
                 return None
             case checkpoint_messages.LoadCheckpoint() as body:
-                keeper.checkpoints.load(client, body)
+                keeper.checkpoints.load(asker, body)
                 return None
             case messages.AskStatus():
                 return keeper.status(self._orphanhood())

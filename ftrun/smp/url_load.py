@@ -9,14 +9,15 @@ the one written last first; every digest is checked. The bytes come straight int
 """
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 from ftrun.errors import CheckpointError
-from ftrun.ids import Rank
 from ftrun.smp.checkpoint_files import LATEST_NAME
 from ftrun.smp.checkpoint_index import Index
-from ftrun.smp.checkpoint_load import Check, Loaded, load_first
+from ftrun.smp.checkpoint_load import Loaded, LoadOrder, load_first
+from ftrun.smp.checkpoint_source import Opened, Source
 from ftrun.smp.url_folders import UrlFolder, read_folders, read_latest
 from ftrun.smp.url_store import UrlStore
 from ftrun.urls import below
@@ -38,35 +39,22 @@ class UrlSource:
             raise CheckpointError(self.folder.problem or f"{self.path} has no index")
         return self.folder.index
 
-    def size(self, name: str) -> int:
-        with self.store.opened(f"{self.folder.name}/{name}") as file:
-            return file.size
+    def opened(self, name: str) -> AbstractContextManager[Opened]:
+        return self.store.opened(f"{self.folder.name}/{name}")
 
-    def read_into(self, name: str, target: memoryview) -> int:
-        with self.store.opened(f"{self.folder.name}/{name}") as file:
-            return file.read_into(target)
+    @contextmanager
+    def again(self) -> Iterator[Source]:
+        with self.store.anew() as store:
+            yield UrlSource(store, self.folder)
 
 
-def load_from_url(
-    url: str,
-    *,
-    world_size: int,
-    ranks: Sequence[Rank],
-    check: Check,
-    stop: threading.Event,
-    only: str = "",
-    life: str = "",
-) -> Loaded | None:
+def load_from_url(url: str, order: LoadOrder, stop: threading.Event) -> Loaded | None:
     """Fill arenas from the newest usable checkpoint; None where there is none at all.
 
     Args:
         url: need not be there.
-        world_size: as the rest, see `checkpoint_load.load_checkpoint`.
-        ranks: the node's own.
-        check: raises MemoryTooSmall where so many bytes do not fit.
+        order: what is to be loaded; `only` may be `latest`.
         stop: when set, nobody waits for it any more.
-        only: name of the one checkpoint that may be used, or `latest`; empty: any.
-        life: of the run that must have written it; empty: any.
 
     Raises:
         CheckpointError: there are checkpoints, and none of them can be used; or it is not known,
@@ -76,21 +64,14 @@ def load_from_url(
     with UrlStore(url, stop) as store:
         latest = read_latest(store)
         folders = read_folders(store)
-        notes = [one.problem for one in folders if one.problem and not life]
+        notes = [one.problem for one in folders if one.problem and not order.life]
         chosen = in_order(folders, latest)
-        if only:
-            name = latest if only == LATEST_NAME else only
+        if order.only:
+            name = latest if order.only == LATEST_NAME else order.only
             chosen = [one for one in folders if one.name == name and not one.is_half]
-            notes = [] if chosen else [f"{below(store.shown, only)} is not there"]
-        return load_first(
-            [UrlSource(store, one) for one in chosen],
-            notes,
-            where=store.shown,
-            world_size=world_size,
-            ranks=ranks,
-            check=check,
-            life=life,
-        )
+            notes = [] if chosen else [f"{below(store.shown, order.only)} is not there"]
+        sources = [UrlSource(store, one) for one in chosen]
+        return load_first(sources, notes, order, where=store.shown)
 
 
 def in_order(folders: Sequence[UrlFolder], latest: str) -> list[UrlFolder]:

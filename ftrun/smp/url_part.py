@@ -13,21 +13,12 @@ from ftrun import clock
 from ftrun.errors import CheckpointError, SnapshotCorrupt
 from ftrun.ids import Rank
 from ftrun.smp.checkpoint_index import Part, ShardFile, parse_part, seal
+from ftrun.smp.checkpoint_order import Chosen
 from ftrun.smp.checkpoint_parts import Content
-from ftrun.smp.checkpoint_shard import Shard, file_names, write_image
+from ftrun.smp.checkpoint_shard import Overwritten, Shard, file_names, write_image
 from ftrun.smp.disk_file import Pace
 from ftrun.smp.url_folders import is_whole
 from ftrun.smp.url_store import UrlStore
-
-
-class Overwritten(CheckpointError):
-    """A slot was overwritten while it was read."""
-
-    def __init__(self, key: Part) -> None:
-        super().__init__(
-            f"a slot with step {key.step} was overwritten while it was read. Ask for a later "
-            "version; if this comes again and again, snapshot less often (--snapshot-every)"
-        )
 
 
 def part_name(ranks: Sequence[int]) -> str:
@@ -35,29 +26,28 @@ def part_name(ranks: Sequence[int]) -> str:
     return f"part-{ranks[0]:05d}.json"
 
 
-def send_part(store: UrlStore, name: str, shards: Sequence[Shard], blank: Part, pace: Pace) -> Part:
+def send_part(store: UrlStore, name: str, chosen: Chosen, blank: Part) -> Part:
     """All files of this node, then its part.
 
     Args:
         store: where to.
         name: of the folder.
-        shards: of all ranks of this node.
+        chosen: the shards of all ranks of this node.
         blank: the part, without files.
-        pace: asked before each block.
 
     Raises:
-        Overwritten: of a shard that was not copied.
+        Overwritten: a slot was, that was not copied.
         CheckpointError: the store has not taken it, or the shard is corrupt.
     """
     store.make(name)
     try:
-        files = [_send(store, name, shard, pace) for shard in shards]
+        files = [_send(store, name, shard, chosen.pace) for shard in chosen.shards]
     except SnapshotCorrupt as error:
-        if all(shard.is_copied or shard.is_unchanged() for shard in shards):
+        if chosen.is_sound:
             raise CheckpointError(str(error)) from error
-        raise Overwritten(blank) from error
-    if not all(shard.is_copied or shard.is_unchanged() for shard in shards):
-        raise Overwritten(blank)
+        raise Overwritten(chosen.version) from error
+    if not chosen.is_sound:
+        raise Overwritten(chosen.version)
     part = msgspec.structs.replace(blank, shards=files, written_s=clock.wall_s())
     store.put(f"{name}/{part_name([file.rank for file in files])}", seal(part))
     return part

@@ -46,6 +46,7 @@ class UrlStore:
     def __init__(self, url: str, stop: threading.Event, *, answer_s: float = ANSWER_S) -> None:
         self.shown = without_password(url)
         """The URL for messages."""
+        self._again = partial(UrlStore, url, stop, answer_s=answer_s)
         self._calls = Calls(self.shown, stop, answer_s=answer_s, secret=password_of(url))
         try:
             self._fs, self._root = self._calls(partial(_open, url))
@@ -60,6 +61,10 @@ class UrlStore:
 
     def __exit__(self, *_: object) -> None:
         self._calls.close()
+
+    def anew(self) -> "UrlStore":
+        """The same folder over a connection of its own."""
+        return self._again()
 
     def folders(self) -> list[str]:
         """The names of all folders, in no order."""
@@ -159,16 +164,16 @@ class Download:
             found = more[:num_bytes] if not found else found + more[: num_bytes - len(found)]
         return found
 
-    def read_into(self, target: memoryview) -> int:
-        """All of it, from the beginning; how much there was."""
-        at = 0
-        while at < len(target):
-            part = self.read(at, min(READ_BYTES, len(target) - at))
+    def read_into(self, target: memoryview, at: int = 0) -> int:
+        """Fill this with what is there from `at` on; how many bytes there were."""
+        done = 0
+        while done < len(target):
+            part = self.read(at + done, min(READ_BYTES, len(target) - done))
             if not part:
                 break
-            target[at : at + len(part)] = part
-            at += len(part)
-        return at
+            target[done : done + len(part)] = part
+            done += len(part)
+        return done
 
 
 def _time_of(details: dict[str, Any]) -> float | None:

@@ -13,8 +13,8 @@ import logging
 import os
 
 from ftrun.errors import LayoutUnknown, MemoryTooSmall
+from ftrun.free_memory import available_memory
 from ftrun.ids import Version
-from ftrun.smp.limits import available_memory
 from ftrun.wire.protected import Protected
 from ftrun.wire.vault import Vault, VaultRecord, VaultState, create_vault, vault_bytes
 

@@ -24,15 +24,17 @@ class WholeAnswer:
 
     def __init__(self) -> None:
         self._raw: bytearray | None = None
+        self._is_here = False
         self._answers: queue.SimpleQueue[str] = queue.SimpleQueue()
 
     def room(self, index: int, num_bytes: int) -> Sequence[memoryview] | None:
-        if index or self._raw is not None or not 0 < num_bytes <= MAX_ANSWER_BYTES:
+        if index or self._is_here or not 0 < num_bytes <= MAX_ANSWER_BYTES:
             return None
         self._raw = bytearray(num_bytes)
         return [memoryview(self._raw)]
 
     def arrived(self, index: int, header: bytes, digest: int | None) -> None:
+        self._is_here = True
         self._answers.put("" if digest is not None else "it has sent no digest")
 
     def refused(self, index: int, why: str) -> None:

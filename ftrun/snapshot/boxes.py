@@ -10,7 +10,7 @@ dimension holds nothing, wherever it begins.
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 Shape = tuple[int, ...]
@@ -72,11 +72,27 @@ def first_hole(target: Box, chunks: Iterable[Box]) -> Box | None:
     """A part of `target` that no chunk covers; None where all of it is covered."""
     missing = [] if target.is_empty else [target]
     # In order, so that what is missing stays one box for the usual chunks, rows one by one.
-    for chunk in sorted(chunks, key=lambda box: box.offsets):
+    chunks = sorted(chunks, key=lambda box: box.offsets)
+    if _are_rows(target, chunks):
+        return None
+    for chunk in chunks:
         if not missing:
             return None
         missing = [left for box in missing for left in without(box, chunk)]
     return min(missing, key=lambda box: box.offsets, default=None)
+
+
+def _are_rows(target: Box, chunks: Sequence[Box]) -> bool:
+    """Whether they cover it as rows one after the other: the usual case, of many tensors."""
+    if not target.shape:
+        return False
+    at = target.offsets[0]
+    for chunk in chunks:
+        is_row = (chunk.offsets[1:], chunk.shape[1:]) == (target.offsets[1:], target.shape[1:])
+        if not is_row or chunk.offsets[0] > at:
+            return False
+        at = max(at, chunk.offsets[0] + chunk.shape[0])
+    return at >= target.offsets[0] + target.shape[0]
 
 
 def strides_of(shape: Shape) -> Shape:

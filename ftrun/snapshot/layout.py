@@ -15,6 +15,7 @@ large entries are cut into pieces that stay in the processor's cache between cop
 
 import json
 import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -154,6 +155,15 @@ class Layout:
             else:
                 found.extend(cut(entry.offset, entry.num_bytes))
         return tuple(found)
+
+    def pieces_of(self, entry: Entry) -> range:
+        """Those that its bytes lie in, by index."""
+        first = bisect_right(self._starts, entry.offset) - 1
+        return range(first, bisect_left(self._starts, entry.offset + entry.num_bytes))
+
+    @cached_property
+    def _starts(self) -> list[int]:
+        return [piece.offset for piece in self.pieces]
 
     @property
     def _when(self) -> str:

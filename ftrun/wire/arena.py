@@ -11,7 +11,8 @@ Each part starts on a page. An image is one safetensors file (see snapshot/layou
 holds one xxh3 per piece of it, and the header the xxh3 of the table. A memfd has no name to
 leak and is bounded by no /dev/shm size.
 
-Rule 1: the worker's first write to a slot says COPYING, its last says SEALED.
+Rule 1: the worker's first write to a slot says COPYING, its last says SEALED. In between it clears
+        the table, and fills in the digest of each piece once that is copied.
 Rule 2: a header is whole or it is nothing: it ends in a digest of itself, so a process killed
         in the middle of writing it leaves a slot that counts as empty.
 Rule 3: nobody but the worker writes images; only a dead worker's slots are voided by others.
@@ -36,6 +37,7 @@ _MAGIC = 0x4E524154_46303031
 _ARENA_HEADER = struct.Struct("<QQQQQQQ")
 _SLOT_HEADER = struct.Struct("<QQqqQQQQ")
 _CHECK = struct.Struct("<Q")
+_MADV_POPULATE_READ = 22
 _MADV_POPULATE_WRITE = 23
 
 
@@ -187,10 +189,15 @@ class Arena:
 
         Through ctypes, which releases the interpreter lock; mmap.madvise holds it.
         """
-        address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
-        ctypes.CDLL(None).madvise(
-            ctypes.c_void_p(address), ctypes.c_size_t(len(self.memory)), _MADV_POPULATE_WRITE
-        )
+        self._advise(0, len(self.memory), _MADV_POPULATE_WRITE)
+
+    def map_slot(self, slot: int) -> None:
+        """Map a slot's pages for reading, where the mapping is writable; ahead of a restore."""
+        self._advise(self._slot_offset(slot), self.shape.slot_bytes, _MADV_POPULATE_READ)
+
+    def _advise(self, at: int, num_bytes: int, advice: int) -> None:
+        address = ctypes.addressof(ctypes.c_char.from_buffer(self._map)) + at
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), advice)
 
     def header(self, slot: int) -> SlotHeader:
         at = self._slot_offset(slot)
@@ -200,6 +207,13 @@ class Arena:
         at = self._slot_offset(slot)
         data = _pack_slot(header)
         self.memory[at : at + len(data)] = data
+
+    def begin_copy(self, slot: int, header: SlotHeader) -> None:
+        """Say that a slot is being overwritten, and that none of its pieces are there yet."""
+        self.write_header(slot, header)
+        at = self._slot_offset(slot) + PAGE_BYTES
+        num_bytes = 8 * self.shape.num_pieces
+        self.memory[at : at + num_bytes] = bytes(num_bytes)
 
     def table(self, slot: int) -> memoryview:
         """The slot's digest table: u64 per piece."""

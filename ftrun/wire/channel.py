@@ -5,8 +5,9 @@ Takes in: a connected unix stream socket.
 Gives:    `send`, `ask` and `receive`, each with a deadline in seconds.
 
 Not thread-safe: a channel belongs to one thread, because two askers on one stream take each
-other's answers. A descriptor never arrives after the first byte of its frame, so the frames
-need only count them.
+other's answers. Questions are numbered, and an answer has the number of its question: one that
+comes when its asker has given up is not taken for that to the next. A descriptor never arrives
+after the first byte of its frame, so the frames need only count them.
 """
 
 import array
@@ -37,6 +38,10 @@ class Received:
     def body(self) -> AnyMessage:
         return self.envelope.body
 
+    def close(self) -> None:
+        """Nobody keeps its descriptors."""
+        _close_all(self.fds)
+
 
 class Channel:
     """Messages over one connected socket."""
@@ -46,6 +51,7 @@ class Channel:
         self._reader = FrameReader()
         self._fds: deque[int] = deque()
         self._ready: deque[Received] = deque()
+        self._num_questions = 0
         self.run_id = run_id
         self.peer = peer
         self.generation = 0
@@ -54,14 +60,29 @@ class Channel:
     def fileno(self) -> int:
         return self._sock.fileno()
 
-    def send(self, body: AnyMessage, *, fds: tuple[int, ...] = (), deadline_s: float = 5.0) -> None:
+    def send(
+        self,
+        body: AnyMessage,
+        *,
+        fds: tuple[int, ...] = (),
+        deadline_s: float = 5.0,
+        question: int = 0,
+    ) -> None:
         """Send one message, with descriptors the receiver gets duplicates of.
+
+        Args:
+            body: the message.
+            fds: descriptors, which stay the caller's to close.
+            deadline_s: the other end has to take it within so long.
+            question: the number of what this answers, see `Envelope.question`.
 
         Raises:
             PeerLost: the other end is closed.
             PeerTimeout: the other end has not taken it within `deadline_s`.
         """
-        envelope = Envelope(self.run_id, self.generation, self.incarnation, body, len(fds))
+        envelope = Envelope(
+            self.run_id, self.generation, self.incarnation, body, len(fds), question
+        )
         data = memoryview(encode(envelope))
         self._sock.settimeout(deadline_s)
         try:
@@ -117,13 +138,38 @@ class Channel:
     def ask(
         self, body: AnyMessage, *, fds: tuple[int, ...] = (), deadline_s: float = 10.0
     ) -> Received:
-        """Send, and wait for the answer."""
-        self.send(body, fds=fds, deadline_s=deadline_s)
-        return self.receive(deadline_s=deadline_s)
+        """Send, and wait for the answer; what comes unasked before it stays for `receive`.
+
+        Raises:
+            PeerLost, PeerTimeout, ProtocolError.
+        """
+        number = self.pose(body, fds=fds, deadline_s=deadline_s)
+        unasked: list[Received] = []
+        give_up_s = clock.now_s() + deadline_s
+        try:
+            while True:
+                left_s = give_up_s - clock.now_s()
+                if left_s <= 0:
+                    raise PeerTimeout(peer=self.peer, waited_s=deadline_s)
+                received = self.receive(deadline_s=left_s)
+                if received.envelope.question == number:
+                    return received
+                if received.envelope.question:
+                    received.close()
+                else:
+                    unasked.append(received)
+        finally:
+            self._ready.extendleft(reversed(unasked))
+
+    def pose(self, body: AnyMessage, *, fds: tuple[int, ...] = (), deadline_s: float = 10.0) -> int:
+        """Send a question; its number, which the answer has. Raises as `send`."""
+        self._num_questions += 1
+        self.send(body, fds=fds, deadline_s=deadline_s, question=self._num_questions)
+        return self._num_questions
 
     def close(self) -> None:
         for received in self._ready:
-            _close_all(received.fds)
+            received.close()
         _close_all(tuple(self._fds))
         self._fds.clear()
         self._ready.clear()

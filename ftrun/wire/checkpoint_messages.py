@@ -24,6 +24,8 @@ class WriteCheckpoint(Message, frozen=True):
         keep_s: those written longer ago go as well; the newest never goes. 0: none goes by age.
         bytes_per_s: written at the most, on this node; 0: as fast as it goes.
         life: of the run, for the index.
+        stream_wait_s: without a version: a snapshot that begins to be captured within this time is
+            written while it is, in place of the newest committed one; 0: that one.
     """
 
     directory: str
@@ -33,6 +35,7 @@ class WriteCheckpoint(Message, frozen=True):
     keep_s: float = 0.0
     bytes_per_s: float = 0.0
     life: str = ""
+    stream_wait_s: float = 0.0
 
 
 class HurryCheckpoint(Message, frozen=True):
@@ -48,6 +51,7 @@ class CheckpointWritten(Message, frozen=True):
         is_part: others are missing; whoever comes last finishes it.
         missing_ranks: those of the others.
         note: what is odd about that, for the journal; empty: nothing.
+        ahead_s: so long before its last byte was captured its first was written; 0: after that.
     """
 
     generation: int
@@ -58,6 +62,7 @@ class CheckpointWritten(Message, frozen=True):
     is_part: bool = False
     missing_ranks: list[int] = []
     note: str = ""
+    ahead_s: float = 0.0
 
 
 class CheckpointRefused(Message, frozen=True):
@@ -71,12 +76,16 @@ class LoadCheckpoint(Message, frozen=True):
 
     Args:
         directory: absolute.
-        world_size: of this run. Of a checkpoint of another one all ranks are loaded, on each node
-            that is asked, as arenas of the old world: OpenImages serves them.
+        world_size: of this run. Of a checkpoint of another one all ranks are loaded, as arenas of
+            the old world: OpenImages and other nodes' SMPs serve them.
         local_ranks: those of this node; their arenas are filled.
         only: name of the one checkpoint that will do (the end of `CheckpointLoaded.path`); empty:
             the newest usable.
         life: only those will do that this life of the run has written; empty: any.
+        ranks: of each node that loads together with this one, each asked alike. What several need,
+            one reads; the others get it of that one once the generation has begun. Of another
+            world size each loads a part (`ftrun.snapshot.shares.ranks_at`). Empty: this one alone.
+        node: which of them this is.
     """
 
     directory: str
@@ -84,6 +93,8 @@ class LoadCheckpoint(Message, frozen=True):
     local_ranks: list[int]
     only: str = ""
     life: str = ""
+    ranks: list[list[int]] = []
+    node: int = 0
 
 
 class CheckpointLoaded(Message, frozen=True):
@@ -92,6 +103,8 @@ class CheckpointLoaded(Message, frozen=True):
     Its generation is -1: older than all that this run will take. An empty `path` (step -1) means
     that the directory holds no checkpoint. `notes` name what was set aside, for the journal.
     `world_size` is that of the checkpoint where it is another than was asked for; else 0.
+    `is_share`: other nodes have read a part of it; BeginGeneration says where they are, and
+    RestoreReady or RestoreFailed what became of it.
     """
 
     generation: int
@@ -99,3 +112,4 @@ class CheckpointLoaded(Message, frozen=True):
     path: str
     notes: list[str] = []
     world_size: int = 0
+    is_share: bool = False

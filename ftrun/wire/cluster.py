@@ -7,6 +7,7 @@ Gives:    structs; `ClusterEnvelope` is what a frame between agents holds.
 
 import msgspec
 
+from ftrun.network.rails import RoadFound
 from ftrun.wire.ballot_messages import (
     Accepted,
     Announce,
@@ -64,6 +65,44 @@ class ProbeFound(Message, frozen=True):
     problem: str = ""
 
 
+class AskRoad(Message, frozen=True):
+    """Lead -> member: try the way from you to that node over one rail. Answer: RoadTried."""
+
+    survey: int
+    """Number of the survey that asks."""
+    destination: str
+    rail: str
+    """As the run calls it."""
+    name: str
+    """Of your interface on it."""
+    from_host: str
+    """Your address on it."""
+    host: str
+    port: int
+    is_short: bool = False
+    """Only whether it is there, and the round trip."""
+
+
+class RoadTried(Message, frozen=True):
+    """Member -> lead: what the way is like, or why nothing could be found."""
+
+    survey: int
+    found: RoadFound
+    is_untried: bool = False
+    """The fault is this node's own, as `problem` says: nothing is known of the road."""
+
+
+class RoadSilent(Message, frozen=True):
+    """Member -> lead: I hear this node no more over this rail; said again while it is so."""
+
+    source: str
+    rail: str
+    """As the run calls it."""
+    silent_s: float
+
+
+RoadWord = ProbeFound | RoadTried | RoadSilent
+
 AnyClusterMessage = (
     Join
     | Gathering
@@ -84,6 +123,9 @@ AnyClusterMessage = (
     | FaultAnswer
     | AskProbe
     | ProbeFound
+    | AskRoad
+    | RoadTried
+    | RoadSilent
 )
 
 

@@ -20,6 +20,7 @@ class FaultOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         for_s: how long it lasts; 0: as long as its kind does by itself.
         amount: how much; what it means depends on the kind.
         again: also in the rank's next processes, each time the step comes.
+        cancels: take back the order of this id instead; there is no kind then.
     """
 
     id: str
@@ -30,6 +31,7 @@ class FaultOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     for_s: float = 0.0
     amount: float = 0.0
     again: bool = False
+    cancels: str = ""
 
     @property
     def fires_again(self) -> bool:

@@ -9,6 +9,7 @@ Survives: the rank: a page belongs to a rank's number and is handed to its next 
 Rule 1: the agent writes the order first and its number last; the rank writes step and time first
         and the number last. A number that is seen stands for a whole entry.
 Rule 2: a fault fires once. The mark is made before the act, since most acts end the process.
+Rule 3: what is taken back before it fires never fires; what lasts looks at the page as it goes on.
 """
 
 import math
@@ -77,6 +78,11 @@ def make_order(  # noqa: PLR0913 - what can be typed
     )
 
 
+def make_cancel(request_id: str, order_id: str, *, node: str | None = None) -> FaultOrder:
+    """The wish to take an order back; `node`: where it was done, if it was ordered elsewhere."""
+    return FaultOrder(request_id, "", node=node or "", cancels=order_id)
+
+
 def duration_s(text: str) -> float:
     """Seconds of `5`, `5s`, `500ms`, `2m` or `1h`.
 
@@ -106,6 +112,7 @@ class _Word(IntEnum):
     TIMES = 5  # how often the newest order has fired
     LENGTH = 6  # of the newest order, in bytes
     FAILED = 7  # number of the newest order that could not be made
+    CANCELLED = 8  # number of the newest order that was taken back
 
 
 class FaultPage:
@@ -132,6 +139,10 @@ class FaultPage:
         self._words[_Word.TIMES] = 0
         self._words[_Word.ORDERED] += 1
         return self.ordered
+
+    def cancel(self, number: int) -> None:
+        """Take this order back."""
+        self._words[_Word.CANCELLED] = number
 
     @property
     def fired(self) -> int:
@@ -179,6 +190,10 @@ class FaultPage:
         self._words[_Word.FIRED_NS] = now_ns
         self._words[_Word.TIMES] += 1
         self._words[_Word.FIRED] = number
+
+    def is_cancelled(self, number: int) -> bool:
+        """It was taken back."""
+        return self._words[_Word.CANCELLED] == number
 
     def mark_failed(self, number: int, why: str) -> None:
         """It could not be made, and is not tried again."""

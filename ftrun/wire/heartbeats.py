@@ -59,6 +59,8 @@ class Beat(Message, frozen=True):
     stops: int = 0
     """Signals that asked for the end of the run, on this node."""
     stop_signal: int = 0
+    leaves: bool = False
+    """This node alone was asked to end, as far as it knows: SIGTERM, once."""
     smp_port: int = 0
     """Where this node's SMP listens; another one than before where it was started again."""
     survives: int = 0
@@ -127,6 +129,8 @@ class LeadBeat(Message, frozen=True):
     """The ranks of this generation are to be dead."""
     checks: dict[str, int] = {}
     """Nodes beside the generation that are to check themselves, by node id: up to this number."""
+    leave: tuple[str, ...] = ()
+    """Nodes that were asked to leave, and may: nothing of the run is theirs any more."""
     incidents: int = 0
     """So many have been opened; whoever leads next counts on."""
     ended: bool = False

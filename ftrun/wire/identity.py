@@ -11,10 +11,13 @@ import msgspec
 
 import ftrun
 
-Purpose = Literal["agent", "smp", "probe"]
-"""A probe is an agent that measures the way to another one, on a connection for that alone."""
+Purpose = Literal["agent", "smp", "probe", "road"]
+"""A probe is an agent that measures the way to another one, on a connection for that alone; so is a
+road, over one rail and in one direction."""
 
-_TALKS_WITH: dict[Purpose, Purpose] = {"agent": "agent", "smp": "smp", "probe": "agent"}
+_TALKS_WITH: dict[Purpose, Purpose] = {
+    "agent": "agent", "smp": "smp", "probe": "agent", "road": "agent",
+}  # fmt: skip
 _Name = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}\Z")]
 _Number = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 _Version = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9.+_-]{0,100}\Z")]

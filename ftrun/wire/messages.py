@@ -155,3 +155,5 @@ class Envelope(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     incarnation: int
     body: AnyMessage
     num_fds: int = 0
+    question: int = 0
+    """Its number on this connection, in a question and in the answer to it; 0: it is neither."""

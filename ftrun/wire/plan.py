@@ -7,18 +7,22 @@ Gives:    structs without behaviour of their own, but for look-ups.
 
 import msgspec
 
+from ftrun.network.rails import Rail, RoadsPlan
+
 VersionPair = tuple[int, int]
 """(generation, step)."""
 
 Identity = tuple[str, int]
 """Node id and incarnation."""
 
+WITNESS = "the witness"
+"""Stands for the outside witness among the voters; no node can be named so."""
 
 Edition = tuple[int, int]
 """Generation, and which roster of it: who votes may change while its ranks run."""
 
 
-class NodeCard(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class NodeCard(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
     """One agent: who it is, and where it is found."""
 
     node_id: str
@@ -33,9 +37,13 @@ class NodeCard(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Fault domain, such as a rack."""
     endpoint: bool = False
     """It listens at the rendezvous endpoint."""
+    switch: str = ""
+    """The leaf switch it hangs on, as its scheduler tells."""
+    rails: list[Rail] = []
+    """By which it can be reached, the one of `host` first; empty: that address is all there is."""
 
 
-class PlanNode(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class PlanNode(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
     """A member of a generation with the ranks it runs."""
 
     card: NodeCard
@@ -130,6 +138,10 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Counts how often other spares were taken in while this generation ran."""
     life: str = ""
     """Equal in all generations of a run, and another one where the run is started again."""
+    witness: int = 0
+    """The life of the outside witness, where it votes beside the nodes; 0: it does not."""
+    roads: RoadsPlan | None = None
+    """How the ways between the nodes are used, where `--network-plan on` has it so."""
 
     @property
     def edition(self) -> Edition:

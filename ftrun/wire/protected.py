@@ -5,6 +5,8 @@ Runs in: agent and SMP. Pure: values only, part of the messages in `messages.py`
 
 import msgspec
 
+from ftrun.network.rails import Rail
+
 
 class NodePlace(msgspec.Struct, frozen=True):
     """A node of a group: who it is, where its SMP listens, which ranks it runs.
@@ -17,6 +19,8 @@ class NodePlace(msgspec.Struct, frozen=True):
     host: str
     smp_port: int
     ranks: list[int]
+    rails: list[Rail] = []
+    """By which it is reached, the best first; empty: `host` is all there is."""
 
 
 class OldGroup(msgspec.Struct, frozen=True):

@@ -11,10 +11,12 @@ class ListenForPeers(Message, frozen=True):
     """Agent -> SMP: open a TCP port for the SMPs of other nodes. Answer: ListeningForPeers.
 
     The run's secret comes beside it as a memfd of 32 bytes, or nothing where the run has none.
-    Asked again with the same host and secret, the answer is the same port.
+    Asked again with the same hosts and secret, the answer is the same port.
     """
 
     host: str
+    others: list[str] = []
+    """Further addresses of this node: the same port is listened at on each that can be had."""
 
 
 class ListeningForPeers(Message, frozen=True):
@@ -47,8 +49,8 @@ class BeginGeneration(Message, frozen=True):
             as took it; nodes of this generation are among them with the ranks they run.
         patience_s: so long an SMP may take nothing, or stop within a frame, before others give
             it up.
-        pace_bytes_s: so many bytes per second this node sends at most to protect a version; 0: as
-            fast as it goes.
+        pace_bytes_s: so many bytes per second this node sends at most to protect a version, to
+            all others together; 0: as fast as it goes.
     """
 
     generation: int

@@ -10,8 +10,11 @@ those on the network it was given.
 
 import contextlib
 import errno
+import fcntl
 import ipaddress
 import socket
+import sys
+import termios
 from typing import Any
 
 from ftrun import clock
@@ -21,6 +24,8 @@ USER_TIMEOUT_S = 3.0
 """How long sent bytes may stay unacknowledged before the kernel gives a connection up."""
 
 _BACKLOG = 128
+_SO_MAX_PACING_RATE = 47
+_PACED_UNSENT_BYTES = 1 << 18
 _ANYWHERE_ELSE = "192.0.2.1"  # RFC 5737: an address that is nobody's, for the default route
 _HOW: dict[int | None, HowLost] = {
     errno.ECONNREFUSED: "refused",
@@ -69,11 +74,19 @@ def listen_tcp(host: str, port: int, *, any_interface: bool = False) -> socket.s
     return sock
 
 
-def dial(host: str, port: int, deadline_s: float) -> socket.socket:
+def dial(
+    host: str, port: int, deadline_s: float, *, source: tuple[str, str] | None = None
+) -> socket.socket:
     """A tuned, blocking socket that is connected to a node.
 
     Every address of the name is tried. The look-up of a name is the resolver's and keeps to its
     own deadlines: give an address where that matters.
+
+    Args:
+        host: name or address.
+        port: of the host.
+        deadline_s: for all of it.
+        source: an interface of this node and its address, by which it is to go.
 
     Raises:
         PeerLost: `how` says whether it refuses, does not answer, cannot be reached, or has no
@@ -91,9 +104,11 @@ def dial(host: str, port: int, deadline_s: float) -> socket.socket:
         sock = socket.socket(family, kind, protocol)
         try:
             tune(sock, bulk=False)
+            if source is not None:
+                _go_by(sock, *source, host=address[0])
             sock.settimeout(max(left_s, 0.001))
             sock.connect(address)
-            _check_not_itself(sock)
+            check_not_itself(sock)
         except OSError as error:
             sock.close()
             failed.append(error)
@@ -126,6 +141,36 @@ def tune(sock: socket.socket, *, bulk: bool, user_timeout_s: float = USER_TIMEOU
     if bulk:
         with contextlib.suppress(OSError):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"cubic")
+
+
+def pace(sock: socket.socket, bytes_per_s: float) -> bool:
+    """Have the kernel send no more than this; 0: as fast as it goes. Whether it does so.
+
+    TCP keeps to it by itself (since Linux 4.13), whatever queue the interface has. Measured
+    without fq: 10.4 and 100.8 MB/s where 10 and 100 were asked for (Linux 6.18, loopback).
+    """
+    if bytes_per_s <= 0:
+        return True
+    told = max(1, round(bytes_per_s)).to_bytes(8, sys.byteorder)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, told)
+        # Little waits in the kernel: what is not bulk data would wait behind it.
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _PACED_UNSENT_BYTES)
+    except OSError:
+        return False
+    return True
+
+
+def unacknowledged_bytes(fd: int) -> int:
+    """So many bytes were given to a TCP socket, and the other kernel has not said that it has them.
+
+    0 where that cannot be told.
+    """
+    try:
+        found = fcntl.ioctl(fd, termios.TIOCOUTQ, bytes(4))
+    except (OSError, ValueError):  # it was closed
+        return 0
+    return int.from_bytes(found, sys.byteorder)
 
 
 def name_of_peer(sock: socket.socket) -> str:
@@ -191,7 +236,16 @@ def bind_address(endpoint_host: str, endpoint_port: int) -> str:
     return interface_for(_ANYWHERE_ELSE, endpoint_port)
 
 
-def _check_not_itself(sock: socket.socket) -> None:
+def _go_by(sock: socket.socket, name: str, address: str, *, host: str) -> None:
+    """Have a connection leave by this interface: two of them may lie in one network."""
+    sock.bind((address, 0))
+    if not is_local_address(host):
+        # Not every kernel lets everybody; the address alone will do but for that case.
+        with contextlib.suppress(OSError):
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, name.encode())
+
+
+def check_not_itself(sock: socket.socket) -> None:
     """A dialled port of this machine that nobody listens at may be the one we dial from.
 
     TCP allows that: the socket is then connected to itself. To the caller it is refused.

@@ -1,7 +1,8 @@
 """Whether a step boundary lies in the middle of a gradient accumulation.
 
 Runs in:  worker, training thread.
-Takes in: torch's global hook before each optimizer step, gradients as they stand at a boundary.
+Takes in: torch's global hook before each optimizer step, gradients as they stand at a boundary;
+          what an attached object says, where a framework keeps gradients for itself.
 Gives:    yes or no; gradients are no part of a snapshot, so nothing is taken in the middle.
 
 An optimizer is in the middle when it has not stepped in this turn and gradients have been
@@ -11,7 +12,7 @@ than waiting for the next boundary.
 """
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
@@ -23,10 +24,25 @@ _SAMPLED = 16
 Signature = tuple[tuple[int, int], ...]
 
 
-class Accumulation:
-    """Follows the attached optimizers from boundary to boundary."""
+@runtime_checkable
+class Accumulating(Protocol):
+    """Something attached that knows of gradients which no optimizer's parameters show."""
 
-    def __init__(self, optimizers: Iterable[Optimizer]) -> None:
+    def is_within_accumulation(self) -> bool:
+        """Whether this boundary lies in the middle of one; asked once at each."""
+        ...
+
+
+class Accumulation:
+    """Follows the attached optimizers from boundary to boundary.
+
+    Args:
+        optimizers: those that are attached.
+        objects: whatever else is; those that are `Accumulating` are asked.
+    """
+
+    def __init__(self, optimizers: Iterable[Optimizer], objects: Iterable[object] = ()) -> None:
+        self._telling = [one for one in objects if isinstance(one, Accumulating)]
         self._optimizers = {id(optimizer): optimizer for optimizer in optimizers}
         self._stepped: set[int] = set()
         self._at_step: dict[int, Signature] = {}
@@ -39,6 +55,7 @@ class Accumulation:
     def boundary(self) -> bool:
         """End a turn; whether some optimizer is in the middle of an accumulation."""
         found = [self._is_pending(optimizer) for optimizer in self._optimizers.values()]
+        found += [one.is_within_accumulation() for one in self._telling]
         self._stepped.clear()
         return any(found)
 

@@ -40,7 +40,9 @@ class Attached:
     dicts: dict[str, MutableMapping[Any, Any]] = field(default_factory=dict)
     generators: dict[str, torch.Generator] = field(default_factory=dict)
     layout: "Declared | None" = None
-    """How ranks share plain tensors, where the script says so."""
+    """How ranks share plain tensors and data, where the script says so."""
+    casts: bool = False
+    """What was saved in another floating dtype is rounded to the one that is here."""
 
     def add(self, name: str, thing: object) -> None:
         """Sort one object in.

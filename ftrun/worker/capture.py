@@ -193,13 +193,13 @@ class Capture:
             return
         crash_point("worker.capture.begun")
         state = collect()
-        slots = self._store.slots_for(state)
+        slots = self._store.slots_for(state, is_last=is_last)
         if slots is None:
             self._settling.skipped(step)
             self._link.withdraw(step)
             return
         slot = self._free_slot(slots.arena)
-        slots.arena.write_header(slot, self._header(slots, SlotState.COPYING, step, 0))
+        slots.arena.begin_copy(slot, self._header(slots, SlotState.COPYING, step, 0))
         crash_point("worker.capture.marked")
         copy = slots.copy_of(slot, state, self._hasty)
         copy.copy_boundary()

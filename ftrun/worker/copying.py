@@ -48,7 +48,7 @@ class SlotCopy:
     cuts: list[Cut] = field(default_factory=list)
     boundary_targets: list[torch.Tensor] = field(default_factory=list)
     boundary_sources: list[torch.Tensor] = field(default_factory=list)
-    afterwards: list[tuple[int, Any]] = field(default_factory=list)
+    packed: list[tuple[int, Any]] = field(default_factory=list)
     """Pieces whose digest is taken of the slot: packs, boundary copies, plain values."""
 
     def copy_boundary(self) -> None:
@@ -58,11 +58,12 @@ class SlotCopy:
     def copy_lazy(self, table: memoryview) -> None:
         if self.small_targets:
             torch._foreach_copy_(self.small_targets, self.small_sources)
+        # In the order of the file, nearly: whoever writes it meanwhile need not wait for the end.
+        for index, view in self.packed:
+            table[index] = digest_of(view)
         for one in self.cuts:
             one.target.copy_(one.source)
             table[one.index] = digest_of(one.source_bytes)
-        for index, view in self.afterwards:
-            table[index] = digest_of(view)
 
     def differing(self, table: memoryview) -> list[str]:
         """Names of the lazy sources that are not, byte for byte, what was copied of them."""
@@ -131,7 +132,7 @@ class SlotViews:
                 hashed.update(one.index for one in cuts)
         for source in fresh:
             made.boundary_targets.append(self.target(source.name))
-        made.afterwards = [
+        made.packed = [
             (index, self._bytes_of(piece))
             for index, piece in enumerate(self.layout.pieces)
             if index not in hashed

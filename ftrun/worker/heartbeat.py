@@ -19,7 +19,7 @@ from typing import Any
 from ftrun import clock
 from ftrun.wire import environment as env
 from ftrun.wire.pages import Beat, Page
-from ftrun.worker import finite, visibility
+from ftrun.worker import early_restore, finite, ready_memory, visibility
 from ftrun.worker.context import WorkerContext, worker_context
 
 READ_AT_IMPORT = (
@@ -52,6 +52,7 @@ def install(*, started_with: dict[str, str]) -> None:
     optimizer.register_optimizer_step_post_hook(_after_step(context, started_with))
     visibility.register_dumper(context.page)
     _time_init_group(context)
+    early_restore.begin(context)
     if env.FAULT_FD in os.environ:
         from ftrun.worker import inner_faults
 
@@ -92,6 +93,7 @@ def _after_step(context: WorkerContext, started_with: dict[str, str]) -> Callabl
             if _is_fake_step():
                 return
             _report_missed(context, started_with)
+            ready_memory.over()  # whether the script has attached or not
         _steps_by_optimizer[id(optimizer)] = done + 1
         finite.check(optimizer, page, page.get(Beat.STEP) + 1)
         if done + 1 > page.get(Beat.OPTIMIZER_STEPS):

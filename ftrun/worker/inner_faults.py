@@ -14,10 +14,12 @@ Rule 3: one that cannot be made harms nobody: it is marked as failed, with the r
 
 import ctypes
 import faulthandler
+import math
 import os
 import signal
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +41,21 @@ _TOP_OF_MANTISSA = {"float64": 51, "float32": 22, "float16": 9, "bfloat16": 6}
 
 _TORN_AT = "worker.capture.marked"
 """The slot says that it is being written, and holds nothing whole."""
+
+
+@dataclass(frozen=True, slots=True)
+class Telling:
+    """How an act says what has become of it, and sees when it is to end.
+
+    Args:
+        fired: it is so.
+        ended: it is over.
+        now_s: the time; infinite once the order is taken back.
+    """
+
+    fired: Callable[[], None]
+    ended: Callable[[], None]
+    now_s: Callable[[], float]
 
 
 def install(context: WorkerContext) -> None:
@@ -80,6 +97,9 @@ class FaultWatch:
 
     def _look(self, optimizer: Any) -> None:
         number = self._page.ordered
+        if self._page.is_cancelled(number):
+            self._order, self._known = None, number
+            return
         if self._order is None:
             self._order = self._page.order()
         step = self._step
@@ -105,44 +125,47 @@ class FaultWatch:
         def ended() -> None:
             self._page.mark_ended(number)
 
+        def now_s() -> float:
+            # Whatever lasts is over when it is taken back.
+            return math.inf if self._page.is_cancelled(number) else clock.now_s()
+
         try:
-            is_act = self._prepare(order, optimizer, fired, ended)
+            is_act = self._prepare(order, optimizer, Telling(fired, ended, now_s))
         except Exception as error:  # noqa: BLE001 - rule 3
             self._page.mark_failed(number, f"{type(error).__name__}: {error}")
             return
         if is_act:
             fired()
-            _act(order, self._rank, step)
+            _act(order, self._rank, step, now_s)
             ended()
 
     def _prepare(
         self,
         order: FaultOrder,
         optimizer: Any,
-        fired: Callable[[], None],
-        ended: Callable[[], None],
+        tell: Telling,
     ) -> bool:
         """Make what needs something of the training; whether it is left to `_act`."""
         match order.kind:
             case "collective-skip":
-                self._later += skip_collective(fired)
+                self._later += skip_collective(tell.fired)
             case "slow-input":
-                slow_input(order.amount, order.for_s, fired, ended)
+                slow_input(order.amount, order.for_s, tell)
             case "oom":
                 # Else its cgroup was made for an earlier process of this rank.
                 return _is_in_group_of(order)
             case "torn-snapshot":
-                crash_points.arm(_TORN_AT, before=fired)
+                crash_points.arm(_TORN_AT, before=tell.fired)
             case "nan" | "spike" | "weight-bitflip":
                 found = _to_spoil(order, optimizer)
-                fired()
+                tell.fired()
                 _spoil(order, found)
             case _:
                 return True
         return False
 
 
-def _act(order: FaultOrder, rank: int, step: int) -> None:
+def _act(order: FaultOrder, rank: int, step: int, now_s: Callable[[], float]) -> None:
     """What needs nothing of the training."""
     match order.kind:
         case "rank-kill":
@@ -163,7 +186,7 @@ def _act(order: FaultOrder, rank: int, step: int) -> None:
         case "oom":
             _allocate(int(order.amount * _MIB))
         case _:
-            _stand_still(order.kind, order.for_s or _FOR_EVER_S)
+            _stand_still(order.kind, order.for_s or _FOR_EVER_S, now_s)
 
 
 _CIRCLES = """
@@ -173,7 +196,7 @@ def run_in_circles(now_s, until_s):
 """
 
 
-def _stand_still(how: str, for_s: float) -> None:
+def _stand_still(how: str, for_s: float, now_s: Callable[[], float]) -> None:
     """`hang`: asleep; `spin`: busy; `gil`: asleep with the interpreter's lock held."""
     if how == "gil":
         _keep_the_lock(for_s)
@@ -183,9 +206,9 @@ def _stand_still(how: str, for_s: float) -> None:
         # In a file of its own: a loop in torch's or our files would be a library at work.
         names: dict[str, Any] = {}
         exec(compile(_CIRCLES, "injected_fault.py", "exec"), names)
-        names["run_in_circles"](clock.now_s, until_s)
+        names["run_in_circles"](now_s, until_s)
         return
-    while clock.now_s() < until_s:
+    while now_s() < until_s:
         clock.sleep(_SLEEP_S)
 
 
@@ -340,9 +363,7 @@ class _Skipped:
         return True
 
 
-def slow_input(
-    more_s: float, for_s: float, fired: Callable[[], None], ended: Callable[[], None]
-) -> None:
+def slow_input(more_s: float, for_s: float, tell: Telling) -> None:
     """Every batch of torch's DataLoader comes late from now on, for so long."""
     from torch.utils.data import dataloader
 
@@ -357,16 +378,15 @@ def slow_input(
         """Within the loader's own `__next__`, so that a stack shows where the rank waits."""
 
         def late_next_data(self: Any) -> Any:
-            now_s = clock.now_s()
             if not until_s:
-                until_s.append(now_s + (for_s or _FOR_EVER_S))
-                fired()
-            if now_s <= until_s[0]:
+                until_s.append(clock.now_s() + (for_s or _FOR_EVER_S))
+                tell.fired()
+            if tell.now_s() <= until_s[0]:
                 clock.sleep(more_s)
             elif kinds[0]._next_data is not originals[kinds[0]]:
                 for kind in kinds:
                     kind._next_data = originals[kind]
-                ended()
+                tell.ended()
             return original(self)
 
         return late_next_data

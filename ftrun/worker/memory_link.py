@@ -5,6 +5,9 @@ Takes in: the socket's path, from the context.
 Gives:    memory, and word of each seal; every call has a deadline.
 Survives: the SMP: a lost line is opened anew at the next call, for its successor listens at the
           same path, and the last seal is told again.
+
+Rule: an SMP that does not answer may cost protection, never the run: what is asked between two
+      steps waits for a moment, once in a while.
 """
 
 import contextlib
@@ -12,7 +15,8 @@ import os
 import threading
 from collections.abc import Sequence
 
-from ftrun.errors import LayoutUnknown, MemoryTooSmall, PeerError, ProtocolError
+from ftrun import clock
+from ftrun.errors import LayoutUnknown, MemoryTooSmall, PeerError, PeerTimeout, ProtocolError
 from ftrun.ids import Rank, Version
 from ftrun.wire.channel import Channel, Received, connect
 from ftrun.wire.messages import AnyMessage, Done, Hello, Refused
@@ -36,7 +40,12 @@ from ftrun.worker.context import WorkerContext
 
 _CONNECT_S = 1.0
 _ANSWER_S = 60.0  # the SMP allocates and populates: 0.25 s per GiB measured, more when it is busy
+_RESERVE_S = 10.0
+_WITHDRAW_S = 2.0
+_REST_S = 10.0
+"""After an answer that has not come, nothing is withdrawn for so long; doubles with each."""
 
+_LONGEST_REST_S = 600.0
 _FETCH_S = 24 * 3600.0
 
 
@@ -48,6 +57,8 @@ class MemoryLink:
         self._channel: Channel | None = None
         self._lock = threading.Lock()
         self._untold: ShardSealed | None = None
+        self._rest_s = _REST_S
+        self._rests_until_s = 0.0
 
     def reserve(self, image_bytes: int) -> None:
         """Ask whether two slots of this size fit.
@@ -56,7 +67,8 @@ class MemoryLink:
             MemoryTooSmall: they do not.
             PeerError: the SMP cannot be asked.
         """
-        _raise_if_refused(self._ask(ReserveMemory(self._context.rank, image_bytes)))
+        body = ReserveMemory(self._context.rank, image_bytes)
+        _raise_if_refused(self._ask(body, deadline_s=_RESERVE_S))
 
     def request_arena(self, *, image_bytes: int, num_pieces: int, layout_id: int) -> int:
         """The descriptor of a new arena, the caller's to close.
@@ -107,12 +119,24 @@ class MemoryLink:
                 self._drop()
 
     def withdraw(self, step: int) -> bool:
-        """Take back a seal that was not committed; whether the SMP agrees to forget it."""
+        """Take back a seal that was not committed; whether the SMP agrees to forget it.
+
+        The training waits for the answer. One that does not come leaves the seal as it was: its
+        slot stays taken, until the SMP is heard of by the command page.
+        """
         context = self._context
+        if clock.now_s() < self._rests_until_s:
+            return False
+        body = WithdrawShard(context.rank, context.generation, step)
         try:
-            received = self._ask(WithdrawShard(context.rank, context.generation, step))
+            received = self._ask(body, deadline_s=_WITHDRAW_S)
+        except PeerTimeout:
+            self._rests_until_s = clock.now_s() + self._rest_s
+            self._rest_s = min(2 * self._rest_s, _LONGEST_REST_S)
+            return False
         except PeerError:
             return False
+        self._rest_s = _REST_S
         return isinstance(received.body, Done)
 
     def await_restored(self, wanted: Version) -> int:
@@ -190,6 +214,9 @@ class MemoryLink:
         with self._lock:
             try:
                 return self._connected().ask(body, deadline_s=deadline_s)
+            except PeerTimeout:
+                self._drop()  # whoever listens there at the next question may be another
+                raise
             except PeerError:
                 self._drop()
             try:

@@ -18,7 +18,7 @@ from ftrun.errors import MemoryTooSmall, PeerError
 from ftrun.ids import Version
 from ftrun.wire.arena import Arena
 from ftrun.wire.pages import Beat, Command
-from ftrun.worker import heartbeat
+from ftrun.worker import early_restore, heartbeat, ready_memory
 from ftrun.worker.accumulation import Accumulation
 from ftrun.worker.attached import Attached
 from ftrun.worker.buckets import WrapperWatch, is_needed, ready_order, warm_buckets
@@ -46,7 +46,7 @@ class Protection:
         self._warmup = warmup
         self._tree = StateTree(attached)
         self._link = MemoryLink(context)
-        self._accumulation = Accumulation(attached.optimizers.values())
+        self._accumulation = Accumulation(attached.optimizers.values(), attached.stateful.values())
         self._watch = WrapperWatch()
         self._capture: Capture | None = None
         self._saved: Restorable | None = None
@@ -80,23 +80,43 @@ class Protection:
 
     def _open_own(self, wanted: Version) -> Restorable:
         """This rank's shard; or those of all ranks, where they had another layout."""
-        self._inherited = self._arena_with(wanted)
-        saved = SavedState(self._inherited, wanted, self._context)
-        layout = self._attached.layout
-        if layout is None or layout.is_that_of(saved.layout):
+        ahead = early_restore.take(wanted)
+        if ahead is None:
+            self._inherited = self._arena_with(wanted)
+            saved = SavedState(self._inherited, wanted, self._context)
+        else:
+            self._inherited = ahead.arena
+            # Its thread may be in the middle of something: what is there by now counts.
+            right, copied = frozenset(ahead.right), dict(ahead.copied)
+            saved = SavedState(self._inherited, wanted, self._context, right, copied)
+        if self._is_of_this_layout(saved):
             return saved
         self._inherited = None
         return self._open_other()
 
+    def _is_of_this_layout(self, saved: SavedState) -> bool:
+        """Whether this rank's own shard is all that it needs."""
+        layout = self._attached.layout
+        if layout is not None and (layout.has_rules or not layout.is_that_of(saved.layout)):
+            return layout.is_that_of(saved.layout)
+        if self._context.world_size == 1:
+            return True
+        # As many ranks may place their tensors otherwise, or be other stages now. Where it is
+        # another model, whoever reads all shards can say what it was.
+        lasting = self._tree.lasting()
+        held = set(lasting.names.values())
+        return saved.is_cut_like([one for one in lasting.entries if one.name in held])
+
     def _open_other(self) -> Restorable:
         # Here, because both import distributed checkpoints.
-        if self._attached.layout is not None:
+        layout = self._attached.layout
+        if layout is not None and layout.has_rules:
             from ftrun.worker.ruled import open_ruled
 
-            return open_ruled(self._context, self._link, self._attached.layout)
+            return open_ruled(self._context, self._link, layout)
         from ftrun.worker.resized import open_resized
 
-        return open_resized(self._context, self._link)
+        return open_resized(self._context, self._link, layout)
 
     def _arena_with(self, wanted: Version) -> Arena:
         """The arena we were started with; or, on a node that is new to this rank, its SMP's."""
@@ -134,6 +154,7 @@ class Protection:
         self._warm_buckets()
         self._wrapped_at_load = {id(ddp) for ddp in self._wrappers().values()}
         self._saved.load(self._tree, self._context)
+        ready_memory.over()
 
     def _let_go(self) -> None:
         """What was restored is in the script's hands; its source is needed no more."""

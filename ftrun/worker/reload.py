@@ -9,7 +9,7 @@ kept views of the arena would train in the snapshot. Random states come last and
 whatever runs between restore and first step may draw.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -23,8 +23,9 @@ from ftrun.wire.pages import Beat
 from ftrun.worker import rng
 from ftrun.worker.attached import Attached, named_parts
 from ftrun.worker.context import WorkerContext
-from ftrun.worker.saved_shard import SavedShard, Sharded
-from ftrun.worker.state_tree import Lasting, StateTree
+from ftrun.worker.saved_shard import SavedShard, Sharded, check_fits, fits
+from ftrun.worker.state_tree import Lasting, Source, StateTree
+from ftrun.worker.tensors import DTYPES
 
 _NOTHING = "nothing"
 
@@ -69,14 +70,14 @@ class Loadable(Protocol):
         ...
 
     def copy_into(self, name: str, target: torch.Tensor) -> None:
-        """Put a tensor into one of the same dtype and shape; it counts as used."""
+        """Put a tensor into one of the same shape; it counts as used."""
         ...
 
     def check_all_used(self) -> None:
         """Nothing that was saved has been left behind.
 
         Raises:
-            ShapeChanged: names the first tensor that nobody wanted.
+            ShapeChanged: names the tensors that nobody wanted.
         """
         ...
 
@@ -146,29 +147,42 @@ def add_groups(saved: dict[str, list[dict[str, Any]]], tree: StateTree) -> None:
 
 
 def _load_tensors(saved: Loadable, lasting: Lasting, attached: Attached) -> None:
-    wanted = {*lasting.names.values(), *attached.tensors}
+    names = {*lasting.names.values(), *attached.tensors}
+    wanted = [source for source in lasting.sources if source.name in names]
+    _check_entries(saved, wanted, casts=attached.casts)
     targets: list[torch.Tensor] = []
     sources: list[torch.Tensor] = []
     large = []
-    for source in lasting.sources:
-        if source.name in wanted:
-            entry = saved.entry(source.name)
-            now = source.entry
-            if entry is None or (entry.dtype, entry.shape) != (now.dtype, now.shape):
-                raise ShapeChanged(
-                    key=source.name, saved=str(entry) if entry else _NOTHING, present=str(now)
-                )
-            if entry.is_small:
-                targets.append(source.tensor)
-                sources.append(saved.tensor(source.name))
-            else:
-                large.append(source)
+    for source in wanted:
+        if source.entry.is_small:
+            targets.append(source.tensor)
+            sources.append(saved.tensor(source.name))
+        else:
+            large.append(source)
     with torch.no_grad():
         if targets:
             torch._foreach_copy_(targets, sources)
         for source in large:
             saved.copy_into(source.name, source.tensor)
     freeze(saved.part("frozen"), lasting)
+
+
+def _check_entries(saved: Loadable, wanted: Sequence[Source], *, casts: bool) -> None:
+    """Raises: ShapeChanged: names those that were saved otherwise, or are on one side only."""
+    changed = []
+    for source in wanted:
+        entry, now = saved.entry(source.name), source.entry
+        if entry is None or entry.shape != now.shape or not fits(entry.dtype, now.dtype, casts):
+            changed.append((source.name, str(entry) if entry else _NOTHING, str(now)))
+    names = {source.name for source in wanted}
+    left = [
+        name
+        for groups in saved.part("groups").values()
+        for group in groups
+        for name in group["params"]
+        if name not in names
+    ]
+    check_fits([*changed, *((name, str(saved.entry(name)), _NOTHING) for name in left)])
 
 
 def freeze(frozen: Iterable[str], lasting: Lasting) -> None:
@@ -184,7 +198,10 @@ def _load_optimizers(saved: Loadable, tree: StateTree, lasting: Lasting) -> None
     all_states = saved.part("optimizer_state")
     for name, optimizer in tree.attached.optimizers.items():
         groups = groups_for(name, optimizer, all_groups)
-        load_optimizer(name, optimizer, groups, all_states[name]["state"], lasting.names)
+        held = {key: e for key in lasting.names.values() if (e := saved.entry(key)) is not None}
+        dtypes = {key: DTYPES[entry.dtype] for key, entry in held.items()}
+        state = all_states[name]["state"]
+        load_optimizer(name, optimizer, groups, state, names=lasting.names, dtypes=dtypes)
 
 
 def groups_for(
@@ -205,7 +222,9 @@ def load_optimizer(
     optimizer: torch.optim.Optimizer,
     groups: list[dict[str, Any]],
     state: dict[Any, Any],
+    *,
     names: dict[int, str],
+    dtypes: Mapping[str, torch.dtype],
 ) -> None:
     """Hand over groups and state.
 
@@ -215,15 +234,17 @@ def load_optimizer(
         groups: with names in place of parameters.
         state: by name of the parameter, or by whatever other key.
         names: of parameters, by id.
+        dtypes: that parameters had when they were saved, by name.
 
     Raises:
         ShapeChanged: its groups hold other parameters.
     """
     parameters = {names[id(p)]: p for group in optimizer.param_groups for p in group["params"]}
     index = {one: at for at, one in enumerate(parameters)}
-    for at, (saved_group, group) in enumerate(zip(groups, optimizer.param_groups, strict=False)):
-        present = [names[id(p)] for p in group["params"]]
-        if saved_group["params"] != present:
+    ordered = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+    for at, (saved_group, present) in enumerate(zip(groups, ordered, strict=False)):
+        # Their order says nothing: state goes by name, and other stages had them in another one.
+        if sorted(saved_group["params"]) != sorted(present):
             raise ShapeChanged(
                 key=f"{name}.param_groups[{at}]",
                 saved=f"{len(saved_group['params'])} parameters ({_first(saved_group['params'])})",
@@ -240,11 +261,12 @@ def load_optimizer(
         {
             "state": {index.get(key, key): values for key, values in state.items()},
             "param_groups": [
-                {**group, "params": [index[one] for one in group["params"]]} for group in groups
+                {**group, "params": [index[one] for one in present]}
+                for group, present in zip(groups, ordered, strict=True)
             ],
         }
     )
-    _restore_dtypes(optimizer, parameters, state)
+    _restore_dtypes(optimizer, parameters, state, dtypes)
 
 
 def _shard_like(parameter: torch.Tensor | None, values: Any) -> Any:
@@ -257,16 +279,21 @@ def _shard_like(parameter: torch.Tensor | None, values: Any) -> Any:
 
 
 def _restore_dtypes(
-    optimizer: torch.optim.Optimizer, parameters: dict[str, torch.Tensor], state: dict[Any, Any]
+    optimizer: torch.optim.Optimizer,
+    parameters: dict[str, torch.Tensor],
+    state: dict[Any, Any],
+    dtypes: Mapping[str, torch.dtype],
 ) -> None:
     # load_state_dict casts state to the parameter's dtype: bf16 parameters would lose the lower
-    # half of an fp32 exp_avg.
+    # half of an fp32 exp_avg. What had the parameter's dtype follows where that is another now.
     for key, values in state.items():
         if key not in parameters or not isinstance(values, dict):
             continue
         loaded = optimizer.state[parameters[key]]
+        follows = dtypes.get(key, parameters[key].dtype)
         for field, value in values.items():
-            if isinstance(value, torch.Tensor) and loaded[field].dtype != value.dtype:
+            is_tensor = isinstance(value, torch.Tensor)
+            if is_tensor and loaded[field].dtype != value.dtype and value.dtype != follows:
                 loaded[field] = value.to(loaded[field].device)
 
 

@@ -1,4 +1,4 @@
-"""Puts a version that another number of ranks has taken into what is attached, in place.
+"""Puts a version that ranks of another layout have taken into what is attached, in place.
 
 Runs in:  worker, training thread, inside `attach`; no collective.
 Takes in: a `SavedWorld`, what is attached.
@@ -20,20 +20,23 @@ import torch
 from ftrun import clock
 from ftrun.errors import ShapeChanged, SnapshotCorrupt
 from ftrun.ids import Rank, Version
+from ftrun.layouts.mesh import ranks_alone
 from ftrun.snapshot.plain import TensorRef
-from ftrun.snapshot.regroup import Resize
 from ftrun.snapshot.world_index import WholeTensor
 from ftrun.wire.crash_points import crash_point
 from ftrun.wire.pages import Beat
+from ftrun.worker import ready_memory
 from ftrun.worker.attached import Attached
 from ftrun.worker.context import WorkerContext
+from ftrun.worker.declared_layout import Declared
 from ftrun.worker.image_source import ImageSource, LocalImages
 from ftrun.worker.memory_link import MemoryLink
 from ftrun.worker.parts import box_of
 from ftrun.worker.reload import add_groups, freeze, groups_for, load_objects, load_optimizer
 from ftrun.worker.remote_images import JoinedImages, RemoteImages
 from ftrun.worker.replicas import check_replicas
-from ftrun.worker.saved_world import SavedWorld
+from ftrun.worker.saved_shard import check_fits, fits
+from ftrun.worker.saved_world import SavedWorld, Seat
 from ftrun.worker.state_tree import Lasting, StateTree
 from ftrun.worker.tensors import DTYPE_NAMES, DTYPES, is_sharded, local_tensor
 from ftrun.worker.world_reader import fill
@@ -62,19 +65,25 @@ class ResizedState:
         self._saved.close()
 
 
-def open_resized(context: WorkerContext, link: MemoryLink) -> ResizedState:
-    """The version to restore, as another number of ranks has left it with the SMP.
+def open_resized(
+    context: WorkerContext, link: MemoryLink, layout: Declared | None = None
+) -> ResizedState:
+    """The version to restore, as ranks of another layout have left it with the SMP.
+
+    Args:
+        context: of the rank that wants it.
+        link: to the SMP.
+        layout: the mesh of all ranks; None: the script does not say it.
 
     Raises:
         SnapshotError, PeerError: it is not all there, or is not what was sealed.
     """
     assert context.restore is not None
-    assert context.restore_world_size is not None
-    old_size = context.restore_world_size
-    resize = Resize(context.rank, old_size, context.world_size)
+    old_size = context.restore_world_size or context.world_size
+    mesh = ranks_alone(context.world_size) if layout is None else layout.rules.mesh
     images = images_of(context.restore, link, old_size)
     with telling_of_corruption(context):
-        saved = SavedWorld(images, context.restore, resize)
+        saved = SavedWorld(images, context.restore, old_size, Seat(context.rank, mesh))
     if context.rank == 0:
         for note in saved.notes():
             _log.warning("%s", note)
@@ -99,10 +108,10 @@ def reload_resized(saved: SavedWorld, tree: StateTree, context: WorkerContext) -
     page = context.page
     page.set(Beat.RESTORE_BEGIN_NS, clock.now_ns())
     crash_point("worker.restore.begun")
-    groups = saved.part("groups")
+    groups = saved.groups_among(set(tree.lasting().names.values()))
     add_groups(groups, tree)
     lasting = tree.lasting()
-    wanted = _Wanted(saved)
+    wanted = _Wanted(saved, casts=tree.attached.casts)
     wanted.add_attached(lasting, tree)
     states = {
         name: _states(name, optimizer, wanted, lasting)
@@ -116,7 +125,9 @@ def reload_resized(saved: SavedWorld, tree: StateTree, context: WorkerContext) -
     freeze(saved.part("frozen"), lasting)
     for name, optimizer in tree.attached.optimizers.items():
         own = groups_for(name, optimizer, groups)
-        load_optimizer(name, optimizer, own, states[name], lasting.names)
+        load_optimizer(
+            name, optimizer, own, states[name], names=lasting.names, dtypes=wanted.dtypes
+        )
     load_objects(saved.part, tree.attached)
     saved.check_all_used()
     crash_point("worker.restore.loaded")
@@ -141,17 +152,29 @@ def telling_of_corruption(context: WorkerContext) -> Iterator[None]:
 class _Wanted:
     """The tensors to fill and what they are filled from, both by name."""
 
-    def __init__(self, saved: SavedWorld) -> None:
+    def __init__(self, saved: SavedWorld, *, casts: bool) -> None:
         self.world = saved
+        self.casts = casts
         self.tensors: dict[str, torch.Tensor] = {}
         self.saved: dict[str, WholeTensor] = {}
 
     def add_attached(self, lasting: Lasting, tree: StateTree) -> None:
         """Parameters, buffers, and tensors attached by name."""
         names = {*lasting.names.values(), *tree.attached.tensors}
-        for source, original in zip(lasting.sources, lasting.originals, strict=True):
-            if source.name in names:
-                self.add(source.name, original)
+        pairs = zip(lasting.sources, lasting.originals, strict=True)
+        wanted = [(source.name, original) for source, original in pairs if source.name in names]
+        changed = [found for one in wanted if (found := self._changed(*one)) is not None]
+        # Where ranks are stages, others have what this one leaves.
+        common = [] if self.world.has_stages else self.world.index.common_names
+        left = [name for name in common if name in self.world.parameters - names]
+        check_fits([*changed, *((n, str(self.world.whole(n)), _NOTHING) for n in left)])
+        for name, tensor in wanted:
+            self.add(name, tensor)
+
+    @property
+    def dtypes(self) -> dict[str, torch.dtype]:
+        """Of what was saved."""
+        return {name: DTYPES[saved.dtype] for name, saved in self.saved.items()}
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """Want this tensor filled.
@@ -159,17 +182,23 @@ class _Wanted:
         Raises:
             ShapeChanged: what was saved under this name is another.
         """
+        if (changed := self._changed(name, tensor)) is not None:
+            check_fits([changed])
         found = self.world.whole(name)
-        now = (DTYPE_NAMES[tensor.dtype], tuple(tensor.shape))
-        if found is None or (found.dtype, found.shape) != now:
-            saved = _NOTHING if found is None else str(found)
-            raise ShapeChanged(key=name, saved=saved, present=f"{now[0]}{list(now[1])}")
-        if box_of(tensor) is None:
-            raise ShapeChanged(
-                key=name, saved=str(found), present="a DTensor with strided shards or partial sums"
-            )
+        assert found is not None, name
         self.tensors[name] = tensor.detach()
         self.saved[name] = found
+
+    def _changed(self, name: str, tensor: torch.Tensor) -> tuple[str, str, str] | None:
+        """What was saved under this name and what is there now, where they do not go together."""
+        found = self.world.whole(name)
+        now = (DTYPE_NAMES[tensor.dtype], tuple(tensor.shape))
+        if found is None or found.shape != now[1] or not fits(found.dtype, now[0], self.casts):
+            saved = _NOTHING if found is None else str(found)
+            return name, saved, f"{now[0]}{list(now[1])}"
+        if box_of(tensor) is None:
+            return name, str(found), "a DTensor with strided shards or partial sums"
+        return None
 
 
 def _states(
@@ -177,11 +206,12 @@ def _states(
 ) -> dict[Any, Any]:
     """The state of each parameter of an optimizer, its tensors made and wanted."""
     parameters = {lasting.names[id(p)]: p for g in optimizer.param_groups for p in g["params"]}
+    elsewhere = wanted.world.parameters - parameters.keys()
     found: dict[Any, Any] = {}
     for rank in wanted.world.ranks:
         saved = wanted.world.optimizer_state(rank)[optimizer_name]["state"]
         for key, values in saved.items():
-            if key not in found:
+            if key not in found and key not in elsewhere:
                 found[key] = _made(values, parameters.get(key), wanted, rank)
         # What a rank has none of, it has never stepped, or another one did.
         if all(name in found for name in parameters):
@@ -219,7 +249,7 @@ def _made_tensor(
     else:
         # Numbers, such as the step, stay where torch's optimizers keep them.
         device = parameter.device if parameter is not None and saved.shape else "cpu"
-        made = torch.empty(saved.shape, dtype=dtype, device=device)
+        made = ready_memory.empty(saved.shape, dtype, device)
     wanted.add(ref.name, made)
     return made
 
@@ -230,7 +260,7 @@ def _like(parameter: Any, dtype: torch.dtype) -> torch.Tensor:
 
     local = local_tensor(parameter, "a parameter")
     return DTensor.from_local(
-        torch.empty(local.shape, dtype=dtype, device=local.device),
+        ready_memory.empty(tuple(local.shape), dtype, local.device),
         parameter.device_mesh,
         parameter.placements,
         run_check=False,

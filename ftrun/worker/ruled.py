@@ -99,7 +99,8 @@ class RuledState:
         if problems := differing(self, before):
             raise RulesUnfit(source=saved.source, problems=problems)
         self._stock = before.stock()
-        self._placed = after.entries[context.rank]
+        own = partial(after.own_name, context.rank)
+        self._placed = {own(name): one for name, one in after.entries[context.rank].items()}
         values = RankValues(parts, before, after)
         self._parts: dict[str, bytes] = plain.decode(values.of(context.rank))
         self.notes = [

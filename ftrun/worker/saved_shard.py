@@ -4,15 +4,15 @@ Runs in:  worker, training thread, inside `attach`.
 Takes in: this rank's arena, as it outlived the last worker, and the version to restore.
 Gives:    tensors and plain values; an error that names the slot where a digest does not match.
 
-A piece is compared with its digest when it is first read. Of a large tensor that is right before
-it is copied, while the piece is in the processor's cache: the two together take little longer than
-the copy (scripts/bench_reshard.py). What was put into the model before a digest failed does not
-matter: the process ends, and the next one restores another version.
+A piece is compared with its digest when it is first read, or before, by `early_restore`. Of a large
+tensor that is right before it is copied, while the piece is in the processor's cache. What was put
+into the model before a digest failed does not matter: the process ends, and the next one restores
+another version.
 """
 
-from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,7 @@ from ftrun.snapshot.layout import PLAIN_NAME, Entry
 from ftrun.snapshot.plain import TensorRef
 from ftrun.wire.arena import Arena, open_slot
 from ftrun.wire.pages import Beat
+from ftrun.worker import ready_memory
 from ftrun.worker.context import WorkerContext
 from ftrun.worker.copying import can_be_cut, digest_of, entry_view
 from ftrun.worker.tensors import DTYPES, byte_view
@@ -33,8 +34,22 @@ from ftrun.worker.tensors import DTYPES, byte_view
 class SavedShard:
     """One version, read only."""
 
-    def __init__(self, arena: Arena, wanted: Version, context: WorkerContext) -> None:
+    def __init__(
+        self,
+        arena: Arena,
+        wanted: Version,
+        context: WorkerContext,
+        right: Collection[int] = (),
+        copied: Mapping[str, torch.Tensor] = MappingProxyType({}),
+    ) -> None:
         """Check the table of digests and the plain values.
+
+        Args:
+            arena: this rank's.
+            wanted: the version.
+            context: this rank.
+            right: pieces that have been compared with their digests already, by index.
+            copied: tensors that have been copied already, by name; each is given out once.
 
         Raises:
             SnapshotCorrupt: a digest does not match, here or later; the page names the slot, so
@@ -50,13 +65,15 @@ class SavedShard:
         self._slot = slot
         with self._telling_the_agent():
             layout, data, table = open_slot(arena, slot, what=self._what)
+        self._layout = layout
         self._table = table.tolist()
         self._data = torch.frombuffer(data, dtype=torch.uint8)
         self._bytes = np.frombuffer(data, dtype=np.uint8)
         self._pieces = layout.pieces
-        self._starts = [piece.offset for piece in layout.pieces]
         self._unchecked = {index for index, piece in enumerate(self._pieces) if piece.num_bytes}
+        self._unchecked.difference_update(right)
         self._entries = {entry.name: entry for entry in layout.entries}
+        self._copied = dict(copied)
         self._used: set[str] = set()
         at = self._entries[PLAIN_NAME].offset
         self._check_entry(self._entries[PLAIN_NAME])
@@ -79,6 +96,23 @@ class SavedShard:
     def entry(self, name: str) -> Entry | None:
         return self._entries.get(name)
 
+    def is_cut_like(self, entries: Sequence[Entry]) -> bool:
+        """Whether this rank had saved the same parts of the same tensors, as far as one can tell.
+
+        Args:
+            entries: what the rank has now, without state of optimizers.
+        """
+        if not self._layout.knows_parts:
+            return True
+        groups = (group for some in self.part("groups").values() for group in some)
+        learned = {name for group in groups for name in group["params"]}
+        pairs = [(self._entries.get(one.name), one) for one in entries]
+        return learned <= {one.name for one in entries} and all(
+            saved is not None
+            and (saved.dtype, saved.shape, saved.part) == (one.dtype, one.shape, one.part)
+            for saved, one in pairs
+        )
+
     def tensor(self, name: str) -> torch.Tensor:
         """A checked tensor that shares the arena's memory: to copy from at once."""
         self._used.add(name)
@@ -86,15 +120,18 @@ class SavedShard:
         return entry_view(self._data, self._entries[name])
 
     def copy_into(self, name: str, target: torch.Tensor) -> None:
-        """Put a tensor into one of the same dtype and shape."""
+        """Put a tensor into one of the same shape."""
         entry = self._entries[name]
-        if entry.is_small or not can_be_cut(target):
+        pieces = self._layout.pieces_of(entry)
+        is_checked = self._unchecked.isdisjoint(pieces)
+        is_cast = DTYPES[entry.dtype] != target.dtype
+        if is_checked or entry.is_small or is_cast or not can_be_cut(target):
             target.copy_(self.tensor(name))
             return
         self._used.add(name)
         into = byte_view(target)
         with self._telling_the_agent():
-            for index in self._pieces_of(entry):
+            for index in pieces:
                 piece = self._pieces[index]
                 begin, end = piece.offset, piece.offset + piece.num_bytes
                 self._check_piece(index)
@@ -104,7 +141,7 @@ class SavedShard:
         """Nothing that was saved has been left behind, and nothing unchecked.
 
         Raises:
-            ShapeChanged: names the first tensor that nobody wanted.
+            ShapeChanged: names the tensors that nobody wanted.
         """
         names = (name for name in self._entries if not name.startswith("ftrun."))
         check_used({name: str(self._entries[name]) for name in names}, self._used)
@@ -114,14 +151,9 @@ class SavedShard:
 
     # --- digests ------------------------------------------------------------------------------
 
-    def _pieces_of(self, entry: Entry) -> range:
-        """Those that its bytes lie in, by index."""
-        first = bisect_right(self._starts, entry.offset) - 1
-        return range(first, bisect_left(self._starts, entry.offset + entry.num_bytes))
-
     def _check_entry(self, entry: Entry) -> None:
         with self._telling_the_agent():
-            for index in self._pieces_of(entry):
+            for index in self._layout.pieces_of(entry):
                 self._check_piece(index)
 
     def _check_piece(self, index: int) -> None:
@@ -144,8 +176,11 @@ class SavedShard:
 
     def _deref(self, ref: TensorRef) -> object:
         entry = self._entries[ref.name]
-        copied = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
-        self.copy_into(ref.name, copied)
+        copied = self._copied.pop(ref.name, None)
+        if copied is None:
+            copied = ready_memory.empty(entry.shape, DTYPES[entry.dtype], "cpu")
+            self.copy_into(ref.name, copied)
+        self._used.add(ref.name)
         if ref.kind == "array":
             return copied.numpy()
         return Sharded(copied) if ref.kind == "sharded" else copied
@@ -171,8 +206,24 @@ class Sharded:
 
 
 def check_used(saved: Mapping[str, str], used: Iterable[str]) -> None:
-    """Raises: ShapeChanged: names the first tensor that was saved and nobody wanted."""
+    """Raises: ShapeChanged: names the tensors that were saved and nobody wanted."""
     used = set(used)
-    for name, described in saved.items():
-        if name not in used:
-            raise ShapeChanged(key=name, saved=described, present="nothing")
+    check_fits([(name, was, "nothing") for name, was in saved.items() if name not in used])
+
+
+def fits(saved: str, now: str, casts: bool) -> bool:
+    """Whether what was saved in one dtype may go into another, both by safetensors' names.
+
+    Args:
+        saved: the one.
+        now: the other.
+        casts: floating numbers may be rounded.
+    """
+    return saved == now or (casts and all(DTYPES[one].is_floating_point for one in (saved, now)))
+
+
+def check_fits(changed: Sequence[tuple[str, str, str]]) -> None:
+    """Raises: ShapeChanged: there are such: a name, what was saved under it, what is there now."""
+    if changed:
+        (key, saved, present), *others = changed
+        raise ShapeChanged(key=key, saved=saved, present=present, others=others)

@@ -119,7 +119,7 @@ class Saver:
         state = State(_lasting(sources), (), plain)
         slots = self._await_slots(state, give_up_s)
         slot = self._free_slot(slots.arena)
-        slots.arena.write_header(slot, self._header(slots, SlotState.COPYING, step, 0))
+        slots.arena.begin_copy(slot, self._header(slots, SlotState.COPYING, step, 0))
         crash_point("worker.capture.marked")
         views = slots.views[slot]
         views.write_header()

@@ -25,6 +25,7 @@ from ftrun.worker.batches import Feed
 from ftrun.worker.context import WorkerContext, worker_context
 
 if TYPE_CHECKING:
+    from ftrun.worker.declared_layout import Declared
     from ftrun.worker.protection import Protection
 
 _log = logging.getLogger(__name__)
@@ -43,8 +44,9 @@ def attach(  # noqa: PLR0913 - what a script has
     scaler: object = None,
     loader: object = None,
     warmup: Callable[[], object] | None = None,
-    layout: str | Path | None = None,
+    layout: "str | Path | Declared | None" = None,
     mesh: Mapping[str, int] | None = None,
+    cast: bool = False,
     **named: object,
 ) -> "Session":
     """Say what makes up the state of this training, and restore it if there is something to.
@@ -58,8 +60,13 @@ def attach(  # noqa: PLR0913 - what a script has
         warmup: called once before a restore with DDP on more than two ranks, in place of the
             synthetic backward that puts DDP's buckets in order.
         layout: file of layout rules, where ranks have parts of plain tensors; a version of another
-            layout is read through them.
-        mesh: sizes of its axes, where they are other than in the file.
+            layout is read through them. An integration gives the rules themselves.
+        mesh: sizes of its axes, where they are other than in the file. Without a file: how ranks
+            are arranged, the slowest axis first, such as {"pp": 2, "dp": 2, "tp": 4}. They see
+            other data along axes that begin with dp, and are stages along pp.
+        cast: parameters and buffers that were saved in another floating dtype are rounded to the
+            one they have now, and with them state of optimizers that had the same. Otherwise they
+            are refused.
         named: whatever else has a state: objects with state_dict and load_state_dict, tensors,
             dicts of plain values, torch.Generators.
 
@@ -73,25 +80,37 @@ def attach(  # noqa: PLR0913 - what a script has
             "attach was called twice: one session holds all models and optimizers, as dicts by "
             "name. Call close() on the first session to begin anew"
         )
-    attached = Attached()
     parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
-    for argument, given in parts.items():
-        for name, thing in by_name(argument, given).items():
-            attached.add(name, thing)
-    for name, thing in named.items():
-        attached.add(name, thing)
+    attached = _attached(parts, named, casts=cast)
     feeds = {
         name: thing if isinstance(thing, Feed) else Feed(name, thing)
         for name, thing in by_name("loader", loader).items()
     }
     context = worker_context()
-    if layout is not None:
-        from ftrun.worker.declared_layout import declared
+    if layout is not None or mesh:
+        from ftrun.worker.declared_layout import Declared, declared
 
-        attached.layout = declared(layout, mesh, context.world_size if context else None)
+        if not isinstance(layout, Declared):
+            layout = declared(layout, mesh, context.world_size if context else None)
+        attached.layout = layout
     session = Session(attached, feeds, context, warmup)
     _live = weakref.ref(session)
     return session
+
+
+def _attached(parts: Mapping[str, object], named: Mapping[str, object], *, casts: bool) -> Attached:
+    """Everything that was given, sorted in.
+
+    Raises:
+        UsageError: something has no state.
+    """
+    attached = Attached(casts=casts)
+    for argument, given in parts.items():
+        for name, thing in by_name(argument, given).items():
+            attached.add(name, thing)
+    for name, thing in named.items():
+        attached.add(name, thing)
+    return attached
 
 
 def is_attached() -> bool:

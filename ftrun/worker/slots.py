@@ -7,6 +7,7 @@ Gives:    `Slots` that fit the state, or none yet.
 Making an arena costs 0.5 s per GiB (2026-11), most of it the first touch of its pages. The
 boundary that needs one waits for it, so that the first step is protected, but no longer than
 `commit_wait_s`: a very large one is made beside the training, and until then nothing is taken.
+The last boundary of a run waits longer: a short run would have no snapshot at all.
 """
 
 import os
@@ -24,6 +25,9 @@ from ftrun.worker.memory_link import MemoryLink
 from ftrun.worker.state_tree import Lasting, State, StateTree
 
 Shape = tuple[tuple[object, ...], ...]
+
+_LAST_WAIT_S = 60.0
+"""For an arena at the last boundary; as long as the SMP's answer is waited for."""
 
 
 class Slots:
@@ -66,12 +70,18 @@ class SlotStore:
         """Use this arena as long as the layout stays what it was."""
         self._inherited = arena
 
-    def slots_for(self, state: State) -> Slots | None:
+    def slots_for(self, state: State, *, is_last: bool = False) -> Slots | None:
         """Where this state goes; None while memory for it is being made.
+
+        Args:
+            state: of a boundary.
+            is_last: this rank is about to stop, and has time.
 
         Raises:
             MemoryTooSmall, PeerError: there is none to be had.
         """
+        if is_last and self._maker is not None:
+            self._maker.join(_LAST_WAIT_S)
         self._take_made()
         slots = self.current
         shape: Shape = (state.lasting.entries, tuple(source.entry for source in state.fresh))
@@ -91,7 +101,7 @@ class SlotStore:
         if inherited is not None:
             return self._use(Slots(inherited, layout, layout_id))
         maker = self._begin_making(layout, layout_id)
-        maker.join(self._context.settings.commit_wait_s)
+        maker.join(_LAST_WAIT_S if is_last else self._context.settings.commit_wait_s)
         return self.current if self._take_made() else None
 
     def forget_copies(self) -> None:

@@ -39,8 +39,10 @@ PRELOAD = (
     "torch.profiler",
     "ftrun.worker.session",
     "ftrun.worker.protection",
+    "ftrun.worker.resized",
 )
-"""What a first DDP step imports: without torch._dynamo the DDP constructor takes 0.8 s."""
+"""What a first DDP step imports, and what a restore does: without torch._dynamo the DDP constructor
+takes 0.8 s."""
 
 
 def preload(modules: tuple[str, ...]) -> list[str]:

@@ -125,7 +125,8 @@ def test_rank_killed_right_after_a_resume_falls_back_to_it(
     undisturbed.check(again)
 
 
-@pytest.mark.parametrize("wish", ["path", pytest.param("never", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("wish", ["path", "never"])
 def test_resume_says_where_to_begin_and_what_others_left_stays_out(
     start: Start, train: tuple[str, ...], undisturbed: Checked, wish: str
 ) -> None:
@@ -155,6 +156,34 @@ def test_finished_run_is_saved_and_not_repeated(start: Start, train: tuple[str, 
     again = start(*KEPT, *train[:-1], "0")
     assert again.wait() == 0, again.text
     assert first_step(again) == STEPS
+
+
+ORPHANS = """
+import os, subprocess
+import torch
+import ftrun
+
+model = torch.nn.Linear(2048, 2048)
+optimizer = torch.optim.AdamW(model.parameters())
+for step in ftrun.attach(model=model, optimizer=optimizer).steps(2):
+    model(torch.ones(1, 2048)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+# A shell of its own session, whose children have no parent but the agent when they end.
+again = "i=0; while [ $i -lt 400 ]; do (sleep 0.01 &); i=$((i + 1)); done"
+subprocess.Popen(["setsid", "sh", "-c", again], stdin=subprocess.DEVNULL)
+"""
+
+
+def test_processes_that_end_while_the_last_checkpoint_is_written_are_no_wish(
+    start: Start, tmp_path: Path
+) -> None:
+    script = tmp_path / "orphans.py"
+    script.write_text(ORPHANS)
+    run = start(*KEPT, "--snapshot-every", "1", str(script))
+    assert run.wait() == 0, run.text
+    assert not run.journal("checkpoint_not_written"), run.text
+    assert run.journal("CheckpointWritten")[-1]["step"] == 2
 
 
 def test_where_none_can_be_written_the_run_goes_on_and_status_says_so(

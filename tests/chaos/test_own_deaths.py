@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 from itertools import combinations
+from pathlib import Path
 
 import pytest
 
@@ -14,7 +15,7 @@ from tests.integration.conftest import Run, Start, is_gone
 
 PARTS = ("rank", "smp", "zygote", "agent")
 KILL_AT = 30
-ALWAYS = {("rank",), ("agent",), ("smp", "agent")}
+ALWAYS = {("agent",), ("smp", "agent")}
 """The others in scripts/test --full."""
 
 TOGETHER = [
@@ -62,6 +63,25 @@ def test_snapshots_go_on_with_a_new_smp(start: Start, train: tuple[str, ...]) ->
         lambda: (run.status().get("snapshots") or {"step": -1})["step"] > committed,  # type: ignore[index]
     )
     assert run.pid_of("smp") != before
+
+
+def test_the_agent_dies_before_a_new_smp_has_the_memory(
+    tmp_path: Path, train: tuple[str, ...], undisturbed: Checked
+) -> None:
+    once = tmp_path / "once"
+    env = {"FTRUN_CRASH_AT": "agent.smp.listening", "FTRUN_CRASH_ONCE": str(once)}
+    run = Run(tmp_path, *train, env=env)
+    try:
+        run.wait_for_step(KILL_AT)
+        os.kill(run.pid_of("smp"), signal.SIGKILL)
+        assert run.wait() == 0, run.text
+        assert once.exists()
+        undisturbed.check(run)
+        begun = [line for line in run.text.splitlines() if line.startswith("begin rank=0")]
+        assert int(begun[-1].rpartition("=")[2]) >= KILL_AT - 2, run.text
+        assert len(run.journal("StartGeneration")) == 2, "no rank stood still"
+    finally:
+        run.end()
 
 
 def test_same_run_id_resumes_when_only_the_smp_is_left(

@@ -104,6 +104,29 @@ def test_descriptors_that_do_not_come_are_a_protocol_error(ends: tuple[Channel, 
         right.receive(deadline_s=PATIENCE_S)
 
 
+def test_an_answer_that_comes_late_is_not_taken_for_that_to_the_next_question(
+    ends: tuple[Channel, Channel],
+) -> None:
+    asker, answerer = ends
+    with pytest.raises(PeerTimeout):
+        asker.ask(HandOver(), deadline_s=0.05)
+    fd = create_page("test")
+    late = answerer.receive(deadline_s=PATIENCE_S).envelope.question
+    answerer.send(HandedOver([0], b""), fds=(fd,), question=late)
+    os.close(fd)
+
+    def answer() -> None:
+        answerer.send(Refused("nobody has asked"))
+        asked = answerer.receive(deadline_s=PATIENCE_S)
+        answerer.send(Done(), question=asked.envelope.question)
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    assert asker.ask(KeepRunState(b"x"), deadline_s=PATIENCE_S).body == Done()
+    thread.join(PATIENCE_S)
+    assert asker.receive(deadline_s=PATIENCE_S).body == Refused("nobody has asked")
+
+
 def test_silence_is_a_timeout_after_the_deadline(ends: tuple[Channel, Channel]) -> None:
     _, right = ends
     with pytest.raises(PeerTimeout):

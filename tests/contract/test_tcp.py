@@ -94,7 +94,7 @@ def test_a_socket_that_is_connected_to_itself_is_refused() -> None:
         sock.bind(("127.0.0.1", 0))
         sock.connect(sock.getsockname())
         with pytest.raises(ConnectionRefusedError):
-            tcp._check_not_itself(sock)
+            tcp.check_not_itself(sock)
 
 
 def test_no_answer_is_silent(full: int) -> None:

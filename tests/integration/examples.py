@@ -4,7 +4,7 @@ import re
 import subprocess
 import sys
 import types
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from pathlib import Path
 
 import pytest
@@ -12,6 +12,8 @@ import pytest
 from tests.integration.conftest import WAIT_S, Run, Start
 
 PAGE = Path(__file__).parents[2] / "docs" / "frameworks.md"
+
+RUNS_A_FRAMEWORK = [pytest.mark.full, pytest.mark.slow, pytest.mark.timeout(600)]
 
 DIES = """
 import os, signal, torch
@@ -54,6 +56,39 @@ def example(title: str, changes: Mapping[str, str] = types.MappingProxyType({}))
         assert old in code, f"the example of {title} does not say {old!r}"
         code = code.replace(old, new)
     return code
+
+
+def each_of(kinds: Mapping[str, Mapping[str, str]]) -> pytest.MarkDecorator:
+    """A test for each kind of an example: by its name, the words to replace."""
+    return pytest.mark.parametrize("changes", list(kinds.values()), ids=list(kinds))
+
+
+def loses_a_rank_twice(
+    start: Start,
+    folder: Path,
+    code: str,
+    *,
+    first: Container[int],
+    second: Container[int],
+) -> Run:
+    """Kill a rank in the middle of an accumulation, and once more in a later epoch.
+
+    The seventh backward is the first of two whose gradients make the fourth step. An epoch has
+    twelve of them.
+
+    Args:
+        start: starts ftrun.
+        folder: where it starts it.
+        code: the script; it leaves its model in `model`.
+        first: steps that the first restart may go back to.
+        second: the same of the second one.
+    """
+    run = ends_as_undisturbed(start, folder, code, {0: 7, 1: 12})
+    steps = restored_steps(run)
+    assert len(steps) == 2, f"{steps}\n{run.text}"
+    assert steps[0] in first, f"{steps}\n{run.text}"
+    assert steps[1] in second, f"{steps}\n{run.text}"
+    return run
 
 
 def ends_as_undisturbed(

@@ -5,7 +5,9 @@ each to break lazy copies, and compare the newest sealed slot with what the stat
 boundary; those of the second restore into fresh objects.
 """
 
+import dataclasses
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -20,10 +22,12 @@ from torch import nn
 from ftrun import clock
 from ftrun.errors import ShapeChanged, SnapshotCorrupt, ValueNotStorable
 from ftrun.ids import Generation, Incarnation, Rank, RunId, Version, version
+from ftrun.snapshot.layout import PIECE_BYTES
 from ftrun.wire import messages, protected, smp_messages, worker_messages
 from ftrun.wire.arena import Arena, verify
 from ftrun.wire.channel import Received, connect
 from ftrun.wire.pages import Beat, Command, Page, create_command_page, create_page
+from ftrun.worker import early_restore, ready_memory
 from ftrun.worker.attached import Attached, by_name
 from ftrun.worker.context import SnapshotSettings, WorkerContext
 from ftrun.worker.copying import entry_view
@@ -68,6 +72,10 @@ class Run:
 
     def attach(self, **given: object) -> Session:
         """The next generation's session; it restores what is committed, if anything is."""
+        return self.session_of(self.next_context(), **given)
+
+    def next_context(self) -> WorkerContext:
+        """Begin the next generation."""
         for one in self.sessions:
             one.close()
         generation = len(self.sessions)
@@ -76,7 +84,7 @@ class Run:
             self.page = Page(create_page("beat"))
             self.ask(smp_messages.VoidAfter(done.generation, done.step))
             self.begin(generation, done)
-        context = WorkerContext(
+        return WorkerContext(
             run_id=RUN,
             rank=Rank(0),
             world_size=1,
@@ -89,6 +97,10 @@ class Run:
             smp_socket=self.socket,
             settings=self.settings,
         )
+
+    def session_of(self, context: WorkerContext, **given: object) -> Session:
+        if early_restore._begun is None:  # as the process of a rank does when it starts
+            early_restore.begin(context)
         attached = Attached()
         for argument, thing in given.items():
             models = ("model", "optimizer", "scheduler")
@@ -219,10 +231,52 @@ def made(
     return model, torch.optim.AdamW(model.parameters(), lr=0.1)
 
 
+def wide() -> tuple[nn.Sequential, torch.optim.Optimizer]:
+    """With tensors large enough to get memory of their own when they are restored."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(WIDTH, 2048), nn.Linear(2048, 3))
+    return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+
+def ended(name: str) -> None:
+    for thread in threading.enumerate():
+        if thread.name == name:
+            thread.join(60)
+            assert not thread.is_alive()
+
+
+def assert_same(
+    model: nn.Module, optimizer: torch.optim.Optimizer, other: nn.Module, its: torch.optim.Optimizer
+) -> None:
+    for one, two in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(one, two)
+        for key, value in optimizer.state[one].items():
+            assert torch.equal(value, its.state[two][key]), key
+
+
 def test_a_plain_loop_discards_nothing_and_skips_nothing(run: Run) -> None:
     train(run, *made())
     assert run.page.get(Beat.SEALED_COUNT) == 8
     assert run.page.get(Beat.DISCARDED_COUNT) == run.page.get(Beat.SKIPPED_COUNT) == 0
+
+
+def test_an_smp_that_stands_still_costs_a_moment_once_in_a_while(run: Run) -> None:
+    model, optimizer = made()
+    run.settings = SnapshotSettings(every=1, commit_wait_s=0.1)
+    session = run.attach(model=model, optimizer=optimizer)
+    for at in session.steps(60):
+        if at == 4:
+            run.smp.send_signal(signal.SIGSTOP)
+            stopped_s = clock.now_s()
+        if at == 50:
+            stood_s = clock.now_s() - stopped_s
+            run.smp.send_signal(signal.SIGCONT)
+        optimizer.zero_grad()
+        model(torch.ones(4, WIDTH)).square().mean().backward()
+        optimizer.step()
+    assert 2 < stood_s < 12, "it asked once and went on"
+    assert run.page.get(Beat.SKIPPED_COUNT) > 30
+    assert run.saved()[0] > 50
 
 
 def test_weights_clipped_through_data_before_the_forward_are_found(run: Run) -> None:
@@ -568,6 +622,88 @@ def test_a_seal_that_no_other_rank_follows_is_withdrawn_and_not_waited_for(run: 
     assert run.page.get(Beat.SEALED_STEP) == 4
     assert run.page.get(Beat.SKIPPED_COUNT) == 0
     assert run.commands.get(Command.COMMITTED_STEP) == -1
+
+
+def test_what_is_read_ahead_of_attach_is_what_is_restored(run: Run) -> None:
+    model, optimizer = wide()
+    loop(run.attach(model=model, optimizer=optimizer), model, optimizer, 3)
+    other, its_optimizer = wide()
+    context = run.next_context()
+    early_restore.begin(context)
+    ended("ftrun-early")
+    ahead, ready = early_restore._begun, ready_memory._ready
+    assert ahead is not None
+    assert len(ahead.right) >= 3 * model[0].weight.nbytes // PIECE_BYTES
+    assert ready is not None
+    copied = {tensor.data_ptr() for tensor in ahead.copied.values()}
+    run.session_of(context, model=other, optimizer=its_optimizer)
+    assert_same(model, optimizer, other, its_optimizer)
+    state = its_optimizer.state[other[0].weight]
+    moments = {state[name].data_ptr() for name in ("exp_avg", "exp_avg_sq")}
+    assert moments <= copied, "they were copied again"
+    assert ready.take(1) is None, "what is left was not given back"
+
+
+def test_attach_goes_on_where_it_meets_the_reader(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer = wide()
+    loop(run.attach(model=model, optimizer=optimizer), model, optimizer, 3)
+    other, its_optimizer = wide()
+    context = run.next_context()
+    read = early_restore.EarlyRestore._copy
+
+    def first_only(self: early_restore.EarlyRestore, *given: object) -> bool:
+        """Where it is taken over in the middle of the second tensor."""
+        if self.copied:
+            self.take_over()
+        return read(self, *given)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(early_restore.EarlyRestore, "_copy", first_only)
+    early_restore.begin(context)
+    ended("ftrun-early")
+    ahead = early_restore._begun
+    assert ahead is not None
+    assert len(ahead.copied) == 1
+    run.session_of(context, model=other, optimizer=its_optimizer)
+    assert_same(model, optimizer, other, its_optimizer)
+
+
+def test_a_piece_that_is_not_right_is_found_by_attach_though_it_was_read_ahead(run: Run) -> None:
+    model, optimizer = wide()
+    loop(run.attach(model=model, optimizer=optimizer), model, optimizer, 3)
+    context = run.next_context()
+    assert context.arena_fd is not None
+    assert context.restore is not None
+    arena = Arena(context.arena_fd, writable=True)
+    slot = arena.find(context.restore)
+    assert slot is not None
+    arena.image(slot)[-(1 << 20)] ^= 1
+    early_restore.begin(context)
+    ended("ftrun-early")
+    with pytest.raises(SnapshotCorrupt):
+        run.session_of(context, **dict(zip(("model", "optimizer"), wide(), strict=True)))
+    assert run.page.get(Beat.CORRUPT_SLOT) == 1 + slot
+
+
+def test_an_arena_that_is_none_costs_the_preparation_and_nothing_else(run: Run) -> None:
+    model, optimizer = wide()
+    loop(run.attach(model=model, optimizer=optimizer), model, optimizer, 1)
+    fd = os.memfd_create("no arena")
+    context = dataclasses.replace(run.next_context(), arena_fd=fd)
+    early_restore.begin(context)
+    ended("ftrun-early")
+    assert early_restore.take(Version(0, 1)) is None
+    ready_memory.over()
+    os.close(fd)
+
+
+def test_a_run_that_is_over_before_its_memory_is_made_waits_for_it(run: Run) -> None:
+    run.settings = SnapshotSettings(every=1, commit_wait_s=0)
+    model, optimizer = made()
+    session = run.attach(model=model, optimizer=optimizer)
+    loop(session, model, optimizer, 1)
+    assert run.page.get(Beat.SEALED_STEP) == 1
 
 
 def test_an_smp_that_is_gone_costs_snapshots_and_not_the_run(run: Run) -> None:

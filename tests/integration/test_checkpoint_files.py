@@ -12,10 +12,14 @@ import xxhash
 
 from ftrun.errors import CheckpointError, MemoryTooSmall
 from ftrun.ids import Rank, RunId, version
-from ftrun.smp.checkpoint import TRIES, CheckpointWriter
+from ftrun.smp import late_copy
+from ftrun.smp.checkpoint import CheckpointWriter
 from ftrun.smp.checkpoint_files import Retention, prune
 from ftrun.smp.checkpoint_index import read_index
-from ftrun.smp.checkpoint_load import Loaded, load_checkpoint
+from ftrun.smp.checkpoint_load import Loaded, LoadOrder, load_checkpoint
+from ftrun.smp.checkpoint_order import TRIES, Means, WriteOrder
+from ftrun.smp.checkpoint_shard import Overwritten, find_shards
+from ftrun.smp.late_copy import LateCopy
 from ftrun.smp.pace import Throttle
 from ftrun.snapshot.layout import PAGE_BYTES, Entry, When, make_layout
 from ftrun.wire.arena import (
@@ -34,6 +38,9 @@ RANKS = [Rank(0), Rank(1)]
 
 class Arenas:
     """The arenas of two ranks, filled by hand."""
+
+    pace = 1
+    """Nanoseconds between two steps."""
 
     def __init__(self) -> None:
         self.fds = {
@@ -59,7 +66,9 @@ class Arenas:
         size = len(image)
         arena.write_header(
             slot,
-            SlotHeader(SlotState.SEALED, generation, step, size, table_digest(table), step),
+            SlotHeader(
+                SlotState.SEALED, generation, step, size, table_digest(table), step * self.pace
+            ),
         )
         del image, table
         arena.close()
@@ -80,20 +89,19 @@ def writer(*, free_bytes: int = 1 << 40, stop: bool = False) -> CheckpointWriter
     event = threading.Event()
     if stop:
         event.set()
-    return CheckpointWriter(RunId("run"), free_bytes=lambda: free_bytes, throttle=Throttle(event))
+    return CheckpointWriter(Means(RunId("run"), lambda: free_bytes, Throttle(event)))
 
 
 def write(arenas: Arenas, directory: Path, *, keep: int = 3, free_bytes: int = 1 << 40) -> Path:
-    found = writer(free_bytes=free_bytes).write(
-        arenas.fds, world_size=2, directory=directory, retention=Retention(keep)
-    )
-    return found.path
+    return Path(writer(free_bytes=free_bytes).write(arenas.fds, order(directory, keep)).path)
+
+
+def order(directory: Path, keep: int = 3) -> WriteOrder:
+    return WriteOrder(str(directory), tuple(RANKS), 2, Retention(keep))
 
 
 def load(directory: Path, world_size: int = 2) -> Loaded | None:
-    return load_checkpoint(
-        directory, world_size=world_size, ranks=RANKS, check=lambda needed_bytes: None
-    )
+    return load_checkpoint(directory, LoadOrder(world_size, RANKS, lambda needed_bytes: None))
 
 
 def check(loaded: Loaded | None, step: int) -> list[str]:
@@ -143,7 +151,7 @@ def spoil(path: Path, at: int = 0) -> None:
 @pytest.mark.parametrize(
     ("name", "at"),
     [
-        ("rank-00001.safetensors", PAGE_BYTES + 400_000),
+        ("rank-00001.safetensors", PAGE_BYTES + 540_000),
         ("rank-00000.safetensors", 60),
         ("rank-00000.safetensors", 0),
         ("rank-00001.digests", 3),
@@ -223,7 +231,7 @@ def test_too_little_memory_is_an_error_of_its_own(arenas: Arenas, tmp_path: Path
         raise MemoryTooSmall(needed_bytes=needed_bytes, available_bytes=1, limit="test")
 
     with pytest.raises(MemoryTooSmall):
-        load_checkpoint(tmp_path, world_size=2, ranks=RANKS, check=refuse)
+        load_checkpoint(tmp_path, LoadOrder(2, RANKS, refuse))
 
 
 def test_old_checkpoints_and_what_a_killed_writer_left_are_removed(
@@ -294,12 +302,96 @@ def test_a_slot_that_is_overwritten_again_and_again_is_given_up(
         return free_bytes
 
     throttle = Throttle(threading.Event())
-    busy = CheckpointWriter(RunId("run"), free_bytes=train_on_meanwhile, throttle=throttle)
+    busy = CheckpointWriter(Means(RunId("run"), train_on_meanwhile, throttle))
     with pytest.raises(CheckpointError) as caught:
-        busy.write(arenas.fds, world_size=2, directory=tmp_path, retention=Retention(1))
+        busy.write(arenas.fds, order(tmp_path))
     assert "overwritten" in str(caught.value)
     assert list(tmp_path.iterdir()) == []
     assert next(steps) == 2 + TRIES
+
+
+class Reading:
+    """A version that is read while the training goes on, and how often memory was asked for."""
+
+    def __init__(self, arenas: Arenas, step: int, *, gap_s: float = 0.0) -> None:
+        self.version = version(0, step)
+        self.shards = find_shards(arenas.fds, self.version, 2)
+        self.images = [bytearray(LAYOUT.image_bytes) for _ in self.shards]
+        self.num_copies = 0
+        self.late = LateCopy(self.version, self.shards, self._free_bytes, gap_s=gap_s)
+
+    def read(self, begin: int, end: int) -> None:
+        for shard, image in zip(self.shards, self.images, strict=True):
+            shard.read_into(memoryview(image)[begin:end], begin)
+
+    def _free_bytes(self) -> int:
+        self.num_copies += 1
+        return 1 << 40
+
+
+HALF = LAYOUT.image_bytes // 2 // PAGE_BYTES * PAGE_BYTES
+SECOND = 10**9
+
+
+@pytest.fixture
+def reading(arenas: Arenas, monkeypatch: pytest.MonkeyPatch) -> Reading:
+    monkeypatch.setattr(late_copy, "_LOOK_S", 0.0)
+    arenas.pace = SECOND
+    arenas.seal(3, slot=1)
+    arenas.seal(4)
+    return Reading(arenas, 4)
+
+
+def test_a_slot_that_nobody_is_about_to_overwrite_is_not_copied(
+    arenas: Arenas, reading: Reading
+) -> None:
+    expected = [bytes(Arena(arenas.fds[rank][0], writable=False).image(0)) for rank in RANKS]
+    reading.read(0, HALF)
+    reading.read(HALF, LAYOUT.image_bytes)
+    assert [bytes(image) for image in reading.images] == expected
+    assert (reading.num_copies, reading.late.is_tight) == (0, False)
+    assert all(shard.is_sound for shard in reading.shards)
+
+
+def test_what_is_left_of_a_slot_is_copied_when_the_next_version_is_sealed(
+    arenas: Arenas, reading: Reading
+) -> None:
+    expected = [bytes(Arena(arenas.fds[rank][0], writable=False).image(0)) for rank in RANKS]
+    layout = reading.shards[0].layout()
+    reading.read(0, HALF)
+    arenas.seal_one(Rank(1), 5, slot=1)
+    reading.read(HALF, HALF + PAGE_BYTES)
+    assert reading.num_copies == 1
+    arenas.seal(6)
+    reading.read(HALF + PAGE_BYTES, LAYOUT.image_bytes)
+    assert [bytes(image) for image in reading.images] == expected
+    assert reading.num_copies == 1
+    assert all(shard.is_sound for shard in reading.shards)
+    assert reading.shards[0].layout() == layout
+
+
+def test_a_slot_that_is_overwritten_before_it_is_copied_is_not_read_on(
+    arenas: Arenas, reading: Reading
+) -> None:
+    reading.read(0, HALF)
+    arenas.seal(5, slot=1)
+    arenas.seal(6)
+    with pytest.raises(Overwritten):
+        reading.read(HALF, LAYOUT.image_bytes)
+
+
+def test_where_snapshots_come_often_there_is_no_time_to_look(arenas: Arenas) -> None:
+    arenas.seal(4)
+    assert Reading(arenas, 4).late.is_tight, "it is the first one"
+    arenas.pace = SECOND // 2
+    arenas.seal(5, slot=1)
+    arenas.seal(6)
+    assert Reading(arenas, 6).late.is_tight
+    arenas.pace = 10 * SECOND
+    arenas.seal(7, slot=1)
+    arenas.seal(8)
+    assert not Reading(arenas, 8, gap_s=2).late.is_tight
+    assert Reading(arenas, 8, gap_s=3).late.is_tight, "reading waits for writing"
 
 
 def test_another_run_in_the_same_directory_is_refused(arenas: Arenas, tmp_path: Path) -> None:
@@ -318,7 +410,5 @@ def test_another_run_in_the_same_directory_is_refused(arenas: Arenas, tmp_path: 
 def test_a_write_is_given_up_when_the_run_is_stopped(arenas: Arenas, tmp_path: Path) -> None:
     arenas.seal(4)
     with pytest.raises(CheckpointError):
-        writer(stop=True).write(
-            arenas.fds, world_size=2, directory=tmp_path, retention=Retention(1)
-        )
+        writer(stop=True).write(arenas.fds, order(tmp_path))
     assert list(tmp_path.iterdir()) == []

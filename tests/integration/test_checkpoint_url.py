@@ -16,12 +16,12 @@ import pytest
 
 from ftrun.errors import CheckpointError
 from ftrun.ids import Rank, RunId, version
-from ftrun.smp.checkpoint import Written
 from ftrun.smp.checkpoint_files import STALE_S, Retention
-from ftrun.smp.checkpoint_load import Loaded
+from ftrun.smp.checkpoint_load import Loaded, LoadOrder
+from ftrun.smp.checkpoint_order import Means, WriteOrder, Written
 from ftrun.smp.disk_file import no_pace
 from ftrun.smp.pace import Throttle
-from ftrun.smp.url_checkpoint import UrlOrder, UrlWriter
+from ftrun.smp.url_checkpoint import UrlWriter
 from ftrun.smp.url_folders import read_folders
 from ftrun.smp.url_load import load_from_url
 from ftrun.smp.url_store import UrlStore
@@ -74,14 +74,14 @@ def url(request: pytest.FixtureRequest, root: Path) -> Iterator[str]:
 def writer(
     run_id: str = "run", *, free_bytes: int = 1 << 40, stop: threading.Event = NEVER
 ) -> UrlWriter:
-    return UrlWriter(RunId(run_id), free_bytes=lambda: free_bytes, throttle=Throttle(stop))
+    return UrlWriter(Means(RunId(run_id), lambda: free_bytes, Throttle(stop)))
 
 
 def write(
     found: Arenas, url: str, by: UrlWriter, *, keep: int = 3, keep_s: float = 0.0, life: str = ""
 ) -> Written:
     """All ranks are here."""
-    order = UrlOrder(url, tuple(RANKS), 2, Retention(keep, keep_s), life=life)
+    order = WriteOrder(url, tuple(RANKS), 2, Retention(keep, keep_s), life=life)
     return by.write(found.fds, order)
 
 
@@ -89,20 +89,13 @@ def write_part(
     found: Arenas, url: str, by: UrlWriter, rank: int, step: int, *, token: str = "5b6a"
 ) -> Written:
     """Of two nodes, one with this rank."""
-    order = UrlOrder(url, (Rank(rank),), 2, Retention(3), version(0, step), token)
+    order = WriteOrder(url, (Rank(rank),), 2, Retention(3), version(0, step), token)
     return by.write({Rank(rank): found.fds[Rank(rank)]}, order)
 
 
 def load(url: str, *, only: str = "", life: str = "") -> Loaded | None:
-    return load_from_url(
-        url,
-        world_size=2,
-        ranks=RANKS,
-        check=lambda needed_bytes: None,
-        stop=NEVER,
-        only=only,
-        life=life,
-    )
+    order = LoadOrder(2, RANKS, lambda needed_bytes: None, only, life)
+    return load_from_url(url, order, NEVER)
 
 
 def steps(root: Path) -> list[int]:
@@ -147,7 +140,7 @@ def test_what_was_loaded_is_not_sent_again(arenas: Arenas, url: str, root: Path)
     by = writer()
     by.remember(url, loaded.version, str(loaded.path))
     fds = {rank: [fd] for rank, fd in zip(RANKS, loaded.fds, strict=True)}
-    done = by.write(fds, UrlOrder(url, tuple(RANKS), 2, Retention(1)))
+    done = by.write(fds, WriteOrder(url, tuple(RANKS), 2, Retention(1)))
     assert (done.version, done.total_bytes) == (version(-1, 4), 0)
     assert check(loaded, 4) == []
     assert steps(root) == [4]

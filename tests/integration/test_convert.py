@@ -21,6 +21,7 @@ from ftrun.ids import Rank, RunId
 from ftrun.smp.checkpoint import CheckpointWriter
 from ftrun.smp.checkpoint_files import Retention
 from ftrun.smp.checkpoint_index import read_index
+from ftrun.smp.checkpoint_order import Means, WriteOrder
 from ftrun.smp.checkpoint_verify import verify_folder
 from ftrun.smp.convert import convert as converted
 from ftrun.smp.pace import Throttle
@@ -50,11 +51,12 @@ class World:
         self.ranks = [self._with_state(held) for held in ranks]
         fds = {Rank(rank): [self._arena(rank)] for rank in range(len(ranks))}
         throttle = Throttle(threading.Event())
-        writer = CheckpointWriter(RunId("made"), free_bytes=lambda: 1 << 40, throttle=throttle)
+        writer = CheckpointWriter(Means(RunId("made"), lambda: 1 << 40, throttle))
+        order = WriteOrder(
+            str(folder), ranks=tuple(fds), world_size=len(ranks), retention=Retention(3)
+        )
         try:
-            self.path = writer.write(
-                fds, world_size=len(ranks), directory=folder, retention=Retention(3)
-            ).path
+            self.path = Path(writer.write(fds, order).path)
         finally:
             for (fd,) in fds.values():
                 os.close(fd)
@@ -263,6 +265,58 @@ def test_layers_move_to_other_stages(convert: Converter) -> None:
             assert set(parts["optimizer_state"]["optimizer"]["state"]) == set(held)
 
 
+def chunks(pipeline: int, tensor: int, runs: Sequence[int]) -> list[dict[str, Array]]:
+    """What stages.yaml describes, on so many ranks, with so many layers in each run."""
+    found = []
+    ends = np.cumsum([0, *runs]).tolist()
+    for rank in range(pipeline * tensor):
+        stage, at = divmod(rank, tensor)
+        held = {}
+        for turn, run in enumerate(range(stage, len(runs), pipeline)):
+            name = f"model.chunks.{turn}"
+            if run == 0:
+                held[f"{name}.embed"] = numbers(3)
+            for number, layer in enumerate(range(ends[run], ends[run + 1])):
+                up, down = numbers(4, 2, start=100 * layer), numbers(2, 5, start=900 * layer)
+                held[f"{name}.layers.{number}.up"] = np.array_split(up, tensor)[at]
+                held[f"{name}.layers.{number}.down"] = np.array_split(down, tensor, 1)[at]
+                held[f"{name}.layers.{number}.norm"] = numbers(2, start=50 * layer)
+            if run == len(runs) - 1:
+                held[f"{name}.head"] = numbers(4)
+        found.append(held)
+    return found
+
+
+def test_layers_that_each_stage_numbers_anew_move_to_other_stages(convert: Converter) -> None:
+    World(convert.folder / "old", chunks(2, 2, [3, 2]))
+    name = convert.rules("stages.yaml")
+    for number, (pipeline, tensor, runs) in enumerate(
+        [(3, 1, [2, 2, 1]), (1, 4, [5]), (2, 1, [1, 2, 1, 1])]
+    ):
+        text = rule_file(name).replace("pp: 2, tp: 2", f"pp: {pipeline}, tp: {tensor}")
+        text = text.replace("of: 5", f"of: 5\n    sizes: {runs}")
+        text = text.replace("turns: 1", f"turns: {len(runs) // pipeline}")
+        words = ("--rules", name, "--to", convert.rules(f"to-{number}.yaml", text))
+        found = convert(f"new-{number}", *words)
+        expected = chunks(pipeline, tensor, runs)
+        assert_ranks(arrays_of(found), expected)
+        for rank, held in enumerate(expected):
+            parts = plain_of(found, rank)
+            state = parts["optimizer_state"]["optimizer"]["state"]
+            assert set(parts["groups"]["optimizer"][0]["params"]) == set(state) == set(held)
+            assert all(values["mean"].name == f"state.{n}.mean" for n, values in state.items())
+
+
+def test_a_stage_with_another_number_of_layers_is_told(convert: Converter) -> None:
+    World(convert.folder / "old", chunks(2, 2, [2, 3]))
+    code, words = convert.refused("--rules", convert.rules("stages.yaml"), "--mesh", "pp=1,tp=1")
+    assert code == 2
+    assert (
+        "model.chunks.0.layers.2.up: its number is 2, and turn 0 of pp 1 has numbers 0 to 1"
+        in words
+    )
+
+
 def test_copies_that_went_their_own_ways_become_their_mean(convert: Converter) -> None:
     counts = [np.array([rank], np.int64) for rank in range(2)]
     held = [
@@ -430,7 +484,7 @@ def without_file(world: World) -> None:
         (lambda world: flipped(world, "model.wide", 1), "rank 1: the digest of piece"),
         (lambda world: flipped(world, "model.norm", 0), "rank 0: the digest of piece"),
         (cut_off, "has 20,000 bytes of"),
-        (without_file, "No such file"),
+        (without_file, "rank-00001.digests is not readable: No such file"),
     ],
     ids=["large", "small", "cut off", "no digests"],
 )

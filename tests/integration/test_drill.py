@@ -89,7 +89,7 @@ def test_wrong_expectation_of_an_own_script_fails_the_drill(tmp_path: Path) -> N
     "number",
     [
         pytest.param(signal.SIGHUP, id="hup", marks=pytest.mark.full),
-        pytest.param(signal.SIGKILL, id="kill"),
+        pytest.param(signal.SIGKILL, id="kill", marks=pytest.mark.full),
     ],
 )
 def test_nothing_is_left_of_a_drill_that_is_ended(tmp_path: Path, number: signal.Signals) -> None:

@@ -347,6 +347,37 @@ def test_a_slow_rank_is_slow(run: Run) -> None:
     assert run.pids() == pids
 
 
+def test_what_lasts_or_waits_is_taken_back(run: Run) -> None:
+    number, pids = now_at(run)
+    slow = order(run, "slow", rank=1, amount=0.2, for_s=600.0)
+    fired(run, slow)
+    assert asked(run, "--cancel", slow, run.run_id).stdout.endswith(": it is taken back\n")
+    ended(run, slow)
+    assert "ftrun-fault" not in Path(f"/proc/{pids[1]}/cgroup").read_text()
+
+    later = order(run, "segv", rank=0, at_step=step_of(run) + 100_000)
+    assert asked(run, "--cancel", later, run.run_id).stdout.endswith(": it will not fire\n")
+    assert "no order" in refused(run, "--cancel", later, run.run_id)
+
+    hang = order(run, "hang", rank=0)
+    fired(run, hang)
+    assert asked(run, "--cancel", hang, run.run_id).returncode == 0
+    stop = order(run, "stop", rank=1)
+    fired(run, stop)
+    assert asked(run, "--cancel", stop, run.run_id).returncode == 0
+    goes_on(run, number, step_of(run))
+    assert run.pids() == pids, "nobody had to be started again"
+    whys = [lines(run, "FaultEnded", one)[0]["why"] for one in (slow, later, hang, stop)]
+    assert whys == ["cancelled"] * 4
+
+    gil = order(run, "gil", rank=0, for_s=4.0)
+    fired(run, gil)
+    assert "cannot be taken back" in refused(run, "--cancel", gil, run.run_id)
+    assert "goes with --node and the run only" in refused(run, "--cancel", gil, "--rank", 0)
+    ended(run, gil)
+    goes_on(run, number, step_of(run))
+
+
 @pytest.mark.full
 def test_input_comes_late(run: Run) -> None:
     number, _ = now_at(run)

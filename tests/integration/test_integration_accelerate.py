@@ -2,12 +2,10 @@
 
 from pathlib import Path
 
-import pytest
-
 from tests.integration.conftest import Start
-from tests.integration.examples import ends_as_undisturbed, example, restored_steps
+from tests.integration.examples import RUNS_A_FRAMEWORK, each_of, example, loses_a_rank_twice
 
-pytestmark = [pytest.mark.full, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = RUNS_A_FRAMEWORK
 
 NOISY = {
     "TensorDataset(x, x.sum(1, keepdim=True))": "Noisy(x, x.sum(1, keepdim=True))",
@@ -24,16 +22,16 @@ class Noisy(TensorDataset):
 }
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [{}, {"num_workers=0": "num_workers=2"}, NOISY],
-    ids=["as it stands", "worker processes", "noise in the data"],
+@each_of(
+    {
+        "as it stands": {},
+        "worker processes": {"num_workers=0": "num_workers=2"},
+        "noise in the data": NOISY,
+    }
 )
 def test_a_rank_that_dies_within_an_accumulation_and_in_a_later_epoch(
     start: Start, tmp_path: Path, changes: dict[str, str]
 ) -> None:
-    """An epoch has 12 batches, and a step of the session is a batch."""
-    run = ends_as_undisturbed(start, tmp_path, example("Accelerate", changes), {0: 7, 1: 12})
-    first, second = restored_steps(run)
-    assert first in (4, 6)
-    assert second in (12, 14, 16)
+    """A step of the session is a batch."""
+    code = example("Accelerate", changes)
+    loses_a_rank_twice(start, tmp_path, code, first=(4, 6), second=(12, 14, 16))

@@ -2,12 +2,10 @@
 
 from pathlib import Path
 
-import pytest
-
 from tests.integration.conftest import Start
-from tests.integration.examples import ends_as_undisturbed, example, restored_steps
+from tests.integration.examples import RUNS_A_FRAMEWORK, each_of, example, loses_a_rank_twice
 
-pytestmark = [pytest.mark.full, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = RUNS_A_FRAMEWORK
 
 MASKED = {
     "trainer = Trainer(": """
@@ -23,17 +21,16 @@ trainer = Trainer(""",
 }
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [{}, {"dataloader_num_workers=0": "dataloader_num_workers=2"}, MASKED],
-    ids=["as it stands", "worker processes", "masked at random"],
+@each_of(
+    {
+        "as it stands": {},
+        "worker processes": {"dataloader_num_workers=0": "dataloader_num_workers=2"},
+        "masked at random": MASKED,
+    }
 )
 def test_a_rank_that_dies_within_an_accumulation_and_in_a_later_epoch(
     start: Start, tmp_path: Path, changes: dict[str, str]
 ) -> None:
-    """An epoch has 12 batches and 6 steps."""
+    """A step of the session is an optimizer's."""
     code = example("Hugging Face Trainer", changes)
-    run = ends_as_undisturbed(start, tmp_path, code, {0: 7, 1: 12})
-    first, second = restored_steps(run)
-    assert first in (2, 3)
-    assert second in (6, 7, 8)
+    loses_a_rank_twice(start, tmp_path, code, first=(2, 3), second=(6, 7, 8))

@@ -13,12 +13,14 @@ import pytest
 from tests.integration.conftest import Run, Start
 from tests.integration.documented import rule_file
 
-SCRIPT = str(Path(__file__).parent / "scripts" / "tensor_parallel_training.py")
+SCRIPTS = Path(__file__).parent / "scripts"
+SCRIPT = str(SCRIPTS / "tensor_parallel_training.py")
+PIPELINE = str(SCRIPTS / "pipeline_training.py")
 
 
 def told(run: Run, word: str) -> set[str]:
     """Step and digest of the whole state, of which all ranks should say the same."""
-    return set(re.findall(rf"{word} (step=\d+ digest=\w+)", run.text))
+    return set(re.findall(rf"{word} (step=\d+ digest=\w+(?: of=\d+)?)", run.text))
 
 
 def trained(start: Start, folder: str, ranks: int, size: int, steps: int, rules: str = "") -> Run:
@@ -28,10 +30,12 @@ def trained(start: Start, folder: str, ranks: int, size: int, steps: int, rules:
     return run
 
 
-def converted(folder: Path, source: str, out: str, *words: str) -> str:
+def converted(
+    folder: Path, source: str, out: str, *words: str, rules: str = "tensor-parallel.yaml"
+) -> str:
     command = [sys.executable, "-m", "ftrun", "snapshots", "convert", source, out]
     done = subprocess.run(
-        [*command, "--rules", "tensor-parallel.yaml", *words],
+        [*command, "--rules", rules, *words],
         cwd=folder,
         capture_output=True,
         text=True,
@@ -81,7 +85,7 @@ def test_parameters_and_moments_are_equal_bit_for_bit_in_another_layout(
 @pytest.mark.parametrize(
     "sizes",
     [
-        [(3, 3)],
+        pytest.param([(3, 3)], marks=pytest.mark.full),
         pytest.param([(4, 4), (2, 1), (4, 2), (4, 2)], marks=pytest.mark.full),
     ],
     ids=["to 3", "to 4, 1 of 2, 2 of 4 and the same"],
@@ -122,3 +126,64 @@ def test_a_version_that_says_no_layout_is_refused_in_words(start: Start, tmp_pat
     run = start(*words)
     assert run.wait() != 0
     assert "declared no layout" in run.text
+
+
+# --- pipelines whose stages number their layers anew ---------------------------------------------
+
+Way = tuple[int, int, str]
+"""Stages, tensor-parallel size, layers of each run."""
+
+
+def piped(start: Start, folder: Path, way: Way, steps: int, *more: str, saved: str) -> Run:
+    """A run of this pipeline, with the rules of the page and sizes and turns as it has them."""
+    stages, size, runs = way
+    turns = len(runs.split(",")) // stages
+    rules = rule_file("stages.yaml").replace("of: 5", f"of: 5\n    sizes: [{runs}]")
+    name = f"stages-{stages}-{size}-{turns}.yaml"
+    mesh = f"mesh: {{pp: {stages}, tp: {size}}}"
+    text = re.sub("mesh: .*", mesh, rules).replace("turns: 1", f"turns: {turns}")
+    (folder / name).write_text(text)
+    script = (PIPELINE, str(stages), str(size), runs, str(steps), name, *more)
+    words = ("--checkpoint-dir", saved, "--nproc-per-node", str(stages * size))
+    run = start(*words, *script)
+    assert run.wait() == 0, run.text
+    return run
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("first", "others"),
+    [
+        ((2, 1, "3,2"), [(3, 1, "2,1,2")]),
+        pytest.param((2, 2, "1,4"), [(1, 4, "5"), (2, 2, "1,2,1,1")], marks=pytest.mark.full),
+        pytest.param((2, 1, "1,1,2,1"), [(3, 1, "1,1,3"), (1, 2, "2,3")], marks=pytest.mark.full),
+    ],
+    ids=["2 stages to 3", "2x2 to 1x4 to 2x2 in two turns", "two turns to 3 stages to 1x2"],
+)
+def test_layers_that_each_stage_numbers_anew_move_to_other_stages(
+    start: Start, tmp_path: Path, first: Way, others: list[Way]
+) -> None:
+    steps = 5
+    run = piped(start, tmp_path, first, steps, saved="saved")
+    for way in others:
+        last = told(run, "ends")
+        assert len(last) == 1, run.text
+        assert next(iter(last)).endswith(" of=68")  # 17 tensors, two moments and a step each
+        steps += 3
+        run = piped(start, tmp_path, way, steps, saved="saved")
+        assert told(run, "begins") == last, run.text
+    assert next(iter(told(run, "ends"))).startswith(f"step={steps} ")
+
+
+@pytest.mark.slow
+@pytest.mark.full
+def test_stages_that_number_their_layers_anew_are_converted(start: Start, tmp_path: Path) -> None:
+    run = piped(start, tmp_path, (2, 2, "3,2"), 4, "undeclared", saved="saved")
+    last = told(run, "ends")
+    (tmp_path / "to.yaml").write_text(
+        rule_file("stages.yaml").replace("pp: 2, tp: 2", "pp: 3, tp: 1")
+    )
+    (tmp_path / "stages.yaml").write_text(rule_file("stages.yaml"))
+    converted(tmp_path, "saved", "new", "--to", "to.yaml", rules="stages.yaml")
+    run = piped(start, tmp_path, (3, 1, "2,2,1"), 6, "undeclared", saved="new")
+    assert told(run, "begins") == last, run.text

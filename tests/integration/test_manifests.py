@@ -179,6 +179,7 @@ def job(tmp_path: Path, short: Path) -> Iterator[Job]:
     made.end()
 
 
+@pytest.mark.full
 def test_a_job_that_is_queued_again_goes_on_from_its_checkpoint(job: Job) -> None:
     job.start(0)
     job.wait_for_steps(20, life=0)

@@ -1,9 +1,10 @@
-"""The pages of `ftrun report` in a real browser: nothing is fetched, nothing overlaps, all is told.
+"""Pages of `ftrun report` and `ftrun network` in a real browser: nothing is fetched or overlaps.
 
 Where chromium is not installed they are left out, with a word.
 """
 
 import itertools
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,11 @@ from typing import Any
 import pytest
 from headless_browser import Browser, Page, found
 from made_journals import long_run
+from made_networks import made_network
 
+from ftrun.cli.network import network
 from ftrun.cli.report import report
+from ftrun.journal import NETWORK_NAME
 
 JOURNALS = Path(__file__).parents[1] / "unit" / "cli" / "journals"
 PAGES = [
@@ -28,7 +32,15 @@ PAGES = [
     "many-ranks/incident-0002.html",
     "hostile/report.html",
     "hostile/incident-0001.html",
+    "few-nodes/network.html",
+    "single-roads/network.html",
+    "many-nodes/network.html",
 ]
+NETWORKS = {
+    "few-nodes": made_network(8, between=0.4, slow={("node6", "eth1")}, dead={("node1", "eth1")}),
+    "single-roads": made_network(12, leaves=6, cut={("node1", "node4", "eth0")}),
+    "many-nodes": made_network(96, leaves=12, dead={("node9", "eth0")}, every=5),
+}
 WORDS = '</script><script>alert(1)</script>"><img src=http://example.org/x onerror=alert(2)>'
 
 pytestmark = [
@@ -76,6 +88,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (root / name).mkdir()
         (root / name / "journal.jsonl").write_bytes(data)
         report(None, run=str(root / name))
+    for name, document in NETWORKS.items():
+        (root / name).mkdir()
+        (root / name / "journal.jsonl").write_bytes(raw["one-node-two-kills"])
+        (root / name / NETWORK_NAME).write_text(json.dumps(document))
+        network(str(root / name), html=str(root / name / "network.html"))
     return root
 
 

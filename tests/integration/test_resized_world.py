@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import DistributedSampler
 
 from ftrun import clock
 from ftrun.ids import RunId, Version, version
@@ -271,8 +272,158 @@ def test_shards_that_are_replicated_too_come_back_in_another_layout(node: Node) 
             assert_same(node.saved("restored", 0)[what], expected[what], f"{kind}: {what}")
 
 
+def assert_all_restored(node: Node, ends: list[Any]) -> None:
+    """Every rank has, of all that ranks had at the restore point together, what it should."""
+    whole = {
+        what: {name: value for end in ends for name, value in end[what].items()}
+        for what in ("parameters", "optimizer")
+    }
+    for rank in range(node.world_size):
+        found = node.saved("restored", rank)
+        assert found["step"] == ends[0]["step"]
+        assert found["parameters"]
+        for what, every in whole.items():
+            assert_same(found[what], {name: every[name] for name in found[what]}, f"{rank}: {what}")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        [("tp", 2), ("plain", 1)],
+        pytest.param(
+            [("tp", 2), ("plain", 1), ("fsdp+tp", 4), ("fsdp", 3), ("tp", 3)],
+            marks=pytest.mark.full,
+        ),
+        pytest.param([("fsdp", 4), ("fsdp+tp", 4), ("tp", 4), ("ddp", 4)], marks=pytest.mark.full),
+        pytest.param([("ddp", 2), ("fsdp", 2), ("tp", 2), ("ddp", 2)], marks=pytest.mark.full),
+    ],
+    ids=lambda kinds: ", ".join(f"{kind} {size}" for kind, size in kinds),
+)
+def test_every_bit_comes_back_in_any_other_layout(node: Node, kinds: list[tuple[str, int]]) -> None:
+    """Torch's own tensor parallelism, with FSDP2 across it, and without."""
+    steps = 2
+    ends: list[Any] = []
+    for kind, size in kinds:
+        tensor = {"tp": size, "fsdp+tp": 2}.get(kind, 1)
+        mesh = {"dp": size // tensor, "tp": tensor}
+        assert node.run(size, steps, kind=kind, mesh=mesh) == [0] * size, node.log()
+        if ends:
+            assert_all_restored(node, ends)
+            for what in COMMON:
+                assert_same(node.saved("restored", 0)[what], ends[0][what], f"{kind}: {what}")
+        ends = [node.saved("end", rank) for rank in range(size)]
+        steps += 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "splits",
+    [
+        [[2, 1], [1, 1, 1]],
+        pytest.param([[2, 1], [1, 2], [1, 1, 1], [3]], marks=pytest.mark.full),
+    ],
+    ids=str,
+)
+def test_stages_of_a_pipeline_come_back_split_otherwise(
+    node: Node, splits: list[list[int]]
+) -> None:
+    """Torch's own pipeline; each stage has some of three blocks, under the names of the model."""
+    steps = 2
+    for split in splits:
+        ends = [node.saved("end", rank) for rank in range(node.world_size)]
+        assert node.run(len(split), steps, kind="pp", split=split) == [0] * len(split), node.log()
+        if ends:
+            assert_all_restored(node, ends)
+        steps += 1
+
+
+@pytest.mark.slow
+@pytest.mark.full
+@pytest.mark.timeout(300)
+def test_a_mesh_says_which_ranks_go_on_with_the_same_data(node: Node) -> None:
+    """Every sample once, in the order of the sampler, whatever the tensor-parallel size."""
+    order = list(DistributedSampler(range(96), 1, 0, seed=3))
+    steps = used = 0
+    for data, tensor, more in ((1, 2, 4), (2, 2, 2), (4, 1, 1), (1, 4, 3)):
+        steps += more
+        kind = "fsdp" if tensor == 1 else "tp" if data == 1 else "fsdp+tp"
+        size = data * tensor
+        mesh = {"dp": data, "tp": tensor}
+        assert node.run(size, steps, kind=kind, mesh=mesh) == [0] * size, node.log()
+        seen = [node.saved("seen", rank) for rank in range(size)]
+        assert all(seen[rank] == seen[rank // tensor * tensor] for rank in range(size))
+        now = {index for indices in seen for index in indices}
+        assert now == set(order[used : used + len(now)])
+        assert len(now) == more * 2 * data
+        used += len(now)
+        log = node.log()
+    assert "left out" not in log
+
+
+@pytest.mark.slow
+@pytest.mark.full
+@pytest.mark.timeout(300)
+def test_one_stage_becomes_two_where_the_mesh_says_so(node: Node) -> None:
+    assert node.run(1, 2, kind="pp", split=[3], mesh={"pp": 1}) == [0], node.log()
+    ends = [node.saved("end", 0)]
+    assert any(node.run(2, 3, kind="pp", split=[1, 2]))
+    assert error_of(node, 0).startswith("ShapeChanged")
+    for steps, split in enumerate(([1, 2], [1, 1, 1]), start=3):
+        size = len(split)
+        more = {"split": split, "mesh": {"pp": size}}
+        assert node.run(size, steps, kind="pp", **more) == [0] * size, node.log()
+        assert_all_restored(node, ends)
+        ends = [node.saved("end", rank) for rank in range(size)]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "sizes", [[(2, "fsdp"), (1, "plain")], [(2, "ddp"), (2, "ddp")]], ids=["resized", "the same"]
+)
+def test_what_was_saved_in_another_dtype_is_rounded_where_the_script_asks(
+    node: Node, sizes: list[tuple[int, str]]
+) -> None:
+    (size, kind), (now, kind_now) = sizes
+    assert node.run(size, 2, kind=kind) == [0] * size, node.log()
+    before = node.saved("end", 0)
+    assert any(node.run(now, 3, kind=kind_now, half=True))
+    assert error_of(node, 0).startswith("ShapeChanged: ")
+    assert "wide.weight was saved as F32[2501, 37] and is BF16[2501, 37] now" in error_of(node, 0)
+    assert node.run(now, 3, kind=kind_now, half=True, cast=True) == [0] * now, node.log()
+
+    def rounded(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.bfloat16() if name.startswith("wide.") else tensor
+
+    after = node.saved("restored", 0)
+    parameters = {name: rounded(name, t) for name, t in before["parameters"].items()}
+    assert_same(after["parameters"], parameters)
+    optimizer = {
+        name: {key: t if key == "step" else rounded(name, t) for key, t in state.items()}
+        for name, state in before["optimizer"].items()
+    }
+    assert_same(after["optimizer"], optimizer)
+
+
 def error_of(node: Node, rank: int) -> str:
     return (node.folder / f"error.{node.generation}.{rank}").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [(1, 1), (2, 1)], ids=["the same", "resized"])
+@pytest.mark.parametrize("node", ["plain"], indirect=True)
+def test_tensors_of_another_model_are_listed(node: Node, sizes: tuple[int, int]) -> None:
+    kind = "plain" if sizes[0] == 1 else "fsdp"
+    assert node.run(sizes[0], 2, kind=kind) == [0] * sizes[0], node.log()
+    assert all(node.run(sizes[1], 3, more=12))
+    told = error_of(node, 0)
+    assert told.startswith("ShapeChanged: 12 things that were saved are others now:")
+    assert "model.new9 was saved as nothing and is F32[10] now" in told
+    assert "new10" not in told
+    assert "- and 2 more" in told
 
 
 def flip_a_bit(node: Node, of_rank: int) -> None:

@@ -216,6 +216,7 @@ def test_ddp_resumes_bitwise(tmp_path: Path, world_size: int) -> None:
     assert_same_as_undisturbed(tmp_path, "ddp", world_size=world_size, die_at=(2, 2))
 
 
+@pytest.mark.full
 def test_ddp_wrapped_after_attach_resumes_bitwise(tmp_path: Path) -> None:
     assert_same_as_undisturbed(tmp_path, "ddp", "late-ddp", "batchnorm", world_size=3)
 

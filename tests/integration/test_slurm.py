@@ -391,6 +391,8 @@ def test_a_rendered_job_loses_a_node_and_its_time_and_goes_on(step: Step) -> Non
     job_id = step.job_id
     step.slurm.kill("node2")
     step.wait_for_steps(20, generation=1)
+    # A node that is back before Slurm has missed it makes srun kill the others.
+    step.wait_until("missed", lambda: "down" in step.slurm.ask("sinfo", "-hn", "node2", "-o%t"))
     step.slurm.revive("node2")
     step.slurm.ask("scancel", "--signal=USR1", job_id)
     step.wait_until("again in the queue", lambda: job_state(step) == "PENDING")

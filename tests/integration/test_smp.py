@@ -20,7 +20,8 @@ from typing import TypeVar
 import pytest
 import xxhash
 
-from ftrun.errors import PeerError, PeerLost
+from ftrun.agent.smp_link import SmpLink
+from ftrun.errors import PeerError, PeerLost, PeerTimeout
 from ftrun.ids import Version, version
 from ftrun.snapshot.layout import Entry, Layout, When, make_layout
 from ftrun.wire import checkpoint_messages, messages, smp_messages, worker_messages
@@ -34,6 +35,7 @@ from ftrun.wire.arena import (
 )
 from ftrun.wire.channel import Channel, Received, connect
 from ftrun.wire.pages import Command, Page, create_command_page
+from ftrun.wire.run_folder import RunFolder
 
 RUN_ID = "test-run"
 PATIENCE_S = 20.0
@@ -480,6 +482,28 @@ def test_no_signal_ends_it_while_it_has_an_agent_and_sigterm_does_without(world:
     assert not world.socket.exists()
 
 
+def test_a_signal_that_comes_while_python_ends_does_not_make_a_good_end_a_kill(
+    tmp_path: Path,
+) -> None:
+    # What a module holds is let go after Python has put back what signals do by themselves.
+    code = (
+        "import os, sys\n"
+        "from pathlib import Path\n"
+        "from ftrun.smp.__main__ import _signals\n"
+        "from ftrun.smp.server import Server\n"
+        "class Late:\n"
+        "    def __del__(self, kill=os.kill, pid=os.getpid()):\n"
+        "        kill(pid, 15)\n"
+        "late = Late()\n"
+        "server = Server('test-run', Path(sys.argv[1]), orphan_s=1.0, adopt=False)\n"
+        "with _signals(server):\n"
+        "    server.end()\n"
+        "    server.serve()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, tmp_path / "smp"], check=False, timeout=60)
+    assert done.returncode == 0
+
+
 def test_memory_that_does_not_exist_is_refused_with_numbers(world: World) -> None:
     world.start()
     agent, workers = world.train()
@@ -582,6 +606,67 @@ def test_a_client_that_breaks_the_protocol_loses_only_its_connection(
         (0, 0, 1),
         (1, 0, 1),
     }
+
+
+@pytest.mark.parametrize("steps", [(1, 2), ()], ids=["memory", "nothing"])
+def test_an_agent_brings_the_smp_it_finds_what_the_last_agent_did_not(
+    world: World, steps: tuple[int, ...]
+) -> None:
+    """It was started for memory, and its agent died first; until some comes its workers wait."""
+    fds: list[int] = []
+    if steps:
+        world.start()
+        agent, _ = world.train(*steps)
+        fds = [os.dup(fd) for fd in world.granted_fds(agent, WORLD).values()]
+        world.smp.kill()
+    world.start(adopt=True)
+    folder = world.folder / RUN_ID
+    folder.symlink_to(world.folder)
+    link = SmpLink(RunFolder(folder), orphan_s=60.0)
+    try:
+        assert link.find() is not None
+        link.complete(fds)
+        page_fd = create_command_page()
+        world.fds.append(page_fd)
+        body = smp_messages.BeginGeneration(1, WORLD, list(range(WORLD)))
+        link.begin_generation(body, page_fd)
+        for rank in range(WORLD):
+            worker = world.worker(rank, generation=1)
+            assert isinstance(worker.request(), worker_messages.ArenaGranted)
+        wanted = {(rank, 0, step) for rank in range(WORLD) for step in steps}
+        assert offered(link.inventory()) == wanted
+    finally:
+        link.shutdown()
+
+
+def test_an_agent_does_not_take_a_late_answer_for_that_to_its_next_question(world: World) -> None:
+    world.start(adopt=True)
+    folder = world.folder / RUN_ID
+    folder.symlink_to(world.folder)
+    link = SmpLink(RunFolder(folder), orphan_s=60.0)
+    try:
+        assert link.find() is not None
+        link.complete([])
+        link.answer_wait_s = 0.2
+        world.smp.send_signal(signal.SIGSTOP)
+        assert offered(link.inventory()) == set(), "what the agent holds itself"
+        with pytest.raises(PeerTimeout):
+            link.keep_run_state(b"late")
+        world.smp.send_signal(signal.SIGCONT)
+        link.answer_wait_s = PATIENCE_S
+        assert link.listen_for_peers("127.0.0.1", None) > 0
+        world.smp.send_signal(signal.SIGSTOP)
+        link.answer_wait_s = 0.2
+        with pytest.raises(PeerTimeout):
+            link.keep_run_state(b"late again")
+        world.smp.send_signal(signal.SIGCONT)
+        wait_until(lambda: bool(select.select([link.channel], [], [], 0.0)[0]), "the late answer")
+        link.collect()
+        link.answer_wait_s = PATIENCE_S
+        assert offered(link.inventory()) == set()
+    finally:
+        world.smp.send_signal(signal.SIGCONT)
+        link.shutdown()
 
 
 def test_what_is_no_arena_is_not_adopted(world: World) -> None:

@@ -23,6 +23,7 @@ if reason := available():
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 COMMAND = str(SCRIPTS / "vcluster")
 WAIT_S = 60.0
+UPLINK_MBIT = 40
 KINDS = ("net", "mnt", "pid", "uts", "ipc")
 
 SERVER = """
@@ -386,6 +387,111 @@ def test_a_delayed_node_is_killed_and_revived_as_new(talk: Talk, whole: VirtualC
     assert talk("connect", "node1", 10) == "ECONNREFUSED"
 
 
+# --- rails and leaves ---------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def roads() -> Iterator[VirtualCluster]:
+    """Two rails; node0 and node2 on one leaf, node1 and node3 on the other. Echo servers."""
+    uplink = f"{UPLINK_MBIT}mbit"
+    with VirtualCluster(4, rails=2, leaves=2, uplink=uplink, rail_rate="1gbit", shm="16m") as made:
+        servers = [serve(made, node) for node in (1, 2, 3)]
+        yield made
+        for server in servers:
+            server.kill()
+            server.communicate()
+
+
+@pytest.fixture
+def from_node0(roads: VirtualCluster) -> Iterator[Talk]:
+    """With all cables as new."""
+    for node in (0, 1, 2, 3):
+        roads.heal(node)
+        roads.slow(node, "off")
+    made = Talk(roads, 0)
+    yield made
+    made.close()
+
+
+def test_each_rail_is_a_network_of_its_own(roads: VirtualCluster, from_node0: Talk) -> None:
+    code = "import socket; print(*[name for _, name in socket.if_nameindex()])"
+    assert output_of(roads, 3, sys.executable, "-c", code) == "lo eth0 eth1"
+    assert [node.leaf for node in roads.nodes()] == [0, 1, 0, 1]
+    addresses = {roads.address(node, rail) for node in range(4) for rail in (0, 1)}
+    assert len(addresses) == 8
+    assert roads.address("node3") == roads.address(3, 0)
+    networks = [
+        {roads.address(node, rail).rpartition(".")[0] for node in range(4)} for rail in (0, 1)
+    ]
+    assert [len(one) for one in networks] == [1, 1]
+    assert networks[0] != networks[1]
+    for node in (1, 2, 3):
+        for rail in (0, 1):
+            assert from_node0("connect", roads.address(node, rail), 10) == "connected"
+
+
+def test_one_rail_is_cut_and_the_other_one_is_whole(
+    roads: VirtualCluster, from_node0: Talk
+) -> None:
+    first, second = roads.address(1, 0), roads.address(1, 1)
+    roads.cut(1, rail=1)
+    assert roads.nodes()[1].state == "up, eth1 cut"
+    assert from_node0("connect", second, 0.5) == "silence"
+    assert from_node0("connect", first, 10) == "connected"
+    assert from_node0("connect", roads.address(2, 1), 10) == "connected"
+    roads.heal(1, rail=1)
+    assert from_node0("connect", second, 10) == "connected"
+    roads.cut(0, peer=1, rail=0)
+    assert roads.nodes()[0].state == "up, eth0 cut from node1"
+    assert from_node0("connect", first, 0.5) == "silence"
+    assert from_node0("connect", second, 10) == "connected"
+    roads.heal(1)
+    roads.cut(1)
+    assert roads.nodes()[1].state == "up, cut"
+    assert from_node0("connect", first, 0.5) == "silence"
+    assert from_node0("connect", second, 0.5) == "silence"
+    with pytest.raises(ClusterError, match="it has 2"):
+        roads.cut(1, rail=2)
+
+
+def test_one_rail_is_slow_and_the_other_one_is_not(roads: VirtualCluster, from_node0: Talk) -> None:
+    roads.slow(2, "40mbit", rail=1)
+    assert roads.nodes()[2].state == "up, eth1 slow 40mbit"
+    limit_bytes_per_s = 40e6 / 8
+    assert float(from_node0("rate", roads.address(2, 1), 20)) < 1.2 * limit_bytes_per_s
+    assert float(from_node0("rate", roads.address(2, 0), 20)) > 2 * limit_bytes_per_s
+    roads.slow(2, "off", rail=1)
+    assert float(from_node0("rate", roads.address(2, 1), 20)) > 2 * limit_bytes_per_s
+
+
+@pytest.mark.parametrize("rail", [0, 1])
+def test_between_leaves_there_is_less(roads: VirtualCluster, from_node0: Talk, rail: int) -> None:
+    uplink_bytes_per_s = UPLINK_MBIT * 1e6 / 8
+    for node in (1, 3):
+        rate = float(from_node0("rate", roads.address(node, rail), 20))
+        assert 0.1 * uplink_bytes_per_s < rate < 1.2 * uplink_bytes_per_s
+    assert float(from_node0("rate", roads.address(2, rail), 20)) > 2 * uplink_bytes_per_s
+
+
+def test_nodes_are_put_on_leaves_as_asked() -> None:
+    with VirtualCluster(3, leaves=3, leaf_of=[2, 0, 2], shm="16m") as cluster:
+        assert [node.leaf for node in cluster.nodes()] == [2, 0, 2]
+        talk, server = Talk(cluster, 0), serve(cluster, 1)
+        assert talk("connect", "node1", 10) == "connected"
+        cluster.kill(2)
+        cluster.revive(2)
+        assert talk("connect", "node2", 10) == "ECONNREFUSED"
+        talk.close()
+        server.kill()
+        server.communicate()
+    with pytest.raises(ClusterError, match="for each of 3 nodes"):
+        VirtualCluster(3, leaves=2, leaf_of=[0, 1])
+    with pytest.raises(ClusterError, match="there is one leaf"):
+        VirtualCluster(3, uplink="100mbit")
+    with pytest.raises(ClusterError, match="100mbit"):
+        VirtualCluster(3, leaves=2, uplink="narrow")
+
+
 # --- nothing stays ------------------------------------------------------------------------------
 
 
@@ -555,6 +661,28 @@ def test_the_command_line_handles_one_cluster_in_many_calls(
     assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
     assert command("down").stdout.endswith("not there\n")
     assert "up N makes one" in command("status").stderr
+
+
+@pytest.mark.slow
+def test_the_command_line_handles_rails(
+    command: Callable[..., "subprocess.CompletedProcess[str]"],
+) -> None:
+    words = ("--rails", "2", "--leaves", "2", "--uplink", "400mbit", "--rail-rate", "1gbit")
+    done = command("up", "3", "--shm", "16m", *words)
+    assert done.returncode == 0, done.stderr
+    assert "leaf 1" in done.stdout
+    for words, state in (
+        (("cut", "2", "--rail", "1"), "up, eth1 cut"),
+        (("slow", "2", "10mbit", "--rail", "0"), "up, eth0 slow 10mbit, eth1 cut"),
+        (("kill", "2"), "dead"),
+        (("revive", "2"), "up"),
+    ):
+        assert command(*words).returncode == 0
+        node = json.loads(command("status", "--json").stdout)["nodes"][2]
+        assert node["state"] == state
+    assert len(node["cables"]) == 2
+    shown = command("exec", "2", "tc", "qdisc", "show", "dev", "eth1").stdout
+    assert "tbf" in shown, "a cable as new has the rate of its rail"
 
 
 def test_help_shows_every_command() -> None:

@@ -43,6 +43,7 @@ class Faults:
             (2, self.two_at_once),
             (3, self.stale_rejoin),
             (2, self.forget),
+            (3, self.ask_to_leave),
         ]
         if simulation.scenario.mode == "safety":
             self._kinds.append((1, self.ask_stop))
@@ -231,6 +232,23 @@ class Faults:
             self.note("SIGTERM", node)
             self.simulation.stops[node.node_id] = self.simulation.stops.get(node.node_id, 0) + 1
             node.tell(is_urgent=True)
+
+    def ask_to_leave(self, node: "Node") -> None:
+        """SIGTERM to one node: the run goes on without it, or stops where too few are left."""
+        agent = node.agent
+        if agent is None or agent.leaves_since_s is not None:
+            return
+        others = [one.agent for one in self._nodes() if one is not node and one.agent is not None]
+        left = sum(other.leaves_since_s is None for other in others)
+        if left >= self.simulation.scenario.settings.wishes.min_nodes or self.random.random() < 0.2:
+            self.note("asked to leave", node)
+            agent.leaves_since_s = self.world.now_s
+            node.tell(is_urgent=True)
+
+    def has_left(self, node: "Node") -> None:
+        """A machine takes its place after a while, with nothing in memory."""
+        self.note("has left", node)
+        node.boot(0.5 + 6 * self.random.random())
 
     # --- details ------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ from one that a later generation has left behind
 nothing lost     a committed version can be had as long as at most m nodes of each group have
 lost their memory since it was protected
 never back       a generation starts from nothing older than that; unless it is said
+departures       whoever was asked to leave is let go when nothing of the run is his any more
 fences           a message of an older generation changes nothing
 fit              whoever fails its check gets no ranks
 budget           restarts are counted on from lead to lead, and stay within their number
@@ -405,6 +406,7 @@ class Invariants:
         self._lost_s[node.node_id] = self.world.now_s
         for record in self.records.values():
             record.lost.add(node.node_id)
+            self._removed.add(record.version)
 
     def removed(self, version: Version) -> None:
         """A slot of this version, or a part, is no more."""
@@ -466,7 +468,20 @@ class Invariants:
             self.fail(f"{node.node_id} ends with {command.exit_code}: {command.why}")
         if command.exit_code == ExitCode.STATE_LOST:
             self._check_refusal(node, command)
+        if command.goes_on:
+            self._check_departure(node)
         self.simulation.agent_ended(node, command)
+
+    def _check_departure(self, node: "Node") -> None:
+        agent, newest = node.agent, self._newest_committed(self.newest)
+        if agent is None or agent.leaves_since_s is None:
+            self.fail(f"{node.node_id} leaves, and was not asked to")
+            return
+        limit_s = self.simulation.scenario.settings.leave_s
+        if newest is None or self.world.now_s - agent.leaves_since_s >= limit_s:
+            return
+        if any(node.node_id in nodes for nodes, _ in newest.groups):
+            self.fail(f"{node.node_id} leaves, and a part in protecting {newest.version} with it")
 
     def _check_refusal(self, node: "Node", command: do.EndRun) -> None:
         """A run that says its state is lost must not have it."""

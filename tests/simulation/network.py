@@ -94,7 +94,7 @@ class Network:
             return
         back_s = self.delay_s(host, mine)
         other = there.agent
-        if other is None or not other.is_alive:
+        if other is None or not other.is_alive or other.card.port != port:
             self.world.after(back_s, self._dial_failed, agent, host, port, node_id, True)
         elif other.is_frozen:
             self.world.after(HANDSHAKE_S, self._dial_failed, agent, host, port, node_id, False)

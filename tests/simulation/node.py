@@ -201,16 +201,21 @@ class Agent:
         self.node = node
         self.is_alive = True
         self.is_frozen = False
+        self.leaves_since_s: float | None = None
+        """Since when it is asked to leave."""
         self.ends: dict[str, End] = {}
         self.dialling: set[tuple[str, int]] = set()
         scenario = node.simulation.scenario
+        number = node.simulation.next_incarnation()
         self.card = NodeCard(
             node_id=node.node_id,
-            incarnation=node.simulation.next_incarnation(),
+            incarnation=number,
             host=node.node_id,
-            port=29400,
+            # Only an endpoint's port is there again when its node is.
+            port=29400 + number if scenario.settings.witness else 29400,
             num_ranks=scenario.num_ranks,
-            endpoint=node.is_endpoint,
+            endpoint=node.is_endpoint and not scenario.settings.witness,
+            rails=node.simulation.tries.rails_of(node) if node.simulation.tries else [],
         )
         kept = node.memory.kept
         self.member = Member(
@@ -318,6 +323,12 @@ class Agent:
                 network.dial(self, command.host, command.port, command.node_id)
             elif isinstance(command, do.HangUp):
                 network.hang_up(self, command.node_id)
+            elif isinstance(command, do.AskWitness):
+                assert simulation.witness is not None
+                simulation.witness.ask(self, command)
+            elif isinstance(command, do.TryRoad):
+                assert simulation.tries is not None
+                simulation.tries.take(self, command)
             elif isinstance(command, do.CheckAgain):
                 self.node.later(0.5, self.call, self._check, Outcome.PASS, command.number)
             else:
@@ -511,13 +522,15 @@ class Hands:
             at_boundary=self._awaits_boundary and ranks is not None and ranks.is_at_boundary,
             stops=self.node.simulation.stops.get(self.node.node_id, 0),
             stop_signal=15,
+            leaves=self.agent.leaves_since_s is not None,
             smp_port=smp.port if smp is not None and smp.is_alive else 0,
+            survives=smp.survives if smp is not None and matches else 0,
             problem=smp.problem if smp is not None and matches else "",
             ranks=self._reports(ranks, smp.arena[1]) if ranks is not None and matches else (),
         )
         matters = (
             beat.generation, beat.exits, beat.ready, beat.abandoned_step, beat.at_boundary,
-            beat.stops, beat.smp_port, beat.problem,
+            beat.stops, beat.leaves, beat.smp_port, beat.problem,
         )  # fmt: skip
         is_urgent |= matters != self._told
         self._told = matters
@@ -540,6 +553,8 @@ class Hands:
             node.smp.is_alive = False
         node.memory = Memory()
         node.simulation.invariants.memory_lost(node)
+        if command.goes_on:
+            node.simulation.faults.has_left(node)
 
 
 def _in_words(command: do.NodeCommand) -> str:

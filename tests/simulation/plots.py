@@ -6,6 +6,8 @@ outvoted    all members of a generation are cut off from a majority, which is sp
             anew from a checkpoint, and the ranks of the members could go on; perhaps they meet
             spares again that have forgotten
 unexpected  the endpoint's node loses its memory, and comes back while the run goes on
+unfinished  a node is cut off while the others protect again what they start from; when they go on
+            without it, one of them loses its memory: not more than m nodes have lost any
 """
 
 from collections.abc import Callable
@@ -17,12 +19,12 @@ if TYPE_CHECKING:
     from simulation.faults import Faults
     from simulation.node import Node
 
-PLOTS = {"forgotten": 0.04, "outvoted": 0.02, "unexpected": 0.02}
+PLOTS = {"forgotten": 0.04, "outvoted": 0.02, "unexpected": 0.02, "unfinished": 0.02}
 """How probable each is."""
 LASTS_S = 30.0
 """A run with a plot goes on for so long before its faults end."""
 _BEGINS_S = 5.0
-_LOOK_S = 0.2
+_LOOK_S = 0.05
 
 
 class Plots:
@@ -37,6 +39,7 @@ class Plots:
             "forgotten": self._forgotten,
             "outvoted": self._outvoted,
             "unexpected": self._unexpected,
+            "unfinished": self._unfinished,
         }
 
     def begin(self, name: str) -> None:
@@ -100,6 +103,34 @@ class Plots:
     def _unexpected(self, plan: Plan) -> None:
         endpoint = self._nodes()[0]
         self._faults.wipe(endpoint)
+
+    def _unfinished(self, plan: Plan) -> None:
+        members = [self._simulation.network.nodes[one.node_id] for one in plan.members]
+        if len(members) < 2:
+            return  # the others are not fit
+        self._faults.kill_rank(self._random.choice(members))
+        self._on_plan_after(plan, self._random.uniform(0.3, 0.9), self._cut_off, members)
+
+    def _cut_off(self, plan: Plan, members: list["Node"]) -> None:
+        away, lost = self._random.sample(members, 2)
+        rest = [node for node in self._nodes() if node is not away]
+        self._faults.cut("cut off", away, [away], rest, for_s=9.0)
+        self._on_plan_after(plan, self._random.uniform(0.2, 1.0), self._lose, lost)
+
+    def _lose(self, plan: Plan, lost: "Node") -> None:
+        self._faults.power_cycle(lost)
+
+    def _on_plan_after(
+        self, plan: Plan, later_s: float, what: Callable[..., None], *args: object
+    ) -> None:
+        """Somebody has accepted a plan after this one: something happens, so much later."""
+        newest = max(self._simulation.invariants.accepted.values(), key=lambda one: one.edition)
+        if self._faults.are_over:
+            return
+        if newest.generation == plan.generation:
+            self._world.after(_LOOK_S, self._on_plan_after, plan, later_s, what, *args)
+        else:
+            self._world.after(later_s, what, newest, *args)
 
     # --- details ------------------------------------------------------------------------------
 

@@ -16,8 +16,10 @@ from simulation.invariants import Invariants
 from simulation.memory import Slot, can_have
 from simulation.network import Network
 from simulation.node import Node
+from simulation.roads import Tries
 from simulation.scenario import Scenario, draw
 from simulation.training import Group
+from simulation.witness import WitnessModel
 from simulation.world import Violation, World
 
 AFTER_FAULTS_S = 45.0
@@ -26,6 +28,7 @@ _BOOTED_S = 4.0
 _MEETS_WITHIN_S = 10.0
 _STEPS_WANTED = 3
 _INCARNATION = 1000
+_TERMINATED = 143
 
 
 @dataclass(frozen=True)
@@ -84,6 +87,10 @@ class Simulation:
         self.is_ending = False
         self.unfit_s: dict[str, float] | None = None
         """For how long each agent of a node fails its checks; None: nobody makes any."""
+        self.tries: Tries | None = None
+        """How roads are tried; None: nodes have one address, and nobody probes."""
+        self.witness: WitnessModel | None = None
+        """The outside one; None: there is none, and nobody asks."""
         self.nodes: list[Node] = []
         self._incarnation = _INCARNATION
         self._groups: dict[int, Group] = {}
@@ -104,11 +111,13 @@ class Simulation:
 
     def agent_ended(self, node: Node, command: do.EndRun) -> None:
         """Where the lead has ended the run, what follows is another run."""
-        agent = node.agent
-        is_lead = agent is not None and agent.member.lead is not None
-        # One that has waited for long enough speaks for those that it reaches, and no others.
+        lead = node.agent.member.lead if node.agent is not None else None
+        if lead is None or command.goes_on or self.is_ending:
+            return
+        # One that has waited for long enough speaks for those that it reaches, and no others. So
+        # does one that is asked to leave while it waits.
         gives_up = command.exit_code == ExitCode.NOT_ENOUGH_NODES
-        if is_lead and not gives_up and not self.is_ending:
+        if not gives_up and (lead.is_settled or command.exit_code != _TERMINATED):
             self.is_ending = True
             self.world.after(_ENDING_S, self._stop)
 
@@ -148,7 +157,7 @@ class Simulation:
                 break
         if self.world.is_over or self._all_ended():
             self._check_end()
-        if must and not self.invariants.is_second_run:
+        if must and not self.invariants.is_second_run and not self._was_stopped():
             waited_s = self.world.now_s - end_s
             raise Violation(f"no run after {waited_s:.0f} s without faults: {self._state()}")
         return self._word()
@@ -211,15 +220,20 @@ class Simulation:
         agent = self.network.nodes[newest.lead].agent
         assert agent is not None
         assert agent.member.lead is not None
-        peers = agent.member.lead.peers
+        peers = agent.member.lead.known.by_id
         expected = {
             node_id
             for node_id, peer in peers.items()
-            if peer.linked and not peer.lost and self.network.nodes[node_id].agent is not None
+            if peer.linked
+            and not peer.lost
+            and (there := self.network.nodes[node_id].agent) is not None
+            and there.leaves_since_s is None
         }
         end_s = self.world.now_s + 25.0
         while self.world.now_s < end_s and not self.world.is_over and not self._all_ended():
             self.world.run_until(self.world.now_s + 1.0)
+        if self._was_stopped():
+            return self._word()
         codes = {
             node_id: int(command.exit_code)
             for node_id, command in self.invariants.exits
@@ -235,15 +249,23 @@ class Simulation:
 
     def _check_end(self) -> None:
         """It is over: was there no other way?"""
-        codes = {int(command.exit_code) for _, command in self.invariants.exits}
+        ends = [command for _, command in self.invariants.exits if not command.goes_on]
+        codes = {int(command.exit_code) for command in ends}
         allowed = {
             int(code)
             for code in (ExitCode.NOT_ENOUGH_NODES, ExitCode.STATE_LOST, ExitCode.TRY_AGAIN)
         }
-        if self.invariants.is_second_run:
+        if self.invariants.is_second_run or self._was_stopped():
             return
         if not codes <= allowed:
             raise Violation(f"it ends with {sorted(codes)}")
+
+    def _was_stopped(self) -> bool:
+        """So many nodes were asked to leave that this was taken for the stop of the run."""
+        return self.faults.counts.get("asked to leave", 0) > 0 and any(
+            command.exit_code == _TERMINATED and not command.goes_on
+            for _, command in self.invariants.exits
+        )
 
     def _must_converge(self) -> bool:
         """Whether the nodes that are here are enough, beyond doubt."""

@@ -115,6 +115,8 @@ def _with_plot(scenario: Scenario, random: Random) -> Scenario:
     if plot == "outvoted":
         # What the members hold in memory is not to be had, and without it nobody goes on.
         wishes, has_checkpoints = random.choice((Wishes(1, 1, 2), Wishes(2, 2, 3))), True
+    elif plot == "unfinished":
+        wishes = random.choice((Wishes(1, 4, 0), Wishes(2, 5, 0), Wishes(3, 6, 0)))
     else:
         choices = (Wishes(2, 2, 1), Wishes(1, 3, 0), Wishes(2, 3, 0), Wishes(2, 2, 2))
         wishes = random.choice((*choices, Wishes(3, 5, 0), Wishes(3, 3, 2)))
@@ -126,6 +128,7 @@ def _with_plot(scenario: Scenario, random: Random) -> Scenario:
         has_checkpoints=has_checkpoints,
         num_nodes=wishes.max_nodes + wishes.spares,
         late_nodes=0,
+        transfer_s=0.8 if plot == "unfinished" else scenario.transfer_s,
         num_faults=random.choice((0, 0, 1)),
         faults_end_s=LASTS_S,
     )

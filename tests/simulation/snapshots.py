@@ -286,6 +286,12 @@ class Smp:
         groups = self.plan.groups if self.plan is not None else []
         return next((group for group in groups if self.node.node_id in group), [])
 
+    @property
+    def survives(self) -> int:
+        """So many nodes of the group may go without loss of what is ready."""
+        parity = self.plan.parity if self.plan is not None else 0
+        return parity if len(self._group) > parity else 0
+
     def _protect(self, wanted: Version) -> None:
         self._protecting = wanted
         self._acks.clear()
@@ -395,6 +401,10 @@ class Smp:
     def commit(self, wanted: Version) -> None:
         """Every node holds and protects it: it may be relied on."""
         if self.committed is not None and wanted <= self.committed:
+            is_held = self.memory.slot(wanted, self.arena) is not None
+            if is_held and wanted == self.committed:
+                # It has committed that by itself where it is alone, before the plan took effect.
+                self.node.has_committed(wanted)
             return
         self.committed = wanted
         if self.capturing is not None and self.capturing <= wanted:

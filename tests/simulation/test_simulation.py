@@ -5,13 +5,16 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from random import Random
 
 import pytest
 
+from ftrun.recovery.settings import NetworkSettings
 from simulation.plots import PLOTS
+from simulation.roads import Tries
 from simulation.run import Outcome, Simulation, run_seed
 from simulation.scenario import MODES, draw
 from simulation.variants import VARIANTS, Variant
@@ -19,6 +22,8 @@ from simulation.variants import VARIANTS, Variant
 SEEDS = 2000
 """In both modes each."""
 CHUNK = 100
+AGAIN_EVERY = 5
+"""Of the runs, such a part is run a second time."""
 RUNS_TO_FIND = 700
 """A variant must be found within so many runs."""
 LAST_LINES = 40
@@ -48,7 +53,7 @@ def test_nothing_goes_wrong_and_a_seed_is_a_run(first: int) -> None:
     for outcome in chunk(first):
         story = "\n".join(outcome.log[-LAST_LINES:])
         assert not outcome.problem, f"{outcome.problem}\n{replay(outcome)}\n{story}"
-    for outcome in chunk(first):
+    for outcome in chunk(first)[::AGAIN_EVERY]:
         again = run_seed(outcome.seed, outcome.mode)
         assert again == outcome, f"twice the same seed, and not the same run: {replay(outcome)}"
 
@@ -69,6 +74,36 @@ def test_nobody_runs_ranks_that_fails_its_check() -> None:
             outcome = run_seed(seed, mode, prepare=has_unfit_nodes)
             story = "\n".join(outcome.log[-LAST_LINES:])
             assert not outcome.problem, f"seed {seed}, {mode}: {outcome.problem}\n{story}"
+
+
+def has_rails(simulation: Simulation) -> None:
+    """Two rails, a plan that takes effect, and tries that fail, are late or never end."""
+    random = Random(f"{simulation.world.seed}/rails")
+    simulation.tries = Tries(random, num_rails=2, misfits=random.choice((0.0, 0.1, 0.5)))
+    network = NetworkSettings(plan=random.choice(("report", "on", "on")))
+    settings = replace(simulation.scenario.settings, network=network)
+    simulation.scenario = replace(simulation.scenario, settings=settings)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_survey_in_which_nodes_die_or_answer_late_still_leads_to_generations() -> None:
+    """Liveness worlds end in a generation that makes steps; any node may die at any moment."""
+    asked = 0
+    for seed in range(2 * CHUNK):
+        for mode in MODES:
+            seen: list[Simulation] = []
+
+            def prepare(simulation: Simulation, seen: list[Simulation] = seen) -> None:
+                has_rails(simulation)
+                seen.append(simulation)
+
+            outcome = run_seed(seed, mode, prepare=prepare)
+            assert seen[0].tries is not None
+            asked += seen[0].tries.asked
+            story = "\n".join(outcome.log[-LAST_LINES:])
+            assert not outcome.problem, f"seed {seed}, {mode}: {outcome.problem}\n{story}"
+    assert asked > CHUNK
 
 
 def test_a_seed_is_the_same_run_in_another_process() -> None:
@@ -106,7 +141,17 @@ KINDS = [
     *("kill agent", "kill agent and SMP", "kill a rank", "kill SMP", "power off and on"),
     *("power off", "kill stub, agent and SMP", "freeze agent", "freeze node", "cut off"),
     *("cut from", "cut one way in", "cut one way out", "split off", "slow links", "flip bits"),
-    *("only with", "SIGTERM", "power on", "stays off", "thaw agent", "thaw node", "heal"),
+    *(
+        "only with",
+        "SIGTERM",
+        "asked to leave",
+        "has left",
+        "power on",
+        "stays off",
+        "thaw agent",
+        "thaw node",
+        "heal",
+    ),
     *(f"plot {name}" for name in PLOTS),
 ]
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ftrun.ids import Version, version
-from ftrun.recovery import ballots, election, follower, lead, planning, restore_choice
+from ftrun.recovery import ballots, draining, election, follower, lead, planning, restore_choice
 from ftrun.recovery.attendance import Peers
 from ftrun.recovery.commands import Command
 from ftrun.recovery.reports import Reports
@@ -171,7 +171,7 @@ def _commit_when_one_node_is_ready(patch: Patch) -> None:
 
 
 def _endpoint_is_not_told_of_the_run(patch: Patch) -> None:
-    patch.setattr(lead.Lead, "knows_endpoint", lambda self: True)
+    patch.setattr(Peers, "knows_endpoint", lambda self: True)
 
     def opened(self: lead.Lead, node_id: str, incarnation: int, *, now_s: float) -> list[Command]:
         peer = self.known.get(node_id)
@@ -204,6 +204,20 @@ def _newest_protection_is_relied_on(patch: Patch) -> None:
 
     patch.setattr(restore_choice._Held, "_badness", badness)
     patch.setattr(restore_choice._Held, "margin", 0)
+
+
+def _newest_of_equal_protections_is_relied_on(patch: Patch) -> None:
+    patch.setattr(restore_choice._Group, "is_committed", False)
+
+
+def _whoever_leaves_is_let_go_at_once(patch: Patch) -> None:
+    def let_go(
+        self: draining.Draining, plan: Plan | None, now_s: float, *, is_settled: bool
+    ) -> None:
+        members = {node.node_id for node in plan.members} if plan is not None else set()
+        self._freed = tuple(sorted({one for one, _ in self._leaving} - members))
+
+    patch.setattr(draining.Draining, "_let_go", let_go)
 
 
 def _stale_lead_stays(patch: Patch) -> None:
@@ -273,5 +287,16 @@ VARIANTS = [
         "newest protection is relied on",
         _newest_protection_is_relied_on,
         ("is lost", "is there", "no run after"),
+    ),
+    Variant(
+        "newest of equal protections is relied on",
+        _newest_of_equal_protections_is_relied_on,
+        ("is lost", "is there", "starts from", "no run after"),
+        plot="unfinished",
+    ),
+    Variant(
+        "whoever leaves is let go at once",
+        _whoever_leaves_is_let_go_at_once,
+        ("leaves, and a part",),
     ),
 ]

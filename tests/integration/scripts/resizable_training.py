@@ -9,6 +9,7 @@ import json
 import os
 import sys
 import traceback
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +19,8 @@ import torch._dynamo
 import torch.distributed as dist
 import torch.distributed.checkpoint
 import torch.distributed.fsdp
-import torch.distributed.tensor
+import torch.distributed.pipelining
+import torch.distributed.tensor.parallel
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
@@ -49,35 +51,63 @@ class Net(nn.Module):
         self.frozen = nn.Parameter(torch.randn(5, 3), requires_grad=False)
         self.scale = nn.Parameter(torch.ones(1))
 
+    def keep(self, first: int, end: int) -> None:
+        """Become a stage of a pipeline that has these of three blocks, under their names."""
+        blocks = (("first", "norm"), ("wide",), ("last", "frozen", "scale"))
+        for names in (*blocks[:first], *blocks[end:]):
+            for name in names:
+                setattr(self, name, None)
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = nn.functional.dropout(self.norm(self.first(x)).relu(), 0.1, self.training)
-        return self.last(self.wide(x).tanh()) * self.scale + self.frozen.sum(0)
+        if self.first is not None:
+            x = nn.functional.dropout(self.norm(self.first(x)).relu(), 0.1, self.training)
+        if self.wide is not None:
+            x = self.wide(x.to(self.wide.weight.dtype)).float().tanh()
+        return x if self.last is None else self.last(x) * self.scale + self.frozen.sum(0)
 
 
 def made(order: dict[str, object], rank: int, world_size: int) -> dict[str, object]:
     torch.manual_seed(100 * int(order["generation"]) + rank)  # nothing is equal by chance
     np.random.seed(rank)
     model: nn.Module = Net()
+    if order.get("half"):
+        model.wide.bfloat16()
+    for at in range(order.get("more", 0)):
+        model.register_parameter(f"new{at}", nn.Parameter(torch.zeros(at + 1)))
     kind = order["kind"]
+    data_rank, data_size = rank, world_size
     if kind == "ddp":
         model = nn.parallel.DistributedDataParallel(model)
     if kind in ("fsdp", "hsdp"):
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 
-        for parameter in model.parameters():
-            dist.broadcast(parameter.data, 0)
+        share(model)
         names = ("replicate", "shard")
         shape = (2, world_size // 2)
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=names) if kind == "hsdp" else None
         fully_shard(model.wide, mesh=mesh)
         fully_shard(model, mesh=mesh)
-    learned = [p for p in model.parameters() if p.requires_grad]
+    if kind in ("tp", "fsdp+tp"):
+        share(model)
+        size = world_size if kind == "tp" else 2
+        data_rank, data_size = rank // size, world_size // size
+        parallelize(model.eval(), size, world_size)
+    if kind == "pp":
+        share(model)
+        data_rank, data_size = 0, 1
+        ends = np.cumsum([0, *order["split"]]).tolist()
+        model.eval().keep(ends[rank], ends[rank + 1])
+    learned = {n.removeprefix("module."): p for n, p in model.named_parameters() if p.requires_grad}
+    quick = ("scale", "first.weight")
     optimizer = torch.optim.AdamW(
-        [{"params": learned[:2], "lr": 0.03}, {"params": learned[2:], "lr": 0.01}]
+        [
+            {"params": [p for name, p in learned.items() if name in quick], "lr": 0.03},
+            {"params": [p for name, p in learned.items() if name not in quick], "lr": 0.01},
+        ]
     )
     data = Numbers()
-    sampler = DistributedSampler(data, world_size, rank, seed=3)
+    sampler = DistributedSampler(data, data_size, data_rank, seed=3)
     return {
         "model": model,
         "optimizer": optimizer,
@@ -86,6 +116,46 @@ def made(order: dict[str, object], rank: int, world_size: int) -> dict[str, obje
         "dice": torch.Generator().manual_seed(50 + rank),
         "average": torch.zeros(4),
     }
+
+
+def share(model: nn.Module) -> None:
+    """Give all ranks what rank 0 has."""
+    for parameter in model.parameters():
+        dist.broadcast(parameter.data, 0)
+
+
+def parallelize(model: Net, size: int, world_size: int) -> None:
+    """As torch cuts it: tensor parallel within, FSDP2 across where there is more than one row."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
+
+    mesh = init_device_mesh("cpu", (world_size // size, size), mesh_dim_names=("dp", "tp"))
+    cuts = {"wide": ColwiseParallel(use_local_output=False), "last": RowwiseParallel()}
+    parallelize_module(model, mesh["tp"], cuts)
+    if world_size > size:
+        for part in (model.wide, model.last, model):
+            fully_shard(part, mesh=mesh["dp"])
+
+
+def stepper(model: nn.Module, kind: object) -> Callable[[torch.Tensor], object]:
+    """One pass forth and back."""
+    if kind != "pp":
+        return lambda x: model(x).square().mean().backward()
+    from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+
+    rank, size = dist.get_rank(), dist.get_world_size()
+    stage = PipelineStage(model, rank, size, torch.device("cpu"))
+    schedule = ScheduleGPipe(stage, 2, loss_fn=lambda out, _: out.square().mean())
+
+    def step(x: torch.Tensor) -> None:
+        schedule.step(*([x] if rank == 0 else []), **({"target": x} if rank == size - 1 else {}))
+
+    return step
 
 
 def full(tensor: object) -> object:
@@ -123,6 +193,7 @@ def train(folder: Path, order: dict[str, object], rank: int, world_size: int) ->
     store = folder / f"store.{generation}"
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
     things = made(order, rank, world_size)
+    things |= {name: order[name] for name in ("mesh", "cast") if name in order}
     if order.get("narrow"):
         _read_little_at_a_time()
     if order.get("older"):
@@ -135,12 +206,13 @@ def train(folder: Path, order: dict[str, object], rank: int, world_size: int) ->
         os._exit(9)
     model, optimizer = things["model"], things["optimizer"]
     seen: list[int] = []
+    step = stepper(model, order["kind"])
     batches = session.batches(things["loader"])
     for at in session.steps(int(order["steps"])):
         x, indices = next(batches)
         seen += indices.tolist()
         optimizer.zero_grad()
-        model(x).square().mean().backward()
+        step(x)
         optimizer.step()
         things["scheduler"].step()
         things["average"] += at + rank

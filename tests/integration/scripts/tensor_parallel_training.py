@@ -1,16 +1,23 @@
 """A small training on plain tensors, cut by hand: tensor parallel within, data parallel across.
 
-Arguments: the tensor-parallel size, the step to train to, and a file of layout rules, if the run is
-to go on from other layouts by itself. Rank = data index * size + index.
+Arguments: the tensor-parallel size (of each generation, such as 2,4; all: every rank there is), the
+step to train to, a file of layout rules, if the run is to go on from other layouts by itself, and
+`noted`, if it is to note every step, slowly until the file `go` is there.
+Rank = data index * size + index.
 Each rank says what it has, put together from all ranks of its row by code that knows no rules.
 """
 
 import hashlib
+import json
+import os
+import socket
 import sys
+import time
 from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
+from row_sum import Sum
 from torch import nn
 
 import ftrun
@@ -18,9 +25,11 @@ import ftrun
 VOCABULARY, PAD_TO, WIDTH, HEADS, HEAD, INNER = 50, 4, 24, 4, 4, 20
 """Four groups of heads: two queries, one key and one value each."""
 
-SIZE, STEPS = int(sys.argv[1]), int(sys.argv[2])
+SIZES, STEPS, NOTED = sys.argv[1].split(","), int(sys.argv[2]), len(sys.argv) > 4
 dist.init_process_group("gloo")
 RANK, WORLD = dist.get_rank(), dist.get_world_size()
+GENERATION = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+SIZE = int(SIZES[min(GENERATION, len(SIZES) - 1)].replace("all", str(WORLD)))
 DATA, INDEX = divmod(RANK, SIZE)
 ROWS = [dist.new_group([d * SIZE + at for at in range(SIZE)]) for d in range(WORLD // SIZE)]
 COLUMNS = [dist.new_group([d * SIZE + at for d in range(WORLD // SIZE)]) for at in range(SIZE)]
@@ -31,26 +40,6 @@ def share(units: int) -> tuple[int, int]:
     """First unit of this rank, and how many; the first ranks have one more."""
     step, more = divmod(units, SIZE)
     return INDEX * step + min(INDEX, more), step + (more > INDEX)
-
-
-class Sum(torch.autograd.Function):
-    """Adds up the parts of a row on the way forth, or on the way back."""
-
-    @staticmethod
-    def forward(ctx: object, x: torch.Tensor, forth: bool) -> torch.Tensor:
-        ctx.forth = forth
-        if not forth:
-            return x.view_as(x)
-        x = x.clone()
-        dist.all_reduce(x, group=ROW)
-        return x
-
-    @staticmethod
-    def backward(ctx: object, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        gradient = gradient.clone()
-        if not ctx.forth:
-            dist.all_reduce(gradient, group=ROW)
-        return gradient, None
 
 
 def cut(whole: torch.Tensor, dim: int, sizes: Sequence[int], unit: Sequence[int]) -> nn.Parameter:
@@ -90,20 +79,20 @@ class Net(nn.Module):
         first = INDEX * len(self.embed)
         here = (tokens >= first) & (tokens < first + len(self.embed))
         found = self.embed[torch.where(here, tokens - first, 0)] * here[..., None]
-        x = Sum.apply(found, True)
+        x = Sum.apply(found, True, ROW)
         x = x + self.attention(nn.functional.layer_norm(x, [WIDTH], self.norm))
-        gate, up = (Sum.apply(x, False) @ self.gate_up.T).chunk(2, -1)
-        return x + Sum.apply((nn.functional.silu(gate) * up) @ self.down.T, True)
+        gate, up = (Sum.apply(x, False, ROW) @ self.gate_up.T).chunk(2, -1)
+        return x + Sum.apply((nn.functional.silu(gate) * up) @ self.down.T, True, ROW)
 
     def attention(self, x: torch.Tensor) -> torch.Tensor:
         groups = len(self.qkv) // (4 * HEAD)
-        parts = (Sum.apply(x, False) @ self.qkv.T).split(
+        parts = (Sum.apply(x, False, ROW) @ self.qkv.T).split(
             [2 * groups * HEAD, groups * HEAD, groups * HEAD], -1
         )
         q, k, v = (part.unflatten(-1, (-1, HEAD)).transpose(1, 2) for part in parts)
         k, v = (one.repeat_interleave(2, 1) for one in (k, v))
         found = nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
-        return Sum.apply(found @ self.out.T, True)
+        return Sum.apply(found @ self.out.T, True, ROW)
 
 
 def whole(name: str, local: torch.Tensor) -> torch.Tensor:
@@ -134,12 +123,30 @@ def digest(model: Net, optimizer: torch.optim.Optimizer) -> str:
     return found.hexdigest()[:16]
 
 
+def note(kind: str, step: int) -> None:
+    """What this rank has now, for whoever looks on from outside."""
+    if NOTED:
+        where = {"generation": GENERATION, "node": socket.gethostname(), "pid": os.getpid()}
+        told = {
+            "ns": time.monotonic_ns(),
+            "kind": kind,
+            "step": step,
+            "size": SIZE,
+            **where,
+        }
+        with open(f"rank{RANK}.jsonl", "a", buffering=1) as notes:
+            notes.write(json.dumps({**told, "digest": digest(model, optimizer)}) + "\n")
+        if not os.path.exists("go"):
+            time.sleep(0.1)
+
+
 model = Net()
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 declared = {"layout": sys.argv[3], "mesh": {"tp": SIZE}} if len(sys.argv) > 3 else {}
 session = ftrun.attach(model=model, optimizer=optimizer, **declared)
 print(f"begins step={session.step} digest={digest(model, optimizer)} seen={model.seen.tolist()}\n",
       end="", flush=True)  # fmt: skip
+note("begun", session.step)
 loss = torch.zeros(())
 for step in session.steps(STEPS):
     tokens = torch.randint(
@@ -152,6 +159,8 @@ for step in session.steps(STEPS):
         dist.all_reduce(parameter.grad, group=COLUMN)
         parameter.grad /= WORLD // SIZE
     optimizer.step()
+    note("step", step + 1)
+note("end", session.step)
 print(f"ends step={session.step} digest={digest(model, optimizer)} loss={float(loss):.3f}\n",
       end="", flush=True)  # fmt: skip
 dist.destroy_process_group()

@@ -116,6 +116,14 @@ def test_one_node_has_nothing_of_several() -> None:
     assert "begins from is the script's own" in text.replace("\n# ", " ")
 
 
+@pytest.mark.parametrize("cpus", [None, 2, 1234567])
+def test_sruns_own_words_are_whole_on_one_line_or_several(cpus: int | None) -> None:
+    words = command(script(FOUR, Machine(cpus=cpus)), "srun")
+    own = words[1 : words.index("ftrun")]
+    assert all(re.fullmatch(r"--[a-z-]+(=\S+)?", word) for word in own), own
+    assert own[-1].startswith("--output=")
+
+
 def test_a_run_id_of_theirs_stays() -> None:
     text = script("--run-id mine train.py")
     assert command(text) == ["ftrun", "--run-id", "mine", "train.py"]
@@ -163,5 +171,5 @@ def test_a_name_comes_from_the_script() -> None:
 
 def test_it_is_queued_again_for_the_codes_that_the_pages_name() -> None:
     text = script(FOUR, place=Place(max_requeues=7))
-    assert re.search(r"^75 \| 76 \| 138\)$", text, re.MULTILINE)
+    assert re.search(r"^75 \| 76 \| 137 \| 138\)$", text, re.MULTILINE)
     assert "-lt 7 ]" in text

@@ -10,7 +10,7 @@ import pytest
 
 from ftrun.cli.command_line import parse
 from ftrun.cli.run import build_spec, take_folder
-from ftrun.config import MAX_DATA, MAX_PARITY, NodesSpec, RunSpec
+from ftrun.config import MAX_DATA, MAX_PARITY, EtcdTls, NodesSpec, RunSpec
 from ftrun.erasure import codec
 from ftrun.errors import FtrunError, UsageError
 from ftrun.ids import RunId
@@ -198,7 +198,94 @@ def test_torchruns_backends_mean_ours(backend: str) -> None:
 def test_another_backend_is_refused() -> None:
     said = refused(f"--nnodes 2 {MEET} --rdzv-backend etcd-v2")
     assert "etcd-v2" in said
-    assert "PET_RDZV_BACKEND" in refused(f"--nnodes 2 {MEET}", {"PET_RDZV_BACKEND": "etcd"})
+    assert "PET_RDZV_BACKEND" in refused(f"--nnodes 2 {MEET}", {"PET_RDZV_BACKEND": "etcd-v2"})
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "found"),
+    [
+        ("e0", ["e0:2379"]),
+        ("e0:2380", ["e0:2380"]),
+        ("e0:1,e1,[fd00::7]:9", ["e0:1", "e1:2379", "fd00::7:9"]),
+    ],
+)
+def test_an_etcd_is_where_they_meet(endpoint: str, found: list[str]) -> None:
+    made = spec(f"--nnodes 1:2 --rdzv-backend etcd --rdzv-id exp7 --rdzv-endpoint {endpoint}")
+    assert made.run_id == "exp7"
+    assert made.nodes is not None
+    assert made.nodes.etcd == found
+    host, _, port = found[0].rpartition(":")
+    assert (made.nodes.endpoint_host, made.nodes.endpoint_port) == (host, int(port))
+    assert nodes(f"--nnodes 2 {MEET}").etcd == []
+
+
+@pytest.mark.parametrize(
+    ("words", "variables", "part"),
+    [
+        ("--rdzv-id x", {}, "--rdzv-endpoint HOST, HOST:2379 or several"),
+        ("--rdzv-id x", SLURM, "needs the cluster's client addresses"),
+        (
+            "--rdzv-id x --rdzv-endpoint https://e0:2379",
+            {},
+            "--rdzv-conf protocol=https, or cacert=FILE",
+        ),
+        ("--rdzv-id x --rdzv-endpoint e0,e1:x", {}, "the port of --rdzv-endpoint"),
+        ("--rdzv-endpoint e0", {}, "Give --rdzv-id NAME"),
+    ],
+)
+def test_an_etcd_that_cannot_be_asked(words: str, variables: Mapping[str, str], part: str) -> None:
+    assert part in refused(f"--nnodes 2 --rdzv-backend etcd {words}", variables)
+
+
+def test_a_run_in_slurm_has_a_name_of_its_own_in_an_etcd() -> None:
+    made = spec("--rdzv-backend etcd --rdzv-endpoint e0", {**SLURM, "SLURM_RESTART_COUNT": "2"})
+    assert made.run_id.startswith("train-job")
+    assert made.nodes is not None
+    assert made.nodes.etcd_life == 2, "the nodes of its last life do not come"
+
+
+def test_tls_with_an_etcd_is_asked_for_as_with_torchrun_or_etcdctl(place: Path) -> None:
+    for name in ("ca.pem", "node.pem", "node.key"):
+        (place / name).write_text("")
+
+    def tls(conf: str, variables: Mapping[str, str] | None = None) -> EtcdTls | None:
+        words = f"--nnodes 2 --rdzv-backend etcd --rdzv-endpoint e0 --rdzv-id x {conf}"
+        return nodes(words, variables).etcd_tls
+
+    ca, cert, key = (str(place / name) for name in ("ca.pem", "node.pem", "node.key"))
+    assert tls("") is None
+    assert tls("--rdzv-conf protocol=https") == EtcdTls()
+    assert tls("--rdzv-conf cacert=ca.pem,timeout=9") == EtcdTls(ca=ca)
+    whole = EtcdTls(ca=ca, cert=cert, key=key)
+    assert tls("--rdzv-conf cacert=ca.pem,cert=node.pem,key=node.key") == whole
+    variables = {"ETCDCTL_CACERT": ca, "ETCDCTL_CERT": cert, "ETCDCTL_KEY": key}
+    assert tls("", variables) == whole
+    assert tls("", {**variables, "PET_RDZV_CONF": "cacert=node.pem"}) == EtcdTls(
+        ca=cert, cert=cert, key=key
+    )
+    assert tls("--rdzv-conf protocol=http", variables) is None
+    assert nodes(f"--nnodes 2 {MEET}", variables).etcd_tls is None
+
+
+@pytest.mark.parametrize(
+    ("conf", "variables", "said"),
+    [
+        ("cacert=none.pem", {}, "--rdzv-conf cacert is 'none.pem', and there is no such file"),
+        ("", {"ETCDCTL_KEY": "/none"}, "ETCDCTL_KEY is '/none', and there is no such file"),
+        ("cert=train.py", {}, "a cert is given and no key"),
+        ("key=train.py", {}, "a key is given and no cert"),
+        ("protocol=grpc", {}, "protocol is http or https, not 'grpc'"),
+    ],
+)
+def test_tls_that_cannot_be_spoken(conf: str, variables: Mapping[str, str], said: str) -> None:
+    words = "--nnodes 2 --rdzv-backend etcd --rdzv-endpoint e0 --rdzv-id x"
+    assert said in refused(f"{words} --rdzv-conf x=1,{conf}", variables)
+
+
+def test_an_etcd_needs_its_client_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    said = refused("--nnodes 2 --rdzv-backend etcd --rdzv-endpoint e0 --rdzv-id x")
+    assert "pip install 'ftrun[etcd]'" in said
 
 
 def test_waiting_may_be_set_as_with_torchrun() -> None:

@@ -14,6 +14,8 @@ MODULES = {
     "transformers": "ftrun.integrations.transformers",
     "accelerate": "ftrun.integrations.accelerate",
     "lightning": "ftrun.integrations.lightning",
+    "deepspeed": "ftrun.integrations.deepspeed",
+    "torchtitan": "ftrun.integrations.torchtitan",
 }
 
 each = pytest.mark.parametrize("package", MODULES)
@@ -37,11 +39,11 @@ def test_a_framework_that_is_missing_is_named(
 def test_a_framework_that_is_too_old_is_named_with_its_version(
     package: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(metadata, "version", lambda name: "0.9.1")
+    monkeypatch.setattr(metadata, "version", lambda name: "0.2.1")
     monkeypatch.delitem(sys.modules, MODULES[package], raising=False)
     with pytest.raises(NotSupportedHere) as error:
         importlib.import_module(MODULES[package])
-    assert "0.9.1 is installed" in str(error.value)
+    assert "0.2.1 is installed" in str(error.value)
 
 
 @pytest.mark.parametrize(

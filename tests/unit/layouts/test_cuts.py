@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ftrun.layouts.cuts import CutImpossible, divide, hold, place_of, share
+from ftrun.layouts.cuts import CutImpossible, divide, hold, share
 from ftrun.layouts.rules import Cut, FusedPart, Uneven
 
 counts = st.integers(1, 7)
@@ -65,9 +65,3 @@ def test_units_that_are_fewer_than_the_coordinates_may_be_shared() -> None:
 def test_what_cannot_be_cut_is_told(cut: Cut, size: int, told: str) -> None:
     with pytest.raises(CutImpossible, match=told):
         hold(cut, size, count=3, index=0)
-
-
-def test_the_place_of_a_number() -> None:
-    assert [place_of(number, [2, 0, 1]) for number in range(3)] == [0, 0, 2]
-    with pytest.raises(CutImpossible):
-        place_of(3, [2, 0, 1])

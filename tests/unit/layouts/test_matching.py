@@ -78,5 +78,5 @@ def test_where_a_number_lives() -> None:
         found["l.5"].homes(2)
     sized = match(read_rules(text.format(", sizes: [1, 4]"), source="x"), [("l.1", None)])
     assert sized["l.1"].homes(2) == {1}
-    with pytest.raises(CutImpossible, match="for 2 coordinates"):
+    with pytest.raises(CutImpossible, match="2 runs of layers, and there are 5 for 3"):
         sized["l.1"].homes(3)

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ftrun.layouts.mesh import Mesh
+from ftrun.layouts.mesh import Mesh, ranks_alone
 
 sizes = st.lists(st.integers(1, 4), min_size=1, max_size=3)
 
@@ -58,3 +58,12 @@ def test_another_number_of_ranks_changes_the_axis_of_batches() -> None:
 def test_sizes_go_by_name(axis: str, size: int) -> None:
     assert mesh(2, 3).size_of(axis) == size
     assert mesh(2, 3).having({axis: 5}).size_of(axis) == 5
+
+
+def test_ranks_beside_one_see_other_data_and_have_the_same_part() -> None:
+    mesh = Mesh((("dp", 3), ("tp", 2)), ("dp",))
+    assert mesh.beside(3) == [1, 3, 5]
+    assert ranks_alone(3).beside(1) == [0, 1, 2]
+    assert Mesh((("tp", 2),)).beside(1) == [1]
+    assert not mesh.has_stages
+    assert Mesh((("pp", 2),)).has_stages

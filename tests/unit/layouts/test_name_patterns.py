@@ -28,3 +28,13 @@ def test_what_matches(pattern: str, name: str, found: dict[str, int] | None) -> 
 def test_a_pattern_says_its_words_and_itself() -> None:
     assert NamePattern("a.{n}.*.{m}").words == ("n", "m")
     assert str(NamePattern("a.*")) == "a.*"
+
+
+def test_a_number_is_all_of_its_digits() -> None:
+    assert NamePattern("model.*{n}.w").match("model.layer12.w") == {"n": 12}
+    assert NamePattern("*{n}*").match("layers.104.w") == {"n": 104}
+
+
+def test_another_number_at_the_same_place() -> None:
+    pattern = NamePattern("m{turn}.*.{n}.*")
+    assert pattern.with_numbers("m1.layers.12.w3", {"turn": 0, "n": 7}) == "m0.layers.7.w3"

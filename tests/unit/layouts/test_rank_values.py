@@ -13,7 +13,7 @@ RULES = """
 mesh: {{pp: {pp}, dp: {dp}, tp: {tp}}}
 replicate: [a, b]
 unique:
-  - {{name: "l.{{n}}", axis: pp, of: 2}}
+  - {{name: "l.{{n}}*", axis: pp, of: 2}}
 """
 
 
@@ -29,6 +29,7 @@ def parts_of(rank: int, names: list[str]) -> dict[str, bytes]:
         "groups": {"opt": [{"lr": 0.1, "params": names}, {"lr": 0.2, "params": []}]},
         "optimizer_state": {"opt": {"state": {**state, "calls": {"n": stage}}}},
         "frozen": [names[0]],
+        "extra_state": {name: bytes([rank]) for name in ("root", names[-1])},
         "rng": {"torch": bytes([data])},
         "generators": {"dice": bytes([data]), "shared": b"same"},
         "loaders": {"loader": feed(4)},
@@ -78,6 +79,19 @@ def test_stages_that_become_one_have_all_their_parameters_in_order() -> None:
         assert parts["optimizer_state"]["opt"]["state"]["l.1"]["mean"] == TensorRef("s.l.1")
         assert parts["frozen"] == ["a"]
     assert [parts["dicts"]["rank"] for parts in found] == [0, 1, 2, 3]
+
+
+def test_what_modules_keep_goes_where_they_live() -> None:
+    _, found = made(pp=1, tp=1)
+    assert [parts["extra_state"] for parts in found] == [
+        {"root": b"\0", "l.0": b"\0", "l.1": b"\4"},
+        {"root": b"\2", "l.0": b"\2", "l.1": b"\6"},
+    ]
+    _, found = made(dp=1, tp=1)
+    assert [parts["extra_state"] for parts in found] == [
+        {"root": b"\0", "l.0": b"\0"},
+        {"root": b"\4", "l.1": b"\4"},
+    ]
 
 
 def test_data_and_random_numbers_go_by_the_axis_of_batches() -> None:

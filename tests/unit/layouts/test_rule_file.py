@@ -44,6 +44,8 @@ flat:
 unique:
   - {name: "model.layers.{n}.*", axis: pp, of: 24, sizes: [10, 14]}
   - {name: [model.embed, model.tied], axis: pp, at: [first, last, 1]}
+  - {name: "chunk{turn}.{n}", axis: pp, of: 9, turns: 2, numbered: anew, empty: [3]}
+  - {name: "l.{n}", axis: pp, of: 9, numbered: through}
 """
 
 
@@ -65,9 +67,13 @@ def test_everything_that_can_be_said() -> None:
     )
     shapes = (("model.w", (4, 8)), ("model.b", (8,)), ("model.n", ()))
     assert by_name["row"].flat == Flat("dp", 2, shapes)
-    layers, embed, tied = rules.homes
+    layers, embed, tied, chunks, through = rules.homes
     assert (layers.at, layers.count, layers.sizes) == (None, 24, (10, 14))
     assert embed.at == tied.at == (0, -1, 1)
+    assert (layers.turns, layers.is_anew, layers.empty) == (1, False, ())
+    assert (chunks.turns, chunks.is_anew, chunks.empty, chunks.word) == (2, True, (3,), "n")
+    assert chunks.renames
+    assert not through.renames
     lines = WHOLE.splitlines()
     assert str(by_name["row"]) == f"flat row (line {lines.index('  - name: row') + 1})"
     assert str(layers) == "unique model.layers.{n}.* (line 36)"
@@ -126,6 +132,11 @@ def test_batches_differ_along_dp_unless_said_otherwise() -> None:
         ("mesh: {tp: 2}\nunique: [{name: a, axis: tp}]", "either at: with coordinates, or of:"),
         ("mesh: {tp: 2}\nunique: [{name: a, axis: tp, of: 3}]", "expected one number in the name"),
         ("mesh: {tp: 2}\nunique: [{name: a, axis: tp, at: middle}]", "a number, and there is 'mid"),
+        ("mesh: {tp: 2}\nunique: [{name: a, axis: tp, at: 0, sizes: [2]}]", "sizes beside of:"),
+        ("mesh: {tp: 2}\nunique: [{name: '{n}', axis: tp, of: 2, numbered: new}]",
+         "through or anew, and there is 'new'"),
+        ("mesh: {tp: 2}\nunique: [{name: '{n}.{n}', axis: tp, of: 2}]", "each number under a word"),
+        ("mesh: {tp: 2}\nunique: [{name: '{turn}', axis: tp, of: 2}]", "expected one number in"),
         ("mesh: {tp: 2", "line 1, column 13: expected YAML (while parsing a flow mapping)"),
         ("mesh: *a", "line 1, column 7: expected YAML"),
         ("mesh: \x00", "expected YAML, and "),

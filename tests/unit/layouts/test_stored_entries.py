@@ -89,6 +89,12 @@ def test_dtensors_need_no_rules() -> None:
         stored_entries(made.heads, made.parts(), source="x")
 
 
+def test_what_no_session_has_saved_is_refused_in_words() -> None:
+    made = Made([{"w": array(1, 2)}])
+    with pytest.raises(RulesUnfit, match=r"saved by ftrun\.dcp"):
+        stored_entries(made.heads, [{"objects": b""}], source="x")
+
+
 RULES = read_rules(
     "mesh: {dp: 2, tp: 1}\nreplicate: [small, large, beside]\nown: [own]\n"
     "shard: [{name: padded, axis: tp, dim: 0, size: 2, pad_to: 3}]",

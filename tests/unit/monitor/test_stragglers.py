@@ -70,7 +70,7 @@ def ddp_world(ranks: int = 4, *, seed: int = 1, noise: float = 0.02, **other: fl
 # --- what must be found -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+@pytest.mark.parametrize("ranks", [2, 3, 4, pytest.param(8, marks=pytest.mark.full)])
 @pytest.mark.parametrize("slow", [1.3, 2.0])
 def test_each_rank_in_turn_is_named_within_20_steps(ranks: int, slow: float) -> None:
     for culprit in range(ranks):
@@ -88,7 +88,9 @@ def test_each_rank_in_turn_is_named_within_20_steps(ranks: int, slow: float) -> 
         assert not verdict.acts_at_once
 
 
-@pytest.mark.parametrize(("data", "tensor"), [(2, 2), (4, 2), (2, 4)])
+@pytest.mark.parametrize(
+    ("data", "tensor"), [(2, 2), (2, 4), pytest.param(4, 2, marks=pytest.mark.full)]
+)
 def test_over_two_kinds_of_groups_only_the_culprit_is_named(data: int, tensor: int) -> None:
     for culprit in range(data * tensor):
         program = tensor_parallel(data, tensor, layers=4, step_s=0.4)
@@ -203,7 +205,9 @@ def test_a_slow_rank_is_named_and_nobody_else(seed: int, slow: float) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("block", range(5))
+@pytest.mark.parametrize(
+    "block", [0, 1, *(pytest.param(block, marks=pytest.mark.full) for block in (2, 3, 4))]
+)
 def test_on_healthy_runs_nobody_is_named(block: int) -> None:
     for seed in range(block * 12, (block + 1) * 12):
         found = watched(any_world(seed), 120)

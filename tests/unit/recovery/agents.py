@@ -7,6 +7,7 @@ from typing import TypeVar
 from ftrun.recovery.allegiance import Role
 from ftrun.recovery.commands import (
     Adopt,
+    AskWitness,
     Command,
     Dial,
     HangUp,
@@ -26,10 +27,12 @@ from ftrun.recovery.happenings import (
     Passing,
     PlanKept,
     Quiesced,
+    WitnessSaid,
 )
 from ftrun.recovery.member import Member
 from ftrun.recovery.oversight import Oversight
 from ftrun.recovery.settings import ClusterSettings
+from ftrun.recovery.witness_rules import Register, rule
 from ftrun.wire.heartbeats import Beat
 from ftrun.wire.plan import NodeCard, Plan, VersionPair
 from ftrun.wire.smp_messages import Inventory
@@ -71,6 +74,32 @@ class Agent:
         return self.beat.generation
 
 
+class Outside:
+    """The outside witness; it answers at once whoever reaches it."""
+
+    LEASE_S = 3.0
+
+    def __init__(self) -> None:
+        self.register: Register | None = None
+        self.lead: NodeCard | None = None
+        self.ends_s = 0.0
+        self.away: set[str] = set()
+        """Nodes that do not reach it."""
+        self.lives = 70
+
+    def ask(self, me: NodeCard, asked: AskWitness, now_s: float) -> WitnessSaid:
+        if me.node_id in self.away:
+            return WitnessSaid(asked, is_reached=False, why="etcd is out of reach")
+        if now_s >= self.ends_s:
+            self.lead = None
+        self.lives += 1
+        ruling = rule(asked, me, self.register, self.lead, new_life=self.lives)
+        if ruling.granted:
+            self.register, self.lead = ruling.register, ruling.lead
+            self.ends_s = now_s + self.LEASE_S if ruling.lead == me else self.ends_s
+        return WitnessSaid(asked, True, ruling.granted, self.register, self.lead)
+
+
 class Agents:
     """Agents by node id. `a` is at the endpoint; whoever is linked hears the other at once."""
 
@@ -82,6 +111,7 @@ class Agents:
         self.cuts: set[frozenset[str]] = set()
         self.reads: dict[str, tuple[VersionPair | None, str] | None] = {}
         """What a node starts from in place of the plan's, or why it cannot; None: no answer."""
+        self.outside = Outside()
         self._queue: deque[tuple[str, Happening]] = deque()
         for one in node_ids:
             self.start(one)
@@ -91,10 +121,13 @@ class Agents:
 
     # --- agents come and go -------------------------------------------------------------------
 
-    def start(self, node_id: str, incarnation: int = 1, **changes: object) -> Agent:
+    def start(
+        self, node_id: str, incarnation: int = 1, *, port: int = 29400, **changes: object
+    ) -> Agent:
         """An agent without any memory."""
-        me = card(node_id, incarnation, endpoint=node_id == "a")
         wishes = settings(**{**_fields(self.settings), **changes}) if changes else self.settings
+        is_endpoint = node_id == "a" and not wishes.witness
+        me = card(node_id, incarnation, endpoint=is_endpoint, port=port)
         self.all[node_id] = Agent(_member(me, wishes, self.now_s), wishes)
         return self.all[node_id]
 
@@ -183,6 +216,9 @@ class Agents:
                 self._dial(agent, command)
             case HangUp():
                 self._unlink(frozenset((me, command.node_id)))
+            case AskWitness():
+                said = self.outside.ask(agent.card, command, self.now_s)
+                self._queue.append((me, said))
             case _:
                 agent.done.append(command)
                 self._queue.extend((me, event) for event in self._obey(agent, command))
@@ -215,7 +251,7 @@ class Agents:
         other = self.all.get(node_id)
         if node_id == me or pair in self.cuts or (other is not None and other.is_frozen):
             return
-        if other is None:
+        if other is None or command.port != other.card.port:
             failed = DialFailed(command.host, command.port, command.node_id, True, "refused")
             self._queue.append((me, failed))
             return

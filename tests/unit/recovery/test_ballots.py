@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import settings as effort
 from hypothesis import strategies as st
 
-from ftrun.recovery.ballots import Ballot, Vote, carries, electorate, identity
+from ftrun.recovery.ballots import Ballot, Vote, carries, electorate, electorate_of, identity
 from ftrun.wire.ballot_messages import Accepted
 from ftrun.wire.plan import Edition, Identity, Plan, Voters
 from tests.unit.recovery.made import card, cards, plan, promise
@@ -514,3 +514,68 @@ def test_a_roster_that_only_its_own_lead_could_bring_about_is_not_asked_by_it() 
     given_up = plan(3, "ab", "defgh", roster=1, decided_by=before)
     made.take_promise(promise(4, "d", accepted=given_up))
     assert set(made.needs) == {(3, 0)}
+
+
+# --- the outside witness ----------------------------------------------------------------------
+
+
+def witnessed(base: Plan, generation: int = 5) -> Ballot:
+    return Ballot(generation, "a test", base.edition, {base.edition: electorate_of(base)})
+
+
+def test_the_witness_is_one_of_three_beside_two_nodes() -> None:
+    ballot = witnessed(plan(4, "ab", witness=7))
+    ballot.take_promise(promise(5, "a"))
+    assert not ballot.is_promised(())
+    assert ballot.shortage() == (
+        "too few of the 2 nodes that decide beside the witness are here; missing: b, the witness"
+    )
+    ballot.take_witness(7, None)
+    assert ballot.is_promised(())
+    ballot.announce(plan(5, "a", decided_by=ballot.decided_by()))
+    ballot.accepted["a"] = Accepted(5, None)
+    assert not ballot.is_accepted(())
+    ballot.is_witnessed = True
+    assert ballot.is_accepted(())
+
+
+def test_another_life_of_the_witness_is_another_voter() -> None:
+    ballot = witnessed(plan(4, "ab", witness=7))
+    ballot.take_promise(promise(5, "a"))
+    ballot.take_witness(8, None)
+    assert not ballot.is_promised(())
+
+
+def test_witness_without_a_vote_decides_nothing() -> None:
+    ballot = witnessed(plan(4, "abc"))
+    ballot.take_promise(promise(5, "a"))
+    ballot.take_witness(7, None)
+    assert not ballot.is_promised(())
+    assert "missing: b, c" in ballot.shortage()
+
+
+def test_what_the_witness_remembers_may_have_taken_effect() -> None:
+    ballot = witnessed(plan(4, "ab", witness=7), generation=6)
+    ballot.take_promise(promise(6, "b"))
+    ballot.take_witness(7, plan(5, "a", decided_by=[Voters(4, sorted(who("ab")))]))
+    assert not ballot.is_promised(()), "a may go on alone in generation 5"
+    newest = ballot.newest_plan()
+    assert newest is not None
+    assert newest.generation == 5
+    ballot.take_promise(promise(6, "a"))
+    assert ballot.is_promised(())
+
+
+def test_what_came_before_the_generation_that_is_known_decides_no_more() -> None:
+    ballot = witnessed(plan(4, "ab", witness=7))
+    ballot.take_witness(7, plan(4, "ab", witness=7, decided_by=[Voters(3, sorted(who("cd")))]))
+    assert ballot.needs == {(4, 0): electorate_of(plan(4, "ab", witness=7))}
+
+
+def test_a_first_generation_that_needs_the_witness_waits_for_it() -> None:
+    ballot = Ballot(0, "a test", (-1, 0), {}, needs_witness=True)
+    ballot.take_promise(promise(0, "a"))
+    assert not ballot.is_promised(())
+    assert ballot.shortage() == "the witness has not answered, and no run begins without it"
+    ballot.take_witness(7, None)
+    assert ballot.is_promised(())

@@ -181,3 +181,21 @@ def test_another_generation_forgets_the_boundary() -> None:
         run.beat(one, step=30)
     assert run.look(100.0) == ""
     assert run.boundary == 31
+
+
+def test_the_same_nodes_go_on_otherwise_from_a_boundary_on_wish() -> None:
+    run = Run()
+    run.changes.wish = "the run leaves rail eth0"
+    assert run.look(10.0) == ""
+    assert run.boundary == 8
+    for one in "ab":
+        run.beat(one, step=8, at_boundary=True, ready=(1, 8))
+    assert run.look(11.0) == "the run leaves rail eth0"
+    run.changes.reset()
+    assert run.look(12.0) == ""
+
+
+def test_without_snapshots_a_wish_is_met_at_once() -> None:
+    run = Run(attached=False)
+    run.changes.wish = "the run leaves rail eth0"
+    assert run.look(10.0) == "the run leaves rail eth0"

@@ -3,10 +3,13 @@
 from itertools import pairwise
 
 from ftrun.recovery.attendance import Peer, Peers
-from ftrun.recovery.commands import Command, Dial, Note, Send
-from ftrun.recovery.election import Election, Stage
+from ftrun.recovery.commands import AskWitness, Command, Dial, Note, Send, Wish
+from ftrun.recovery.election import WITNESS_WAIT_S, Election, Stage
+from ftrun.recovery.happenings import WitnessSaid
+from ftrun.recovery.witness import Witness
+from ftrun.recovery.witness_rules import Register
 from ftrun.wire.ballot_messages import Accepted, Announce, NotPromised, Prepare
-from ftrun.wire.plan import Plan
+from ftrun.wire.plan import NodeCard, Plan
 from tests.unit.recovery.made import card, meet, plan, promise, settings
 
 SETTINGS = settings(heartbeat_s=0.5, redial_s=0.5, answer_s=30.0)
@@ -363,3 +366,98 @@ def test_after_an_announcement_patience_begins_anew() -> None:
     made.begin()
     made.election.begin_again("x", 0, now_s=0.0)
     assert made.election.again_s == first
+
+
+# --- the outside witness ----------------------------------------------------------------------
+
+TWO = plan(4, "ab", witness=7)
+
+
+class Witnessed(Proposer):
+    """The same with a witness, which has been reached."""
+
+    def __init__(self, linked: str = "a") -> None:
+        super().__init__(linked)
+        self.peers.witness = Witness(is_used=True)
+        self.says(Wish.KEEP, 4, granted=True)
+
+    def says(
+        self, wish: Wish, generation: int, *, granted: bool, promised: int = 4, now_s: float = 0.0
+    ) -> list[NodeCard]:
+        register = Register(7, promised, ("x", 1), TWO)
+        lead = card("a") if granted else None
+        asked = AskWitness(wish, now_s, generation)
+        said = WitnessSaid(asked, True, granted, register, lead)
+        self.peers.witness.said(said, now_s=now_s)
+        return self.election.witness_said(said, 0, now_s=now_s)
+
+    def stage(self) -> Stage:
+        return self.election.stage()
+
+
+def questions(commands: list[Command]) -> list[tuple[Wish, int]]:
+    return [(one.wish, one.generation) for one in commands if isinstance(one, AskWitness)]
+
+
+def test_the_witness_promises_and_accepts_as_a_node_does() -> None:
+    made = Witnessed()
+    assert questions(made.begin(plan=TWO)) == [(Wish.PROMISE, 5)]
+    made.promise("a")
+    assert made.stage() is Stage.ASKED
+    assert made.says(Wish.PROMISE, 5, granted=True, promised=5) == [card("a"), *TWO.voters]
+    assert made.stage() is Stage.PROMISED
+    assert questions(made.announce("a")) == [(Wish.ACCEPT, 5)]
+    made.accept("a")
+    assert made.stage() is Stage.ANNOUNCED
+    made.says(Wish.ACCEPT, 5, granted=True, promised=5)
+    assert made.stage() is Stage.CARRIED
+    assert questions(made.election.repeat(now_s=10.0)) == []
+    made.election.won()
+    assert made.says(Wish.KEEP, 5, granted=True) == []
+
+
+def test_a_witness_that_does_not_answer_is_waited_for_once_and_asked_again() -> None:
+    made = Witnessed()
+    made.begin(plan=TWO)
+    made.promise("a")
+    again = [questions(made.election.repeat(now_s=0.25 * one)) for one in range(1, 8)]
+    assert [one for one in again if one] == [[(Wish.PROMISE, 5)]]
+    assert made.stage() is Stage.ASKED
+    assert questions(made.election.repeat(now_s=WITNESS_WAIT_S)) == [(Wish.PROMISE, 5)]
+    assert made.stage() is Stage.SHORT
+    made.says(Wish.PROMISE, 5, granted=True, promised=5, now_s=3.0)
+    assert made.stage() is Stage.PROMISED
+
+
+def test_a_witness_that_has_promised_another_has_the_ballot_begin_again() -> None:
+    made = Witnessed()
+    made.begin(plan=TWO)
+    made.says(Wish.PROMISE, 5, granted=False, promised=9)
+    assert made.election.again_s is not None
+    assert made.election.highest == 9
+
+
+def test_acceptance_that_the_witness_refuses_breaks_the_ballot() -> None:
+    made = Witnessed()
+    made.begin(plan=TWO)
+    made.promise("a")
+    made.says(Wish.PROMISE, 5, granted=True, promised=5)
+    made.announce("a")
+    made.accept("a")
+    made.says(Wish.ACCEPT, 5, granted=False, promised=6)
+    assert made.stage() is Stage.BROKEN
+
+
+def test_a_proposer_keeps_the_witness_from_others_once_it_has_the_votes() -> None:
+    """Whoever waits for nodes then is found there by those that come back."""
+    made = Witnessed()
+    assert made.election.keep_witness(None, now_s=1.0) == []
+    assert questions(made.election.keep_witness(TWO, now_s=1.0)) == [(Wish.KEEP, 4)]
+    made.begin(plan=TWO)
+    assert made.election.keep_witness(None, now_s=1.0) == []
+    made.says(Wish.PROMISE, 5, granted=True, promised=5)
+    assert made.election.keep_witness(None, now_s=1.0) == [], "short of votes"
+    made.promise("a")
+    assert questions(made.election.keep_witness(None, now_s=1.0)) == [(Wish.KEEP, 5)]
+    made.announce("a")
+    assert questions(made.election.keep_witness(None, now_s=1.0)) == [(Wish.KEEP, 5)]

@@ -100,3 +100,15 @@ def test_an_agent_that_was_started_again_takes_the_place_of_the_first() -> None:
     # The same process by another way is the same process.
     moved = msgspec.structs.replace(card("b", 2), host="x.local")
     assert isinstance(join(made, moved), Gathering)
+
+
+def test_no_run_begins_while_one_may_go_on_that_the_witness_remembers() -> None:
+    made = gatherer()
+    made.remembered = frozenset("abd")
+    for one in "bc":
+        join(made, card(one))
+    assert not made.is_complete(now_s=1e6)
+    assert "a run of this id is remembered with which d may go on" in made.missing()
+    join(made, card("d"))
+    assert made.missing().endswith("2 nodes are needed")
+    assert made.is_complete(now_s=1e6)

@@ -18,6 +18,7 @@ from ftrun.recovery.commands import (
     SignalWorkers,
 )
 from ftrun.recovery.happenings import Adopted, Closed, Heard, Opened
+from ftrun.recovery.pausing import GONE_S
 from ftrun.recovery.places import Wishes
 from ftrun.wire.ballot_messages import Accepted, Join, LeadIs
 from ftrun.wire.cluster import AnyClusterMessage, JournalLines
@@ -533,3 +534,48 @@ def test_a_checkpoint_that_cannot_be_read_by_all_ends_the_run(by: str) -> None:
     assert end.exit_code == ExitCode.STATE_LOST
     wanted = {"problem": "b: disk full", "difference": "do not read the same checkpoint"}
     assert wanted[by] in end.why
+
+
+# --- the others have ended ----------------------------------------------------------------------
+
+
+def test_an_agent_that_comes_back_when_nobody_is_left_ends_after_a_minute() -> None:
+    made = begun("abc", pause_limit_s=900.0)
+    made.kill("a", "b")
+    again = made.start_again("c")
+    made.passes(GONE_S - 2.0)
+    assert not again.told(EndRun)
+    made.passes(15.0)
+    (end,) = again.told(EndRun)
+    assert end.exit_code == ExitCode.TRY_AGAIN
+    assert "nobody of this run is left" in end.why
+
+
+def test_who_has_been_with_the_others_waits_for_them() -> None:
+    made = begun("abc", pause_limit_s=900.0)
+    made.kill("a", "b")
+    made.passes(2 * GONE_S)
+    assert not made["c"].told(EndRun)
+
+
+def test_a_silent_machine_may_yet_be_part_of_the_run() -> None:
+    made = begun("abc", pause_limit_s=900.0)
+    made.kill("a")
+    made.cut("b")
+    again = made.start_again("c")
+    made.cut("b")
+    made.passes(2 * GONE_S)
+    assert not again.told(EndRun)
+
+
+def test_agents_that_are_all_started_again_find_each_other() -> None:
+    made = begun("abc", pause_limit_s=900.0)
+    old = {one: made[one] for one in "ab"}
+    made.kill("a", "b")
+    made.start_again("c")
+    made.passes(GONE_S / 2)
+    for one, agent in old.items():
+        made.all[one] = agent
+        made.start_again(one)
+    made.passes(2 * GONE_S)
+    assert set(made.running()) == set("abc")

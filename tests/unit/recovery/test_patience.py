@@ -39,3 +39,13 @@ def test_it_gives_up_after_the_limit_with_what_to_check(
     assert end.exit_code == code
     assert "within 100 s: nobody" in end.why
     assert advice in end.why
+
+
+@pytest.mark.parametrize("gathers", [True, False])
+def test_where_they_meet_at_a_witness_that_is_what_to_check(gathers: bool) -> None:
+    made = Patience(settings(join_wait_s=100.0, endpoint=("", 0), witness=True), now_s=0.0)
+    (end,) = made.wait(100.0, "nobody", gathers=gathers, now_s=100.0)
+    assert isinstance(end, EndRun)
+    assert (
+        "within 100 s: nobody. Check that ftrun runs on the others, with the same etcd" in end.why
+    )

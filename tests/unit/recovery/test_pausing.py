@@ -2,7 +2,7 @@
 
 from ftrun.errors import ExitCode
 from ftrun.recovery.commands import EndRun, Note
-from ftrun.recovery.pausing import Pause
+from ftrun.recovery.pausing import GONE_S, Pause
 
 
 def test_it_says_what_is_missing_and_says_it_again_where_that_is_news() -> None:
@@ -39,3 +39,18 @@ def test_a_run_that_goes_on_waits_for_nothing() -> None:
     assert not made.is_on
     assert made.given_up(now_s=1e6) is None
     assert len(made.begin("b is missing", now_s=0.0)) == 1, "it is news again"
+
+
+def test_where_nobody_is_left_it_waits_a_minute_for_who_may_be_started_again() -> None:
+    made = Pause(900.0)
+    assert made.given_up(now_s=0.0, are_gone=True) is None
+    made.begin("1 of 3 nodes is here", now_s=10.0)
+    assert made.given_up(now_s=10.0 + GONE_S - 0.1, are_gone=True) is None
+    assert made.given_up(now_s=10.0 + GONE_S, are_gone=False) is None
+    end = made.given_up(now_s=10.0 + GONE_S, are_gone=True)
+    assert end is not None
+    assert end.exit_code == ExitCode.TRY_AGAIN
+    assert "nobody of this run is left" in end.why
+    short = Pause(5.0)
+    short.begin("1 of 3 nodes is here", now_s=0.0)
+    assert short.given_up(now_s=5.0, are_gone=True) is not None

@@ -1,6 +1,10 @@
 """Planning: a ballot's promises become a generation, or the word what state is missing."""
 
+import pytest
+
 from ftrun.errors import ExitCode
+from ftrun.network.rails import Rail, RoadsPlan
+from ftrun.recovery import planning
 from ftrun.recovery.ballots import Ballot, electorate
 from ftrun.recovery.commands import EndRun
 from ftrun.recovery.places import Assignment
@@ -272,3 +276,34 @@ def test_cards_of_the_promises_are_those_of_the_plan() -> None:
     found = planned(here, "ab", plan(1, "ab"))
     assert isinstance(found, Plan)
     assert [node.card.incarnation for node in found.members] == [5, 6]
+
+
+def test_ranks_meet_on_the_first_rail_of_the_plan_where_the_node_has_it() -> None:
+    rails = [Rail("eth0", "10.0.0.1", 24), Rail("eth1", "10.1.0.1", 24)]
+    others = [Rail("eth0", "10.0.0.2", 24), Rail("eth1", "10.1.0.2", 24)]
+    here = [card("a", rails=rails), card("b", rails=others)]
+    for chosen, host in ((["eth1", "eth0"], "10.1.0.1"), (["ib9"], "a.local"), ([], "a.local")):
+        places = Assignment(tuple(here), (), RoadsPlan(order=["a", "b"], rails=chosen))
+        found = make_plan(
+            ballot([promise(0, one) for one in here]),
+            places,
+            None,
+            SETTINGS,
+            lead="a",
+            history=History(),
+            waited_s=0.0,
+        )
+        assert isinstance(found, Plan)
+        assert found.store_host == host
+        assert found.roads == places.roads
+
+
+def test_a_bug_in_what_is_known_of_rails_does_not_end_the_lead(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def breaks(*_: object) -> None:
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr(planning, "match_rails", breaks)
+    places = Assignment((card("a"), card("b")), (), roads=RoadsPlan(rails=["eth0"]))
+    assert planning._store_host(places) == "a.local"

@@ -20,6 +20,8 @@ beats = st.builds(
     abandoned_step=st.integers(-1, 3),
     at_boundary=st.booleans(),
     wished_every=st.integers(0, 3),
+    problem=st.sampled_from(["", "", "a slot is damaged"]),
+    survives=st.integers(0, 1),
 )
 node_ids = st.sampled_from("abz")
 acts = st.one_of(
@@ -39,8 +41,10 @@ def agrees(reports: Reports, newest: dict[str, Beat], seen: list[Beat], generati
     assert reports.all_run == (len(now) == 2)
     assert reports.all_at_boundary == (sum(beat.at_boundary for beat in now) == 2)
     assert reports.wished_every() == max((beat.wished_every for beat in now), default=0)
+    assert reports.are_protected() == (len(now) == sum(beat.survives for beat in now) == 2)
     for beat in now:
-        is_ready = [one.ready for one in now] == [beat.ready] * 2 and beat.ready is not None
+        is_whole = not any(one.problem for one in now) and beat.ready is not None
+        is_ready = is_whole and [one.ready for one in now] == [beat.ready] * 2
         assert reports.ready_with(beat) == (beat.ready if is_ready else None)
 
 

@@ -193,6 +193,14 @@ def test_of_a_version_in_two_worlds_that_bear_the_same_what_was_protected_last_i
         assert choose(both(four, two), None).world_size == wanted
 
 
+def test_of_a_version_in_two_worlds_that_bear_the_same_the_committed_one_is_taken() -> None:
+    committed = held((0, 8), "abc", "abcd", protected_in=1, is_committed=True)
+    newer = held((0, 8), "ab", "abe", protected_in=2)
+    assert choose(both(committed, newer), None).world_size == 4
+    newer = held((0, 8), "ab", "abe", protected_in=2, is_committed=True)
+    assert choose(both(committed, newer), None).world_size == 3
+
+
 # --- rule 2: what was left behind -------------------------------------------------------------
 
 
@@ -321,6 +329,19 @@ def test_a_protection_that_bears_more_comes_before_a_newer_one() -> None:
         held((0, 8), "abc", "abc", parity=1, protected_in=2),
     )
     assert choose(holdings, None).sources == (source("abc", parity=2, generation=1),)
+
+
+def test_of_equal_protections_the_newest_that_was_committed_is_relied_on() -> None:
+    """A node that is away has its part in it. Whether it has one in the other nobody knows."""
+    older = held((0, 8), "abc", "abcd", protected_in=0, is_committed=True)
+    committed = held((0, 8), "abc", "abcd", protected_in=1, is_committed=True)
+    newest = held((0, 8), "abc", "abcd", protected_in=2)
+    assert choose(both(older, newest), None).sources == (source("abcd", generation=0),)
+    found = choose(both(older, committed, newest), None)
+    assert found.sources == (source("abcd", generation=1),)
+    # The loss of a part counts for more.
+    lost = with_part(committed, "b", is_complete=False)
+    assert choose(both(lost, newest), None).sources == (source("abcd", generation=2),)
 
 
 # --- what is known to be committed ------------------------------------------------------------

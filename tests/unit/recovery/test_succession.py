@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import settings as effort
 from hypothesis import strategies as st
 
-from ftrun.recovery.succession import ASKED_AT_ONCE, Succession
+from ftrun.recovery.succession import ASKED_AT_ONCE, Succession, place_of
 from tests.unit.recovery.made import card, plan
 
 PLAN = plan(1, "abc", spares="de")
@@ -65,3 +65,8 @@ def test_of_many_some_are_asked() -> None:
     found = [one.node_id for one in Succession(card("n0")).acquaintances(big)]
     assert found == ["n99", *(f"n{at}" for at in range(1, ASKED_AT_ONCE))]
     assert Succession(card("n0")).acquaintances(None) == []
+
+
+def test_who_has_no_place_comes_after_all_others() -> None:
+    assert [place_of(one, PLAN) for one in "aex"] == [0, 4, 5]
+    assert place_of("a", None) == 0

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import random
 
 import numpy as np
 from hypothesis import given, settings
@@ -70,6 +71,21 @@ def test_a_hole_is_found_where_there_is_one(given_boxes: tuple[tuple[int, ...], 
     missing = items(whole(shape)) - set().union(*map(items, chunks))
     assert (hole is None) == (not missing)
     assert hole is None or (items(hole) and items(hole) <= missing)
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=6), st.integers(0, 6), st.randoms())
+def test_rows_that_follow_one_another_leave_no_hole(
+    heights: list[int], missing: int, order: random.Random
+) -> None:
+    starts = [sum(heights[:at]) for at in range(len(heights))]
+    rows = [Box((at, 0), (size, 3)) for at, size in zip(starts, heights, strict=True)]
+    target = whole((sum(heights), 3))
+    order.shuffle(rows)
+    assert first_hole(target, rows) is None
+    gone = rows[missing % len(rows)]
+    hole = first_hole(target, [row for row in rows if row is not gone])
+    assert hole == (None if gone.is_empty else gone)
 
 
 @settings(deadline=None)

@@ -67,6 +67,14 @@ def test_pieces_cover_the_data_without_a_gap(given_entries: list[Entry]) -> None
         assert piece.offset == at
         at += piece.num_bytes
     assert at == layout.data_bytes
+    for entry in layout.entries:
+        over = [layout.pieces[index] for index in layout.pieces_of(entry)]
+        end = entry.offset + entry.num_bytes
+        assert over == [
+            one
+            for one in layout.pieces
+            if one.offset < end and one.offset + one.num_bytes > entry.offset
+        ]
 
 
 @settings(deadline=None, max_examples=60)

@@ -72,3 +72,23 @@ def test_a_step_that_no_hook_sees_is_seen_by_the_parameters(pair: Pair) -> None:
         for parameter in model.parameters():
             parameter.sub_(0.1)
     assert not accumulation.boundary()
+
+
+class Told:
+    """An object that says by itself where it is."""
+
+    def __init__(self, *answers: bool) -> None:
+        self.answers = list(answers)
+
+    def is_within_accumulation(self) -> bool:
+        return self.answers.pop(0)
+
+
+def test_an_object_that_keeps_gradients_for_itself_is_asked_at_each_boundary(pair: Pair) -> None:
+    model, optimizer, _ = pair
+    both = Accumulation([optimizer], [object(), Told(True, False, False)])
+    assert both.boundary()
+    assert not both.boundary()
+    backward(model)
+    assert both.boundary()
+    both.close()

@@ -51,3 +51,16 @@ def test_a_file_that_cannot_be_read_is_told(path: Path) -> None:
     path.write_text("mesh: {tp: 2")
     with pytest.raises(RulesInvalid):
         declared(path, None, 4)
+
+
+def test_a_mesh_alone_says_who_sees_the_same_data() -> None:
+    found = declared(None, {"pp": 2, "dp_replicate": 2, "dp_shard": 3, "tp": 2}, 24)
+    assert not found.has_rules
+    assert found.rules.mesh.batch_axes == ("dp_replicate", "dp_shard")
+    assert found.rules.mesh.has_stages
+    assert found.is_that_of(found.saved)
+    assert not declared(None, {"pp": 1, "dp": 2}, 2).rules.mesh.has_stages
+    with pytest.raises(UsageError, match="sizes of 1 and more"):
+        declared(None, {"dp": 0}, 2)
+    with pytest.raises(UsageError, match="mesh has a mesh of 4 ranks"):
+        declared(None, {"tp": 4}, 3)

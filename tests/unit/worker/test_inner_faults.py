@@ -1,6 +1,7 @@
 """A rank does to itself what is ordered, once, at the step that was named."""
 
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -8,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 
+from ftrun import clock
 from ftrun.ids import Generation, Incarnation, Rank, RunId
 from ftrun.wire.fault_orders import FaultOrder, FaultPage, make_order
 from ftrun.wire.pages import Beat, Page, create_command_page, create_page
 from ftrun.worker import inner_faults
 from ftrun.worker.context import SnapshotSettings, WorkerContext
-from ftrun.worker.inner_faults import FaultWatch, slow_input
+from ftrun.worker.inner_faults import FaultWatch, Telling, slow_input
 
 
 @pytest.fixture
@@ -186,9 +188,55 @@ def test_a_step_of_another_optimizer_is_not_a_step(context: WorkerContext, page:
 
 def test_batches_come_late_for_a_while() -> None:
     told: list[str] = []
-    slow_input(0.01, 0.2, lambda: told.append("fired"), lambda: told.append("ended"))
+    tell = Telling(lambda: told.append("fired"), lambda: told.append("ended"), clock.now_s)
+    slow_input(0.01, 0.2, tell)
     batches = 0
     while "ended" not in told:
         batches += sum(1 for _ in torch.utils.data.DataLoader(list(range(8))))
     assert told == ["fired", "ended"]
     assert batches % 8 == 0
+
+
+def test_batches_that_come_late_are_in_time_again_once_that_is_taken_back(
+    context: WorkerContext, page: FaultPage
+) -> None:
+    job = Job(context, page)
+    order = ordered(page, "slow-input", amount=0.01)
+    job.step()
+    loader = torch.utils.data.DataLoader(list(range(3)))
+    assert len(list(loader)) == 3
+    assert (page.fired, page.ended) == (1, 0)
+    assert order.for_s == 0
+    page.cancel(1)
+    assert len(list(loader)) == 3
+    assert page.ended == 1
+
+
+def test_an_order_that_is_taken_back_in_time_never_fires(
+    context: WorkerContext, page: FaultPage
+) -> None:
+    job = Job(context, page)
+    ordered(page, "nan", at_step=2)
+    job.step()
+    page.cancel(1)
+    job.step()
+    job.step()
+    assert page.fired == 0
+    ordered(page, "nan")
+    job.step()
+    assert page.fired == 2, "the next one is another"
+
+
+@pytest.mark.parametrize("kind", ["hang", "spin"])
+def test_a_rank_that_stands_still_goes_on_once_that_is_taken_back(
+    context: WorkerContext, page: FaultPage, kind: str
+) -> None:
+    job = Job(context, page)
+    ordered(page, kind, for_s=60.0)
+    timer = threading.Timer(0.3, lambda: page.cancel(1))
+    timer.start()
+    began_s = clock.now_s()
+    job.step()
+    timer.join()
+    assert 0.2 < clock.now_s() - began_s < 20.0
+    assert (page.fired, page.ended) == (1, 1)

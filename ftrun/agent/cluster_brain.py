@@ -1,0 +1,38 @@
+"""The brain of a node among others: its decisions are made in the thread that speaks with them.
+
+Runs in:  agent: `tell` and `close` in any thread, the rest in the cluster thread.
+Takes in: happenings.
+Gives:    orders for the hands; ranks stopped and let go at once.
+"""
+
+from ftrun.agent.brain import Brain, NetworkCommand
+from ftrun.agent.cluster_thread import ClusterThread
+from ftrun.agent.witness_thread import WitnessThread
+from ftrun.recovery.commands import Command, HoldRanks, ReleaseRanks
+from ftrun.recovery.happenings import Happening
+
+
+class ClusterBrain(Brain):
+    """A brain in a thread of its own: the hands' events cross over to it."""
+
+    thread: ClusterThread | None = None
+    witness_thread: WitnessThread | None = None
+
+    def tell(self, event: Happening) -> None:
+        assert self.thread is not None
+        self.thread.tell(event)
+
+    def passing(self) -> None:
+        """It has a clock of its own."""
+
+    def close(self) -> None:
+        if self.thread is not None:
+            self.thread.close()
+        if self.witness_thread is not None:
+            self.witness_thread.close()
+
+    def _sort(self, command: Command, network: list[NetworkCommand]) -> None:
+        # Ranks are stopped before anybody could have replaced them, whatever the hands do now.
+        if isinstance(command, HoldRanks | ReleaseRanks) and self.thread is not None:
+            self.thread.hold_now(isinstance(command, HoldRanks))
+        super()._sort(command, network)

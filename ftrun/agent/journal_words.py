@@ -1,0 +1,26 @@
+"""What events and commands look like in the journal.
+
+Runs in: agent. Pure.
+"""
+
+from dataclasses import fields
+
+from ftrun import events
+
+
+def fields_of(value: object) -> dict[str, object]:
+    """A value's fields as the journal writes them: text where they are not plain."""
+    found: dict[str, object] = {}
+    for field in fields(value):  # type: ignore[arg-type]
+        content = getattr(value, field.name)
+        plain = isinstance(content, str | int | float | bool) or content is None
+        found[field.name] = content if plain else _in_words(content)
+    return found
+
+
+def _in_words(content: object) -> object:
+    if isinstance(content, tuple):
+        return [_in_words(part) for part in content]
+    if isinstance(content, events.WorkerExit):
+        return {"rank": content.rank, "kind": content.kind.value, "text": content.text}
+    return str(content)

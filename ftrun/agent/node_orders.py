@@ -1,0 +1,193 @@
+"""What the brain has ordered, carried out on this node.
+
+Runs in:  agent, main thread, inside torch's launcher.
+Takes in: orders, one after the other.
+Gives:    killed and started ranks, generations made ready; `RunEnded` when it is over.
+"""
+
+import logging
+import signal
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from ftrun import clock
+from ftrun.agent.elastic import FtrunElasticAgent
+from ftrun.agent.journal_words import fields_of
+from ftrun.agent.smp_link import CHECKPOINT_WAIT_S
+from ftrun.errors import ExitCode, PeerError, SnapshotError
+from ftrun.recovery import commands
+from ftrun.recovery.happenings import Adopted, PlanKept, Quiesced
+from ftrun.wire.plan import Plan
+
+if TYPE_CHECKING:
+    from ftrun.agent.run_loop import RunLoop
+
+_log = logging.getLogger(__name__)
+
+
+class RunEnded(Exception):
+    """The supervisor has ended the run; unwinds torch's launcher."""
+
+    def __init__(self, command: commands.EndRun) -> None:
+        super().__init__(command.why)
+        self.command = command
+
+
+class NodeOrders:
+    """The hands of one node."""
+
+    def __init__(self, run: "RunLoop") -> None:
+        self.is_done = False
+        """Every rank has finished."""
+        self.has_left = False
+        """The run goes on without this node."""
+        self.awaits_boundary = False
+        """Ranks are asked for a last snapshot, and wait at its boundary."""
+        self.noticed_s = 0.0
+        """When the loop has woken last."""
+        self._run = run
+        self._agent: FtrunElasticAgent | None = None
+        self._failed_s = 0.0
+        self._stopped_s = 0.0
+
+    def begin(self, agent: FtrunElasticAgent) -> None:
+        """Torch's launcher is there."""
+        self._agent = agent
+
+    def obey(self) -> None:
+        """Carry out what is ordered by now.
+
+        Raises:
+            RunEnded: it is over, and not because every rank has finished.
+        """
+        while not self.is_done and (order := self._run.brain.next_order()) is not None:
+            self._carry_out(order)
+
+    def _carry_out(self, order: commands.NodeCommand) -> None:  # noqa: C901, PLR0912 - dispatch
+        run = self._run
+        match order:
+            case commands.Quiesce():
+                self._quiesce(order)
+            case commands.Adopt():
+                self._adopt(order.plan)
+            case commands.KeepPlan():
+                run.generations.keep_plan(order.plan, took_effect=order.took_effect)
+                run.brain.tell(PlanKept(order.plan.edition))
+            case commands.RunGeneration():
+                self._run_generation()
+            case commands.KillWorkers():
+                if run.workers.alive():
+                    self._note(order)
+                self._kill()
+            case commands.HoldRanks() | commands.ReleaseRanks():
+                self._note(order)  # it is done already, see ClusterBrain
+            case commands.ExamineRanks():
+                run.eyes.examine(run.workers.handles)
+                run.tell(is_urgent=True)
+            case commands.AskLastSnapshot():
+                self._note(order)
+                self.awaits_boundary = True
+                after = -1 if run.generations.is_alone else order.after_step
+                run.workers.ask_last_snapshot(after)
+            case commands.SignalWorkers():
+                self._note(order)
+                self.awaits_boundary = False
+                # Ranks ignore USR1 and USR2, see kernel.ignore_user_signals; a stop by one of
+                # them ends them as SIGTERM does.
+                is_user = order.signal in (signal.SIGUSR1, signal.SIGUSR2)
+                run.workers.signal(signal.SIGTERM if is_user else order.signal)
+            case commands.Note():
+                run.journal.write(order.kind, text=order.text, **order.fields)
+                if order.say:
+                    _log.warning("%s", order.text)
+            case commands.EndRun():
+                self._note(order)
+                self._end(order)
+            case _:
+                self._carry_out_beside(order)
+
+    def _carry_out_beside(self, order: commands.SnapshotCommand) -> None:
+        """What the ranks do not notice."""
+        run = self._run
+        match order:
+            case commands.Commit():
+                run.caretaker.last_commit = order.version
+                if not run.generations.is_alone:
+                    with suppress(PeerError):
+                        run.smp.commit(order.version)
+            case commands.Checkpoint():
+                run.caretaker.write_part(order.version)
+            case commands.Abandon():
+                with suppress(PeerError):
+                    run.smp.abandon(run.generations.number, order.step)
+            case commands.TakeFrom():
+                run.workers.take_from(order.step)
+            case commands.SetInterval():
+                run.workers.set_interval(order.every, order.from_step)
+            case commands.MovePeers():
+                self._note(order)
+                run.generations.move_peers(order.ports)
+
+    def _note(self, order: commands.NodeCommand) -> None:
+        self._run.journal.write(type(order).__name__, **fields_of(order))
+
+    def _kill(self) -> None:
+        self._run.eyes.look_at([])
+        self._failed_s = self.noticed_s
+        self._run.workers.kill()
+        self._stopped_s = clock.now_s()
+
+    def _quiesce(self, order: commands.Quiesce) -> None:
+        run = self._run
+        if run.workers.alive():
+            run.journal.write("KillWorkers", why=order.why)
+        self._kill()
+        run.caretaker.await_smp()
+        run.generations.is_over = True
+        holdings = run.smp.inventory()
+        store_port, smp_port = run.stores.next_port, run.smp.port
+        run.brain.tell(Quiesced(order.generation, holdings, store_port, smp_port))
+
+    def _adopt(self, plan: Plan) -> None:
+        assert self._agent is not None
+        run = self._run
+        run.report.begin()
+        self.awaits_boundary = False
+        try:
+            restored = run.generations.adopt(self._agent, plan)
+        except SnapshotError as error:
+            run.brain.tell(Adopted(plan.generation, None, str(error)))
+            return
+        pair = (restored.generation, restored.step) if restored is not None else None
+        run.brain.tell(Adopted(plan.generation, pair))
+
+    def _run_generation(self) -> None:
+        assert self._agent is not None
+        run = self._run
+        run.generations.run(self._agent, noticed_s=self._failed_s, stopped_s=self._stopped_s)
+        run.signals.catch()  # torch has put its own handlers in place
+        run.caretaker.generation_started(clock.now_s())
+        run.eyes.look_at(run.workers.handles)
+        if run.brain.member.is_held:
+            run.workers.hold(True)
+            if not run.brain.member.is_held:  # let go by the other thread just then
+                run.workers.hold(False)
+        run.tell(is_urgent=True)
+
+    def _end(self, order: commands.EndRun) -> None:
+        run = self._run
+        self.has_left = order.goes_on
+        run.workers.kill()
+        if run.onlookers is not None:
+            run.onlookers.at_end()
+        if run.desk is not None:
+            run.desk.pass_lines_on(at_once=True)
+        run.signals.forget()
+        is_stop = order.exit_code > 128 and order.cause is None
+        run.caretaker.last_checkpoint(
+            run.spec.profile.stop.grace_s if is_stop else CHECKPOINT_WAIT_S,
+            is_cancelled=lambda: run.signals.is_end_wished,
+        )
+        if order.exit_code != ExitCode.DONE:
+            raise RunEnded(order)
+        self.is_done = True

@@ -1,0 +1,81 @@
+"""The deaths of this node's own parts, zygote and SMP, and what is done about them.
+
+Runs in:  agent, main thread.
+Takes in: exit statuses, closed connections.
+Gives:    another one, or a run that goes on without; journal lines.
+Survives: both of them.
+"""
+
+import logging
+from typing import TYPE_CHECKING
+
+from ftrun import clock, events
+from ftrun.agent.journal_words import fields_of
+from ftrun.agent.processes import Child
+from ftrun.errors import PeerError
+from ftrun.monitor.exits import end_in_words
+from ftrun.recovery import commands
+from ftrun.recovery.own_parts import Parts
+
+if TYPE_CHECKING:
+    from ftrun.agent.run_loop import RunLoop
+
+_log = logging.getLogger(__name__)
+
+
+class PartDeaths:
+    """One node's parts."""
+
+    def __init__(self, run: "RunLoop") -> None:
+        self._run = run
+        self._parts = Parts()
+
+    @property
+    def children(self) -> list[Child]:
+        """Those that live."""
+        found = [child for child in (self._run.smp.child, self._zygote()) if child is not None]
+        return [child for child in found if child.status is None]
+
+    def look(self) -> None:
+        """Notice who has died, and do something about it."""
+        for death in self._deaths():
+            self._run.journal.write(type(death).__name__, **fields_of(death))
+            self._do_without(self._parts.handle(death, now_s=clock.now_s()))
+
+    def _do_without(self, command: commands.PartCommand) -> None:
+        run = self._run
+        run.journal.write(type(command).__name__, **fields_of(command))
+        match command:
+            case commands.RespawnSmp():
+                run.smp.start()
+                run.caretaker.smp_is_starting = True
+            case commands.RespawnZygote():
+                if run.zygote is not None:
+                    run.zygote.start()
+            case commands.GoOnWithout(part="zygote"):
+                run.workers.starter.zygote = None
+                run.zygote = None
+            case commands.GoOnWithout():
+                run.caretaker.smp_given_up = command.why
+                _log.warning("no more snapshots: %s", command.why)
+
+    def _deaths(self) -> list[events.PartEvent]:
+        smp, found = self._run.smp, list[events.PartEvent]()
+        zygote = self._zygote()
+        if zygote is not None and zygote.status is None and zygote.reap():
+            found.append(events.ZygoteExited(f"the zygote {end_in_words(zygote.ended_with)}"))
+        try:
+            smp.collect()
+        except PeerError:
+            smp.lost()
+            # One of our own is told by its exit status, an adopted one only by this.
+            if smp.child is None:
+                found.append(events.SmpExited("the SMP has closed its connection"))
+        child = smp.child
+        if child is not None and child.status is None and child.reap():
+            smp.lost()
+            found.append(events.SmpExited(f"the SMP {end_in_words(child.ended_with)}"))
+        return found
+
+    def _zygote(self) -> Child | None:
+        return self._run.zygote.child if self._run.zygote is not None else None

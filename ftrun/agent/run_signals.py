@@ -1,0 +1,122 @@
+"""Signals to an agent: wishes for the run to stop or for this node to leave, or the ranks' own.
+
+Runs in:  agent, main thread; `ask_stop` and `wake` in any.
+Takes in: signals, `ftrun stop`.
+Gives:    what this node says of them in its heartbeats; a descriptor that wakes the loop.
+
+Rule 1: handlers only append; the loop handles.
+Rule 2: on several nodes SIGTERM may be for this node alone: whether it is to leave or the run is
+        to stop is the lead's to see. Everything else, and a second SIGTERM, is for the run.
+"""
+
+import signal
+import socket
+from contextlib import suppress
+from queue import Empty, SimpleQueue
+
+from ftrun import clock, events
+from ftrun.agent.journal_words import fields_of
+from ftrun.agent.worker_group import WorkerGroup
+from ftrun.config import RunSpec
+from ftrun.journal import Journal
+from ftrun.monitor.exits import signal_name
+
+SAME_SIGNAL_S = 0.5
+"""Slurm signals every process of a step, and the stub passes on its own: it is one wish."""
+
+_WISHES = (
+    signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGQUIT,
+)  # fmt: skip
+
+
+class RunSignals:
+    """What this agent was asked by signals."""
+
+    def __init__(self, spec: RunSpec, *, journal: Journal, workers: WorkerGroup) -> None:
+        self.stops = 0
+        """So often the end of the run was asked for."""
+        self.stop_signal = 0
+        self.leaves = False
+        """This node was asked to end."""
+        self._spec = spec
+        self._journal = journal
+        self._workers = workers
+        self._asked: SimpleQueue[str] = SimpleQueue()
+        self._signals: list[int] = []
+        self._last, self._last_s = 0, 0.0
+        self._wake_read, self._wake_write = socket.socketpair()
+        self._wake_read.setblocking(False)
+        self._wake_write.setblocking(False)
+
+    # --- any thread ---------------------------------------------------------------------------
+
+    def wake(self) -> None:
+        """Have the loop look at what other threads have for it."""
+        with suppress(BlockingIOError):
+            self._wake_write.send(b"\0")
+
+    def ask_stop(self, by: str) -> None:
+        """Somebody wants the run to stop."""
+        self._asked.put(by)
+        self.wake()
+
+    # --- main thread --------------------------------------------------------------------------
+
+    def fileno(self) -> int:
+        return self._wake_read.fileno()
+
+    def catch(self) -> None:
+        """Put the handlers in place; again, where torch has put its own."""
+        signal.set_wakeup_fd(self._wake_write.fileno(), warn_on_full_buffer=False)
+        for number in _WISHES:
+            signal.signal(number, lambda found, _frame: self._signals.append(found))
+        # It only wakes the loop: a stopped worker is seen in /proc.
+        signal.signal(signal.SIGCHLD, lambda _found, _frame: None)
+
+    def awake(self) -> None:
+        """The loop has been woken."""
+        with suppress(BlockingIOError):
+            self._wake_read.recv(4096)
+
+    @property
+    def is_end_wished(self) -> bool:
+        """A signal has come that was not handled, and is not for the ranks."""
+        return not all(self._is_for_ranks(number) for number in self._signals)
+
+    def forget(self) -> None:
+        """What has come is of no more interest."""
+        self._signals.clear()
+
+    def handle(self) -> None:
+        """Do what is this node's to do, and keep what the lead is to know."""
+        while self._signals:
+            self._on_signal(self._signals.pop(0))
+        with suppress(Empty):
+            while True:
+                self._stop_asked(signal.SIGTERM, self._asked.get_nowait())
+
+    def _on_signal(self, number: int) -> None:
+        now_s = clock.now_s()
+        is_repeated = number == self._last and now_s - self._last_s < SAME_SIGNAL_S
+        self._last, self._last_s = number, now_s
+        if is_repeated:
+            return
+        name = signal_name(number)
+        if self._is_for_ranks(number):
+            self._journal.write("forwarded", signal=name)
+            self._workers.signal(number)
+        elif number == signal.SIGTERM and self._spec.nodes is not None and not self.leaves:
+            self.leaves = True
+            self._journal.write("LeaveAsked", by=f"{name} to ftrun")
+        else:
+            self._stop_asked(number, f"{name} to ftrun")
+
+    def _is_for_ranks(self, number: int) -> bool:
+        name, forward = signal_name(number), self._spec.profile.stop.forward
+        return name in forward or name.removeprefix("SIG") in forward or number == signal.SIGUSR2
+
+    def _stop_asked(self, number: int, by: str) -> None:
+        self.stops += 1
+        self.stop_signal = number
+        asked = events.StopAsked(number, by, self._workers.progress().attached)
+        self._journal.write("StopAsked", **fields_of(asked))

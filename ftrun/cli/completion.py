@@ -1,0 +1,59 @@
+"""What the shell completes: flags of a run, names of profiles and runs.
+
+Runs in:  cli. Loads nothing before a shell asks.
+Takes in: the flags of `ftrun run`, ours and torchrun's.
+Gives:    parameters that typer reads; types of arguments that complete themselves.
+"""
+
+import inspect
+from typing import Annotated, Any
+
+import typer
+
+from ftrun.cli.command_line import OWN_FLAGS
+from ftrun.cli.torchrun_flags import TORCHRUN_FLAGS, Flag
+
+
+def with_flags(function: Any) -> Any:
+    """Give a function the parameters that typer needs to complete the flags of a run."""
+    parameters = [
+        inspect.Parameter("ctx", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
+    ]
+    for flag in (*OWN_FLAGS, *TORCHRUN_FLAGS):
+        option = typer.Option(*flag.spellings, help=flag.help, autocompletion=_completion(flag))
+        kind: Any = str if flag.takes_value else bool
+        parameters.append(
+            inspect.Parameter(
+                flag.dest,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=None if flag.takes_value else False,
+                annotation=Annotated[kind, option],
+            )
+        )
+    function.__signature__ = inspect.Signature(parameters)
+    function.__annotations__ = {p.name: p.annotation for p in parameters}
+    return function
+
+
+def _completion(flag: Flag) -> Any:
+    if flag.name == "profile":
+        return profile_names
+    return (lambda: list(flag.choices)) if flag.choices else None
+
+
+def profile_names() -> list[str]:
+    from ftrun.cli import profile_files
+
+    return profile_files.profile_names()
+
+
+def _run_ids() -> list[str]:
+    from ftrun.wire.run_folder import all_run_folders
+
+    return [folder.run_id for folder in all_run_folders()]
+
+
+RunIdArgument = Annotated[
+    str | None,
+    typer.Argument(metavar="[RUN_ID]", help="needed among several", autocompletion=_run_ids),
+]

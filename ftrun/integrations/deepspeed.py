@@ -1,0 +1,225 @@
+"""DeepSpeed: `attach(engine)` takes an engine, with ZeRO of any stage.
+
+Runs in:  worker; also under plain python or torchrun, without snapshots.
+Takes in: the engine that `deepspeed.initialize` has given, before the first step.
+Gives:    the session that `ftrun.attach` gives; a boundary lies behind each micro-batch.
+
+What belongs to a training is what `engine.save_checkpoint` would save, and gradients are no part
+of it: the engine's own count says where an accumulation is under way, so that a fault in the
+middle of one goes back to its beginning.
+
+Stages 1 and 2: each rank's flat partition of the fp32 parameters is the parameter of the optimizer
+within, so it is copied while the next step computes, as its moments are; the module is copied at
+the boundary. Which tensors lie in the flat row is said by layout rules that are made here, so
+another number of ranks goes on from the same snapshot. Stage 3: whatever the engine's optimizer
+calls its state is copied at the boundary, and goes on with the same number of ranks only.
+
+Not taken: offload, pipelines, mixtures of experts, and what chooses data or layers by a state of
+its own (curriculum, random-LTD). Read in DeepSpeed 0.19.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import yaml
+
+from ftrun.errors import ShapeChanged, UsageError
+from ftrun.integrations.libraries import require
+from ftrun.layouts.rule_file import read_rules
+from ftrun.worker.attached import held_by
+from ftrun.worker.declared_layout import Declared
+from ftrun.worker.session import Session
+from ftrun.worker.session import attach as attach_parts
+
+require("deepspeed", at_least="0.19")
+
+from deepspeed import DeepSpeedEngine, PipelineEngine  # noqa: E402
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3  # noqa: E402
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer  # noqa: E402
+
+_COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
+_OPTIMIZER = "optimizer_state_dict"
+_FP32 = "fp32_flat_groups"
+
+
+def attach(
+    engine: DeepSpeedEngine,
+    *,
+    loader: object = None,
+    warmup: Callable[[], object] | None = None,
+    **named: Any,
+) -> Session:
+    """Attach all that this engine trains, and restore it if there is something to.
+
+    Args:
+        engine: as `deepspeed.initialize` has given it.
+        loader: as for `ftrun.attach`.
+        warmup: as for `ftrun.attach`.
+        named: whatever else has a state, as for `ftrun.attach`.
+
+    Raises:
+        UsageError: this engine has a state that is not taken here.
+        SnapshotError: what is to be restored does not fit.
+    """
+    if refused := next(_refused(engine), None):
+        raise UsageError(f"ftrun.integrations.deepspeed does not take {refused}")
+    named = {"engine": Counters(engine), "loss_scaler": LossScaler(engine.optimizer), **named}
+    model: Any = engine.module
+    optimizer: Any = engine.optimizer
+    layout = None
+    if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
+        named["zero"] = Stage3(engine)
+        model, optimizer = {}, None
+    elif isinstance(optimizer, DeepSpeedZeroOptimizer):
+        layout = _layout(engine, ["scheduler", *named])
+        optimizer = optimizer.optimizer
+    return attach_parts(
+        model=model,
+        optimizer=optimizer,
+        scheduler=engine.lr_scheduler,
+        loader=loader,
+        warmup=warmup,
+        layout=layout,
+        **named,
+    )
+
+
+def _refused(engine: DeepSpeedEngine) -> Iterator[str]:
+    """What this engine has that is not taken."""
+    optimizer = engine.optimizer
+    if isinstance(engine, PipelineEngine):
+        yield "a pipeline: its stages have modules of their own"
+    if engine.has_moe_layers:
+        yield "a mixture of experts: its experts are on some ranks only"
+    if engine.zero_use_cpu_optimizer() or engine.zero_offload_param() is not None:
+        yield "offload: leave offload_optimizer and offload_param out"
+    if engine.random_ltd_enabled() or engine.curriculum_learning_enabled():
+        yield "data efficiency, which chooses layers or data by a state of its own"
+    if isinstance(optimizer, DeepSpeedZeroOptimizer | DeepSpeedZeroOptimizer_Stage3):
+        return
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        yield (
+            f"the optimizer {type(optimizer).__name__}: use ZeRO (zero_optimization.stage 1 to 3), "
+            "with gradients in the dtype of the parameters, or stage 0 in fp32"
+        )
+
+
+class Counters:
+    """The numbers that an engine counts by itself; they say where an accumulation ends."""
+
+    def __init__(self, engine: DeepSpeedEngine) -> None:
+        self._engine = engine
+        self._seen: int = engine.global_steps
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: getattr(self._engine, name) for name in _COUNTERS}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for name, value in state.items():
+            setattr(self._engine, name, value)
+        self._seen = self._engine.global_steps
+
+    def is_within_accumulation(self) -> bool:
+        """Whether the engine has not stepped since this was asked last."""
+        before, self._seen = self._seen, self._engine.global_steps
+        return before == self._seen
+
+
+class LossScaler:
+    """The loss scale of an optimizer of DeepSpeed's, and what it has seen of overflows."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        scaler = getattr(self._optimizer, "loss_scaler", None)
+        autocast = getattr(self._optimizer, "torch_autocast_gradscaler", None)
+        values = {} if scaler is None else vars(scaler)
+        return {
+            "scaler": {k: v for k, v in values.items() if isinstance(v, int | float)},
+            "autocast": None if autocast is None else autocast.state_dict(),
+            "overflow": bool(getattr(self._optimizer, "overflow", False)),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for name, value in state["scaler"].items():
+            setattr(self._optimizer.loss_scaler, name, value)
+        if state["autocast"] is not None:
+            self._optimizer.torch_autocast_gradscaler.load_state_dict(state["autocast"])
+        if hasattr(self._optimizer, "overflow"):
+            self._optimizer.overflow = state["overflow"]
+
+
+class Stage3:
+    """Parameters, buffers and optimizer of ZeRO-3: this rank's partitions of them."""
+
+    def __init__(self, engine: DeepSpeedEngine) -> None:
+        self._zero = engine.optimizer
+        self._module = engine.module
+        self._ranks: int = engine.dp_world_size
+
+    def state_dict(self) -> dict[str, Any]:
+        own = self._zero.state_dict()
+        return {
+            "ranks": self._ranks,
+            "fp32": dict(enumerate(own[_FP32])),
+            "optimizer": own[_OPTIMIZER],
+            "frozen": self._frozen(),
+            "buffers": dict(self._module.named_buffers()),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state["ranks"] != self._ranks:
+            raise ShapeChanged(
+                key="ZeRO-3",
+                saved=f"partitions of {state['ranks']} ranks",
+                present=f"{self._ranks} ranks, and it goes on with the same number only",
+            )
+        with torch.no_grad():
+            for present, saved in (
+                (self._frozen(), state["frozen"]),
+                (dict(self._module.named_buffers()), state["buffers"]),
+            ):
+                for name, tensor in present.items():
+                    tensor.copy_(saved[name])
+        own = self._zero.state_dict()
+        own |= {_FP32: list(state["fp32"].values()), _OPTIMIZER: state["optimizer"]}
+        self._zero.load_state_dict([own] * self._ranks)
+        self._zero.checkpoint_event_epilogue()  # small parameters are whole on every rank
+
+    def _frozen(self) -> dict[str, torch.Tensor]:
+        """This rank's partitions of what no optimizer changes."""
+        return {
+            name: parameter.ds_tensor
+            for name, parameter in self._module.named_parameters()
+            if not parameter.requires_grad
+        }
+
+
+def _layout(engine: DeepSpeedEngine, others: list[str]) -> Declared | None:
+    """How ranks share the flat rows of stages 1 and 2; None where no rule can say it.
+
+    Args:
+        engine: of such a stage.
+        others: names of what is attached besides; all ranks have it alike.
+    """
+    zero = engine.optimizer
+    is_spaced = any(map(any, getattr(zero, "round_robin_bit16_padding", ())))
+    if engine.mp_world_size > 1 or zero.round_robin_gradients or is_spaced:
+        return None
+    names = {id(one.tensor): one.name for one in held_by(engine.module, "model")}
+    rows = [
+        {
+            "name": f"optimizer.params[{at}][0]",
+            "axis": "dp",
+            "pad_to": zero.nccl_start_alignment_factor,
+            "tensors": {names[id(one)]: list(one.shape) for one in group},
+        }
+        for at, group in enumerate(zero.bit16_groups)
+    ]
+    patterns = ["model.*", *(words for name in others for words in (name, f"{name}.*"))]
+    mesh = {"dp": engine.dp_world_size}
+    rules = {"mesh": mesh, "replicate": patterns, "own": ["loader*"], "flat": rows}
+    text = yaml.safe_dump(rules, sort_keys=False)
+    return Declared(read_rules(text, source="ftrun.integrations.deepspeed"))

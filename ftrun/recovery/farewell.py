@@ -1,0 +1,44 @@
+"""How a run ends: who must still hear of it before the lead goes.
+
+Runs in:  the agent that leads. Pure.
+Takes in: the end, who has said that it has ended.
+Gives:    the lead's own end, once it may end too; the outside witness forgets the run then.
+"""
+
+from ftrun.errors import ExitCode
+from ftrun.recovery.attendance import Peers
+from ftrun.recovery.commands import Command, EndRun, Wish
+
+
+class Farewell:
+    """One lead's end."""
+
+    def __init__(self, peers: Peers) -> None:
+        self.ending: EndRun | None = None
+        """How the run ends, once that is known."""
+        self.is_for_all = False
+        """Who ends it led a generation in effect: no other part of the run goes on."""
+        self._peers = peers
+        self._since_s = 0.0
+        self._ended: set[str] = set()
+
+    def begin(self, command: EndRun, *, is_for_all: bool, now_s: float) -> None:
+        self.ending, self.is_for_all, self._since_s = command, is_for_all, now_s
+
+    def has_ended(self, node_id: str) -> None:
+        """This node has heard it, and is done."""
+        self._ended.add(node_id)
+
+    def look(self, *, now_s: float) -> list[Command]:
+        """End here too, once all have heard that it is over, or have had the time to."""
+        if self.ending is None:
+            return []
+        since_s, is_done = self._since_s, self.ending.exit_code == ExitCode.DONE
+        others = self._peers.to_hear_the_end(since_s, is_done=is_done) - self._ended
+        may_wait = now_s - since_s < 2 * self._peers.settings.deadline_s
+        waits = may_wait and others - {self._peers.me.node_id}
+        if waits:
+            return []
+        # Not before: an agent that is being started again finds us there, and hears of the end.
+        forget = self._peers.witness.ask(Wish.FORGET, now_s=now_s) if self.is_for_all else []
+        return [*forget, self.ending]

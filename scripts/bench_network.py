@@ -1,0 +1,402 @@
+#!/usr/bin/env python3
+"""What a plan of roads gains, and what a rail that is cut costs.
+
+    python scripts/bench_network.py --json network.json
+
+Nodes of a virtual cluster with two rails and two leaf switches, a rank on each. The switches are
+joined by narrow uplinks, and the nodes dealt to them like cards, so that in the order of their
+names every neighbour of the ring is on the other switch. All-reduces of gloo, which are rings:
+
+orders     launched without ftrun, over the first rail, in every order that matters, turn by turn
+plan       under ftrun, `--network-plan off` and `on`
+slow       the same with one node's first rail at a tenth of its rate
+cut        a training with snapshots, planned; one node's cable of the rail in use is pulled
+snapshots  a training whose state is encoded between the nodes all the time, and the same without
+           snapshots; planned, and with `--network-plan off`
+
+Up to five nodes every ring is tried, in one direction, as links are the same in both. Of more, one
+for each way in which switches can follow each other round the ring: nodes of one switch are alike.
+"""
+
+import argparse
+import itertools
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from bench_common import (
+    POLL_S,
+    ROOT,
+    BenchError,
+    Deadline,
+    conditions,
+    parser_of,
+    read_lines,
+    run_bench,
+    scratch,
+    show_conditions,
+    show_table,
+    spread,
+    write_json,
+)
+from nodes_run import RUN_ID, NodesRun, environment
+from virtual_cluster import VirtualCluster, available
+from virtual_link import bits_per_s
+
+RAILS, LEAVES = 2, 2
+WORKER = ROOT / "scripts" / "bench_network_worker.py"
+STORE_PORT = 29444
+MAX_NODES_FOR_ALL_RINGS = 5
+STRUCK = 1
+"""The node whose rail fails; not the one that leads."""
+CUT_MB, CUT_STATE_MB, CUT_AFTER = 16, 2, 6
+SETTLE_STEPS = 3
+SNAPSHOT_MB, SNAPSHOT_STEPS = 16, 12
+STATUS_S = 30.0
+FLAGS = ("--set", "hang.action=report", "--set", "restart.budget=1000")
+
+Figures = dict[str, Any]
+
+
+def main() -> int:
+    args = parse_arguments()
+    if why := available():
+        raise BenchError(f"no virtual cluster: {why}")
+    found, deadline = conditions(), Deadline(args.timeout)
+    figures: Figures = {}
+    with scratch(base=None) as folder:  # /dev/shm is each node's own
+        for name in args.only:
+            print(f"\n{name}", flush=True)
+            figures[name] = PARTS[name](folder / name, args, deadline)
+    report(figures, args, found)
+    return 0
+
+
+def cluster_of(args: argparse.Namespace) -> VirtualCluster:
+    return VirtualCluster(
+        args.nodes, rails=RAILS, leaves=LEAVES, uplink=args.uplink, rail_rate=args.rail
+    )
+
+
+# --- orders -----------------------------------------------------------------------------------
+
+
+def orders(folder: Path, args: argparse.Namespace, deadline: Deadline) -> Figures:
+    """Each ring's times; the first is that of the nodes' names."""
+    folder.mkdir()
+    with cluster_of(args) as cluster:
+        tried = rings([node.leaf for node in cluster.nodes()])
+        host = cluster.address(0)
+        words = ["sweep", "--folder", folder, "--mb", args.mb, "--rounds", args.rounds]
+        words += ["--orders", json.dumps(tried), "--store", f"{host}:{STORE_PORT}"]
+        with (folder / "output").open("wb") as output:
+            processes = [
+                cluster.run(
+                    node,
+                    [sys.executable, str(WORKER), *map(str, words), "--node", str(node)],
+                    env=environment({"GLOO_SOCKET_IFNAME": "eth0"}),
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                )
+                for node in range(args.nodes)
+            ]
+        wait_for_all(processes, folder / "output", deadline)
+    lines = [read_lines(folder / f"node{node}.jsonl") for node in range(args.nodes)]
+    found = []
+    for which, order in enumerate(tried):
+        seconds = slowest([[one for one in of if one["order"] == which] for of in lines])
+        found.append({"order": order, "seconds": seconds})
+        print(f"  {show_order(order)}: {show_seconds(seconds)}", flush=True)
+    return {"rings": found}
+
+
+def rings(leaf_of: Sequence[int]) -> list[list[int]]:
+    """Orders that differ as rings; of more nodes than a few, as rings of leaves."""
+    every = len(leaf_of) <= MAX_NODES_FOR_ALL_RINGS
+    seen, found = set(), []
+    for rest in itertools.permutations(range(1, len(leaf_of))):
+        order = (0, *rest)
+        what = order if every else tuple(leaf_of[node] for node in order)
+        turns = [what[at:] + what[:at] for at in range(len(what))]
+        shape = min(min(turn, turn[::-1]) for turn in turns)
+        if shape not in seen:
+            seen.add(shape)
+            found.append(list(order))
+    return found
+
+
+def wait_for_all(
+    processes: "Sequence[subprocess.Popen[bytes]]", output: Path, deadline: Deadline
+) -> None:
+    """Raises: BenchError: one has failed, or the time is over."""
+    while any(process.poll() is None for process in processes):
+        if any(process.poll() for process in processes):
+            break
+        deadline.check("the all-reduces")
+        time.sleep(POLL_S)
+    if any(process.poll() for process in processes):
+        last = output.read_text(errors="replace").splitlines()[-25:]
+        raise BenchError("an all-reduce has failed:\n" + "\n".join(last))
+
+
+# --- under ftrun ------------------------------------------------------------------------------
+
+
+def training(
+    cluster: VirtualCluster,
+    folder: Path,
+    args: argparse.Namespace,
+    deadline: Deadline,
+    mode: str,
+    *words: object,
+) -> NodesRun:
+    """Under `--network-plan` MODE, started."""
+    script = [WORKER, "train", "--folder", folder, *words]
+    flags = ["--network-plan", mode, *FLAGS]
+    run = NodesRun(cluster, folder, script, deadline, members=args.nodes, flags=flags)
+    run.start_all()
+    return run
+
+
+def plan(folder: Path, args: argparse.Namespace, deadline: Deadline) -> Figures:
+    with cluster_of(args) as cluster:
+        return {
+            mode: reduced(cluster, folder / mode, args, deadline, mode) for mode in ("off", "on")
+        }
+
+
+def slow(folder: Path, args: argparse.Namespace, deadline: Deadline) -> Figures:
+    tenth = f"{bits_per_s(args.rail) / 1e4:.0f}kbit"
+    found = {}
+    with cluster_of(args) as cluster:
+        for mode in ("off", "on"):
+            cluster.slow(STRUCK, tenth, rail=0)
+            found[mode] = reduced(cluster, folder / mode, args, deadline, mode, rounds=1)
+    return found
+
+
+def reduced(
+    cluster: VirtualCluster,
+    folder: Path,
+    args: argparse.Namespace,
+    deadline: Deadline,
+    mode: str,
+    rounds: int = 0,
+) -> Figures:
+    """Seconds of all-reduces, the first left out if there are several; and what was chosen."""
+    skipped = 0 if rounds else 1
+    rounds = rounds or args.rounds
+    run = training(cluster, folder, args, deadline, mode, "--mb", args.mb)
+    run.wait_for_step(skipped + rounds - 1)
+    chosen = network_of(run)
+    nodes = [run.node_of(rank) for rank in range(args.nodes)]
+    lines = [run.steps(rank)[skipped : skipped + rounds] for rank in range(args.nodes)]
+    cluster.slow(STRUCK, "off", rail=0)
+    run.finish()
+    seconds = slowest(lines)
+    print(f"  {mode}: {show_order(nodes)}: {show_seconds(seconds)}", flush=True)
+    return {"order": nodes, "seconds": seconds, "network": chosen}
+
+
+def network_of(run: NodesRun) -> Figures:
+    """What the run says of its network; empty where it says nothing."""
+    found: Figures = (status_of(run).get("cluster") or {}).get("network") or {}
+    return found
+
+
+def status_of(run: NodesRun) -> Figures:
+    """What `ftrun status --json` says where the lead is; empty where it says nothing."""
+    process = run.cluster.run(
+        run.lead(),
+        [sys.executable, "-m", "ftrun", "status", RUN_ID, "--json"],
+        env=environment(),
+        cwd=run.folder,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    )
+    said, _ = process.communicate(timeout=STATUS_S)
+    found: Figures = json.loads(said) if said else {}
+    return found
+
+
+def cut(folder: Path, args: argparse.Namespace, deadline: Deadline) -> Figures:
+    """How many generations and steps it costs, and when the rail is named; several times."""
+    found = []
+    for number in range(args.cuts):
+        found.append(cut_once(folder / str(number), args, deadline))
+        print(f"  {json.dumps(found[-1])}", flush=True)
+    return {"cuts": found}
+
+
+def cut_once(folder: Path, args: argparse.Namespace, deadline: Deadline) -> Figures:
+    words = ["--mb", CUT_MB, "--state-mb", CUT_STATE_MB, "--attach"]
+    with cluster_of(args) as cluster:
+        run = training(cluster, folder, args, deadline, "on", *words)
+        run.wait_for_step(CUT_AFTER)
+        chosen = network_of(run).get("plan") or {}
+        rail = (chosen.get("rails") or ["eth0"])[0]
+        at_ns = run.fault("cut", STRUCK, rail=int(rail.removeprefix("eth")))
+        run.wait_for("the next generation", lambda: run.next_step_ns(at_ns))
+        stepped_ns = run.next_step_ns(at_ns)
+        run.wait_for_more_steps(SETTLE_STEPS)
+        generation = run.generation
+        found = {
+            "rail": rail,
+            "next_step_s": ((stepped_ns or at_ns) - at_ns) / 1e9,
+            "generations": generation,
+            "steps_lost": max(lost_steps(run, rank, at_ns) for rank in range(args.nodes)),
+            "named_s": named_s(run, rail, at_ns),
+            "nodes_lost": [line["text"] for line in run.journals("NodeLost")],
+        }
+        cluster.heal(STRUCK)
+        run.finish()
+    return found
+
+
+def lost_steps(run: NodesRun, rank: int, at_ns: int) -> int:
+    """Steps that were complete before the first one of the next life, and are made again."""
+    lines = run.readers[rank].read()
+    begun = next(
+        at for at, line in enumerate(lines) if line["kind"] == "begun" and line["ns"] > at_ns
+    )
+    before = [line["step"] for line in lines[:begun] if line["kind"] == "step"]
+    after = [line["step"] for line in lines[begun:] if line["kind"] == "step"]
+    return max(0, before[-1] + 1 - after[0])
+
+
+def named_s(run: NodesRun, rail: str, at_ns: int) -> float | None:
+    """From the cut until a journal names both the node and the rail; None: never."""
+    for line in run.journals():
+        text = str(line.get("text", ""))
+        after_s = line["mono_s"] - at_ns / 1e9
+        if after_s > 0 and f"node{STRUCK}" in text and rail in text:
+            return float(after_s)
+    return None
+
+
+def snapshots(folder: Path, args: argparse.Namespace, deadline: Deadline) -> Figures:
+    """Seconds of a step with a snapshot at each one, and without any."""
+    found: Figures = {}
+    words = ["--mb", SNAPSHOT_MB, "--state-mb", args.state_mb]
+    with cluster_of(args) as cluster:
+        for mode in ("on", "off"):
+            for attach in ((), ("--attach",)):
+                name = f"plan {mode}, " + ("with" if attach else "without")
+                run = training(cluster, folder / name, args, deadline, mode, *words, *attach)
+                run.wait_for_step(SNAPSHOT_STEPS + 2)
+                lines = run.steps(0)[2 : SNAPSHOT_STEPS + 3]
+                held = (status_of(run).get("snapshots") or {}).get("step")
+                behind = None if held is None else run.last_step() + 1 - held
+                run.finish()
+                step_s = [
+                    (later["ns"] - one["ns"]) / 1e9 for one, later in itertools.pairwise(lines)
+                ]
+                found[name] = {"step_s": step_s, "protected_steps_behind": behind}
+                tail = f"; {behind} steps are not protected" if attach else ""
+                print(f"  {name}: {show_seconds(step_s)}{tail}", flush=True)
+    return found
+
+
+Part = Callable[[Path, argparse.Namespace, Deadline], Figures]
+PARTS: dict[str, Part] = {
+    "orders": orders,
+    "plan": plan,
+    "slow": slow,
+    "cut": cut,
+    "snapshots": snapshots,
+}
+
+
+# --- results ----------------------------------------------------------------------------------
+
+
+def slowest(lines: Sequence[Sequence[Figures]]) -> list[float]:
+    """Of every all-reduce the time of the rank that took longest."""
+    return [max(line["seconds"] for line in turn) for turn in zip(*lines, strict=False)]
+
+
+def show_order(nodes: Sequence[int]) -> str:
+    return "-".join(map(str, nodes))
+
+
+def show_seconds(seconds: Sequence[float]) -> str:
+    found = spread(seconds)
+    return "median {median:.2f} s, {min:.2f} to {max:.2f}".format(**found)
+
+
+def report(parts: Figures, args: argparse.Namespace, found: dict[str, Any]) -> None:
+    asked = asked_figures(parts)
+    title = f"{args.nodes} nodes, {args.mb:g} MB; rails of {args.rail}, uplinks of {args.uplink}"
+    show_table(title, ["", "found"], [[name, show(value)] for name, value in asked.items()])
+    show_conditions(found)
+    setting = {name: getattr(args, name) for name in ("nodes", "mb", "rail", "uplink", "rounds")}
+    write_json(args.json, {**asked, "parts": parts, **setting, "conditions": found})
+
+
+def show(value: object) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+def asked_figures(parts: Figures) -> Figures:
+    """Those that the parts which have run allow."""
+    found: Figures = {}
+    on_s = None
+    if "orders" in parts:
+        medians = [statistics.median(ring["seconds"]) for ring in parts["orders"]["rings"]]
+        found |= {"rings_tried": len(medians), "best_over_naive": medians[0] / min(medians)}
+    if "plan" in parts:
+        off_s, on_s = (statistics.median(parts["plan"][mode]["seconds"]) for mode in ("off", "on"))
+        found["planned_over_naive"] = off_s / on_s
+        found["probe_s"] = parts["plan"]["on"]["network"].get("probed_s")
+    if on_s and "orders" in parts:
+        found["planned_over_best"] = min(medians) / on_s
+    if "slow" in parts:
+        slow_s = {mode: statistics.median(one["seconds"]) for mode, one in parts["slow"].items()}
+        found["rail_slow_over_off"] = slow_s["off"] / slow_s["on"]
+    if "cut" in parts:
+        cuts = parts["cut"]["cuts"]
+        for name in ("generations", "steps_lost"):
+            found[f"cut_{name}"] = max(one[name] for one in cuts)
+        for name in ("named_s", "next_step_s"):
+            times = [one[name] for one in cuts]
+            found[f"cut_{name}"] = None if None in times else statistics.median(times)
+    if "snapshots" in parts:
+        step_s = {name: statistics.mean(one["step_s"]) for name, one in parts["snapshots"].items()}
+        found["snapshot_slowdown"] = step_s["plan on, with"] / step_s["plan on, without"]
+        found["snapshot_slowdown_off"] = step_s["plan off, with"] / step_s["plan off, without"]
+    return found
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = parser_of(__doc__, timeout_s=900)
+    parser.add_argument("--nodes", type=int, default=4, help="4 to 8 (default %(default)s)")
+    parser.add_argument("--mb", type=float, default=64, help="all-reduced (default %(default)s)")
+    parser.add_argument("--rounds", type=int, default=3, help="of each (default %(default)s)")
+    parser.add_argument("--cuts", type=int, default=3, help="of a rail (default %(default)s)")
+    parser.add_argument("--rail", default="400mbit", help="of a cable (default %(default)s)")
+    parser.add_argument("--uplink", default="200mbit", help="of a switch (default %(default)s)")
+    parser.add_argument(
+        "--state-mb", type=float, default=32, help="in a snapshot, per rank (default %(default)s)"
+    )
+    parser.add_argument("--only", action="append", choices=PARTS)
+    args = parser.parse_args()
+    if (
+        not 3 <= args.nodes <= 8
+        or min(args.rounds, args.cuts) < 1
+        or args.mb <= 0
+        or args.state_mb <= 0
+    ):
+        parser.error("--nodes is 3 to 8; --rounds, --cuts, --mb, --state-mb are positive")
+    args.only = args.only or list(PARTS)
+    return args
+
+
+if __name__ == "__main__":
+    run_bench(main)

@@ -1,0 +1,83 @@
+"""SIGTERM to one node lets it leave, to all of them stops the run; and who comes too late ends."""
+
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from bench_common import Deadline
+from drill_faults import FAULTS
+from drill_nodes import Undisturbed, drill, job_words
+from nodes_run import NodesRun
+from virtual_cluster import VirtualCluster, available
+
+from ftrun.recovery.pausing import GONE_S
+
+if reason := available():
+    pytest.skip(f"needs namespaces: {reason}", allow_module_level=True)
+
+pytestmark = [pytest.mark.chaos, pytest.mark.slow, pytest.mark.timeout(300)]
+
+STUB = "cli.stub"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[NodesRun]:
+    """Two members and a spare, not started yet, with a directory for checkpoints."""
+    cluster = VirtualCluster(3)
+    cluster.up()
+    flags = ["--checkpoint-dir", tmp_path / "checkpoints"]
+    words = job_words("ddp", tmp_path)
+    yield NodesRun(cluster, tmp_path, words, Deadline(200.0), members=2, spares=1, flags=flags)
+    cluster.down()
+
+
+@pytest.mark.full
+def test_a_lead_that_is_drained_leaves_and_another_one_leads(tmp_path: Path) -> None:
+    row = drill(FAULTS["lead-drained"], "fsdp2", tmp_path, Undisturbed(tmp_path))
+    assert row.equal, row.problem
+    assert row.steps_lost <= 1
+
+
+@pytest.mark.full
+def test_sigterm_to_all_nodes_stops_the_run_with_its_last_step_on_disk(run: NodesRun) -> None:
+    run.start_all()
+    run.wait_for_step(20)
+    run.may_end(0, 1, 2)
+    for node in range(3):
+        run.signal(node, STUB, signal.SIGTERM)
+    assert [run.wait_for_code(node) for node in range(3)] == [143] * 3
+    assert not run.journals("Leaving")
+    latest = (run.folder / "checkpoints" / "latest").resolve().name
+    assert int(latest.split("-")[1]) >= run.last_step()
+
+
+@pytest.mark.full
+def test_the_others_are_asked_while_one_leaves(run: NodesRun) -> None:
+    run.start_all()
+    run.wait_for_step(20)
+    run.may_end(0, 1, 2)
+    run.signal(1, STUB, signal.SIGTERM)
+    run.wait_for("the decision", lambda: run.journals("Leaving"))
+    for node in (0, 2):
+        run.signal(node, STUB, signal.SIGTERM)
+    assert [run.wait_for_code(node) for node in range(3)] == [143] * 3
+    latest = (run.folder / "checkpoints" / "latest").resolve().name
+    assert int(latest.split("-")[1]) >= run.last_step()
+
+
+@pytest.mark.full
+def test_an_agent_that_comes_back_to_an_ended_run_ends_too(run: NodesRun) -> None:
+    run.start_all()
+    run.wait_for_step(10)
+    run.may_end(2)
+    run.signal(2, STUB, signal.SIGSTOP)
+    run.signal(2, "agent")
+    run.finish()
+    assert {node: code for node, code in run.codes().items() if node != 2} == {0: 0, 1: 0}
+    run.signal(2, STUB, signal.SIGCONT)
+    began_s = time.monotonic()
+    assert run.wait_for_code(2) == 75
+    assert time.monotonic() - began_s < GONE_S + 30.0
+    assert "nobody of this run is left" in run.text(2)

@@ -1,0 +1,140 @@
+"""A rail is cut where there is another one: nobody is missed, and not one step is done twice."""
+
+import json
+import secrets
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from bench_common import Deadline
+from drill_nodes import job_words
+from nodes_run import NodesRun, environment
+from virtual_cluster import VirtualCluster, available
+
+if reason := available():
+    pytest.skip(f"needs namespaces: {reason}", allow_module_level=True)
+
+pytestmark = [pytest.mark.chaos, pytest.mark.slow, pytest.mark.timeout(300)]
+
+NODES = 3
+MORE_STEPS = 40
+TRAINED_OVER = {"GLOO_SOCKET_IFNAME": "eth1"}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[NodesRun]:
+    """Three nodes that train over eth1; agents and SMPs know each other by eth0."""
+    secret = tmp_path / "secret"
+    secret.touch(mode=0o600)
+    secret.write_bytes(secrets.token_bytes(32))
+    cluster = VirtualCluster(NODES, rails=2, shm="64m")
+    cluster.up()
+    made = NodesRun(
+        cluster,
+        tmp_path,
+        job_words("ddp", tmp_path),
+        Deadline(200.0),
+        members=NODES,
+        flags=["--secret-file", secret],
+    )
+    made.start_all(dict.fromkeys(range(NODES), TRAINED_OVER))
+    made.wait_for_step(20)
+    yield made
+    cluster.down()
+
+
+def status(run: NodesRun, node: int) -> dict[str, Any]:
+    done = run.cluster.run(
+        node,
+        [sys.executable, "-m", "ftrun", "status", "--json"],
+        env=environment(),
+        cwd=run.folder,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    found: dict[str, Any] = json.loads(done.communicate(timeout=60)[0])
+    return found
+
+
+def steps_done(run: NodesRun) -> list[list[int]]:
+    return [[line["step"] for line in run.steps(rank)] for rank in range(NODES)]
+
+
+def check_undisturbed(run: NodesRun) -> None:
+    """The run comes to its end in its first generation, with every step done once."""
+    run.finish()
+    assert len(run.journals("Generation")) == 1
+    assert not run.journals("NodeLost")
+    assert not run.journals("LeadLost")
+    assert not run.journals("Held")
+    for steps in steps_done(run):
+        assert steps == list(range(len(steps)))
+
+
+def other_rails(run: NodesRun, node: int) -> list[dict[str, Any]]:
+    """Words that this node, or another about it, is spoken with over another rail."""
+    found = run.journals("OtherRail")
+    return [line for line in found if f"node{node}" in (line["to"], line["node"])]
+
+
+def protected_step(run: NodesRun) -> int:
+    """The newest that every node holds, with its part for the others."""
+    nodes = status(run, 0)["cluster"]["nodes"]
+    assert not any(node["unprotected"] for node in nodes)
+    return int(min(node["ready"][1] for node in nodes))
+
+
+def check_goes_on(run: NodesRun, node: int, at_ns: int) -> None:
+    """Nobody has waited for a node that was cut off, and its memory is protected on."""
+    run.wait_for("another rail", lambda: other_rails(run, node))
+    assert other_rails(run, node)[0]["mono_s"] - at_ns / 1e9 < 1.9, "ranks are held after 2 s"
+    cut_at = run.last_step()
+    run.wait_for_more_steps(MORE_STEPS)
+    run.wait_for("protected steps", lambda: protected_step(run) > cut_at + MORE_STEPS // 2)
+
+
+def lose_one_way(run: NodesRun, node: int, other: int) -> None:
+    """What this node sends to the other one over eth0 gets lost; what comes is whole."""
+    nowhere = ["lladdr", "02:00:00:00:ff:ff", "dev", "eth0"]
+    words = ["ip", "neigh", "replace", run.cluster.address(other), *nowhere]
+    assert run.cluster.run(node, words).wait() == 0
+
+
+def test_a_run_goes_on_where_the_rail_of_its_agents_is_cut(run: NodesRun) -> None:
+    check_goes_on(run, 1, run.fault("cut", 1, rail=0))
+    run.fault("heal", 1, rail=0)
+    run.wait_for_more_steps(MORE_STEPS)
+    check_undisturbed(run)
+
+
+@pytest.mark.full
+def test_a_run_goes_on_where_the_rail_of_its_lead_is_cut(run: NodesRun) -> None:
+    check_goes_on(run, 0, run.fault("cut", 0, rail=0))
+    assert other_rails(run, 1)
+    assert other_rails(run, 2)
+    check_undisturbed(run)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("node", "other"), [(1, 0), (0, 1)])
+def test_a_rail_that_is_cut_in_one_direction_is_left(run: NodesRun, node: int, other: int) -> None:
+    at_ns = time.monotonic_ns()
+    lose_one_way(run, node, other)
+    check_goes_on(run, 1, at_ns)
+    check_undisturbed(run)
+
+
+@pytest.mark.full
+def test_a_node_whose_rails_are_all_cut_is_lost_as_ever(run: NodesRun) -> None:
+    at_ns = run.fault("cut", 1)
+    run.wait_for("the loss", lambda: run.journals("NodeLost"))
+    (line,) = run.journals("NodeLost")
+    assert "node node1 is lost: silent for 3" in line["text"]
+    assert 2.5 < line["mono_s"] - at_ns / 1e9 < 5.0
+    run.fault("heal", 1)
+    run.wait_for_generation(1)
+    run.finish()

@@ -1,0 +1,375 @@
+"""The outside witness in a real etcd: what it promises holds, whoever asks, whatever fails.
+
+The rules themselves are tested in tests/unit/recovery/test_witness_rules.py; here is what etcd and
+the client library make of them.
+"""
+
+import http.server
+import shutil
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from etcd_server import Certificates, EtcdServer, available, free_port
+
+from ftrun import clock
+from ftrun.agent.etcd_register import ANSWER_S, EtcdAway, EtcdRegister
+from ftrun.agent.witness_thread import WitnessThread
+from ftrun.config import EtcdTls
+from ftrun.errors import ExitCode, UsageError
+from ftrun.recovery.commands import AskWitness, Wish
+from ftrun.recovery.happenings import WitnessSaid
+from ftrun.wire.plan import NodeCard
+from tests.unit.recovery.made import card, plan
+
+if reason := available():
+    pytest.skip(f"needs etcd: {reason}", allow_module_level=True)
+
+LEASE_S = 2.0
+JOB = "/home/user/train.py with --nnodes/--spares 2"
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdServer]:
+    server = EtcdServer(tmp_path_factory.mktemp("etcd"))
+    server.start()
+    yield server
+    server.kill()
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Iterator[EtcdServer]:
+    """One that a test may break."""
+    server = EtcdServer(tmp_path)
+    server.start()
+    yield server
+    server.go_on()
+    server.kill()
+
+
+@pytest.fixture
+def run_id(request: pytest.FixtureRequest) -> str:
+    return str(request.node.name).replace("[", "-").replace("]", "")
+
+
+def register(*servers: EtcdServer, run_id: str, job: str = JOB) -> EtcdRegister:
+    at = [(one.host, one.port) for one in servers]
+    return EtcdRegister(at, run_id, job=job, lease_s=LEASE_S)
+
+
+class Node:
+    """One agent's way there."""
+
+    def __init__(self, node_id: str, made: EtcdRegister, incarnation: int = 1) -> None:
+        self.card: NodeCard = card(node_id, incarnation)
+        self.register = made
+
+    def ask(self, wish: Wish, generation: int = -1, **also: object) -> WitnessSaid:
+        asked = AskWitness(wish, clock.now_s(), generation, **also)  # type: ignore[arg-type]
+        return self.register.ask(asked, self.card)
+
+
+def two(server: EtcdServer, run_id: str) -> tuple[Node, Node]:
+    return Node("a", register(server, run_id=run_id)), Node("b", register(server, run_id=run_id))
+
+
+def test_first_to_claim_is_the_one_the_others_come_to(shared: EtcdServer, run_id: str) -> None:
+    a, b = two(shared, run_id)
+    assert a.ask(Wish.CLAIM).granted
+    said = b.ask(Wish.CLAIM)
+    assert (said.granted, said.lead, said.register) == (False, a.card, None)
+
+
+def test_number_is_promised_once_and_a_plan_is_remembered(shared: EtcdServer, run_id: str) -> None:
+    a, b = two(shared, run_id)
+    first = a.ask(Wish.PROMISE, 4)
+    assert first.granted
+    assert first.register is not None
+    assert first.register.life > 0
+    accepted = plan(4, "ab", witness=first.register.life)
+    assert a.ask(Wish.ACCEPT, 4, plan=accepted).granted
+    said = b.ask(Wish.PROMISE, 5)
+    assert (said.granted, said.lead) == (False, a.card)
+    assert said.register is not None
+    assert said.register.plan == accepted
+    assert a.ask(Wish.FORGET).granted
+    assert b.ask(Wish.LOOK).register is None
+
+
+def test_lease_that_is_not_renewed_ends_and_the_counter_stays(
+    shared: EtcdServer, run_id: str
+) -> None:
+    a, b = two(shared, run_id)
+    assert a.ask(Wish.PROMISE, 4).granted
+    begun_s = time.monotonic()
+    while not (said := b.ask(Wish.PROMISE, 5)).granted:
+        assert time.monotonic() - begun_s < LEASE_S + 3.0
+        time.sleep(0.05)
+    assert time.monotonic() - begun_s > LEASE_S - 0.2
+    assert said.lead == b.card
+    late = a.ask(Wish.ACCEPT, 4, plan=plan(4, "a"))
+    assert (late.granted, late.lead) == (False, b.card)
+    assert not a.ask(Wish.KEEP, 4).granted
+
+
+def test_lease_that_is_renewed_stays(shared: EtcdServer, run_id: str) -> None:
+    a, b = two(shared, run_id)
+    assert a.ask(Wish.PROMISE, 4).granted
+    end_s = time.monotonic() + 2 * LEASE_S
+    while time.monotonic() < end_s:
+        assert a.ask(Wish.KEEP, 4).granted
+        assert not b.ask(Wish.PROMISE, 5).granted
+        time.sleep(0.2)
+
+
+def test_of_many_who_ask_at_once_one_gets_each_number(shared: EtcdServer, run_id: str) -> None:
+    """No lease protects anybody here: whoever reads before another's write must read again."""
+    rounds, nodes = 8, "abcdef"
+    took: list[list[str]] = [[] for _ in range(rounds)]
+
+    def ask(node_id: str) -> None:
+        node = Node(node_id, register(shared, run_id=run_id))
+        for number in range(rounds):
+            gate.wait(20.0)
+            if node.ask(Wish.PROMISE, number).granted:
+                took[number].append(node_id)
+            gate.wait(20.0)
+            if node_id in took[number]:
+                node.register._clients[0].delete(f"/ftrun/{run_id}/lead")
+
+    gate = threading.Barrier(len(nodes))
+    threads = [threading.Thread(target=ask, args=(one,)) for one in nodes]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60.0)
+    assert [len(who) for who in took[:-1]] == [1] * (rounds - 1), took
+
+
+def test_killed_and_started_again_it_remembers(own: EtcdServer, run_id: str) -> None:
+    a, b = two(own, run_id)
+    assert a.ask(Wish.PROMISE, 4).granted
+    own.kill()
+    begun_s = time.monotonic()
+    said = a.ask(Wish.KEEP, 4)
+    assert time.monotonic() - begun_s < ANSWER_S + 0.5
+    assert not said.is_reached
+    assert "the connection is refused" in said.why
+    assert own.endpoint in said.why
+    own.start()
+    assert a.ask(Wish.KEEP, 4).granted
+    assert not b.ask(Wish.PROMISE, 5).granted
+
+
+def test_one_that_does_not_answer_is_given_up_in_time(own: EtcdServer, run_id: str) -> None:
+    a, _ = two(own, run_id)
+    assert a.ask(Wish.PROMISE, 4).granted
+    own.pause()
+    begun_s = time.monotonic()
+    said = a.ask(Wish.KEEP, 4)
+    assert time.monotonic() - begun_s < ANSWER_S + 1.5
+    assert (said.is_reached, "in time" in said.why) == (False, True), said.why
+
+
+def test_another_register_after_it_lost_its_memory_has_another_life(
+    own: EtcdServer, run_id: str
+) -> None:
+    a, _ = two(own, run_id)
+    before = a.ask(Wish.PROMISE, 4).register
+    own.forget()
+    own.start()
+    after = a.ask(Wish.PROMISE, 5).register
+    assert before is not None
+    assert after is not None
+    assert before.life != after.life
+
+
+def test_next_endpoint_is_tried_where_one_is_dead(shared: EtcdServer, run_id: str) -> None:
+    dead = [("127.0.0.1", free_port())]
+    made = EtcdRegister([*dead, (shared.host, shared.port)], run_id, job=JOB, lease_s=LEASE_S)
+    made.check()
+    assert Node("a", made).ask(Wish.CLAIM).granted
+
+
+# --- what is known before training starts -----------------------------------------------------
+
+
+def test_nobody_there_is_told_with_where_and_after_how_long(run_id: str) -> None:
+    port = free_port()
+    made = EtcdRegister([("127.0.0.1", port)], run_id, job=JOB, lease_s=LEASE_S)
+    with pytest.raises(EtcdAway) as caught:
+        made.check(0.5)
+    said = str(caught.value)
+    assert f"no etcd answers within 1 s at 127.0.0.1:{port}: the connection is refused" in said
+    assert "etcdctl endpoint health" in said
+    assert caught.value.exit_code == ExitCode.TRY_AGAIN
+
+
+def test_somebody_who_is_silent_is_told(run_id: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        at = silent.getsockname()
+        made = EtcdRegister([(at[0], at[1])], run_id, job=JOB, lease_s=LEASE_S)
+        with pytest.raises(EtcdAway) as caught:
+            made.check(0.5)
+    assert "it does not answer in time" in str(caught.value)
+
+
+@contextmanager
+def http_server(version: str) -> Iterator[tuple[str, int]]:
+    """What an older etcd, or no etcd at all, answers."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            is_known = self.path == "/version" and version
+            self.send_response(200 if is_known else 404)
+            self.end_headers()
+            if is_known:
+                self.wfile.write(b'{"etcdserver":"%s"}' % version.encode())
+            else:
+                self.wfile.write(b"404 page not found")
+
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.send_response(404)
+            self.end_headers()
+            self.wfile.write(b"404 page not found")
+
+        def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - http.server's name
+            """Not in the test's output."""
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        yield "127.0.0.1", server.server_address[1]
+        server.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("version", "said"),
+    [
+        ("2.3.8", "etcd 2.3.8 answers at"),
+        ("3.3.27", "ftrun needs etcd 3.4 or newer"),
+        ("", "it has no v3 API"),
+    ],
+)
+def test_what_is_no_etcd_v3_is_told_at_once(version: str, said: str, run_id: str) -> None:
+    with http_server(version) as at:
+        made = EtcdRegister([at], run_id, job=JOB, lease_s=LEASE_S)
+        begun_s = time.monotonic()
+        with pytest.raises(UsageError) as caught:
+            made.check(30.0)
+        assert time.monotonic() - begun_s < 5.0
+    assert said in str(caught.value)
+
+
+def test_run_id_of_a_living_other_run_is_refused(shared: EtcdServer, run_id: str) -> None:
+    a = Node("a", register(shared, run_id=run_id))
+    assert a.ask(Wish.CLAIM).granted
+    other = register(shared, run_id=run_id, job="/home/other/train.py with --nnodes/--spares 2")
+    with pytest.raises(UsageError) as caught:
+        other.check()
+    said = str(caught.value)
+    assert f"run id {run_id} is taken" in said
+    assert "node a at a.local runs /home/user/train.py" in said
+    final = Node("x", other).ask(Wish.CLAIM)
+    assert (final.is_final, final.why) == (True, said)
+    assert a.ask(Wish.KEEP, 0).granted
+
+
+# --- TLS --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
+    if shutil.which("openssl") is None:
+        pytest.skip("needs openssl")
+    return Certificates(tmp_path_factory.mktemp("certificates"))
+
+
+@pytest.fixture(scope="module")
+def secured(
+    certificates: Certificates, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[EtcdServer]:
+    """It speaks TLS only, and asks for a certificate of whoever comes."""
+    server = EtcdServer(tmp_path_factory.mktemp("secured"), tls=certificates)
+    server.start()
+    yield server
+    server.kill()
+
+
+def test_both_show_their_certificates(
+    secured: EtcdServer, certificates: Certificates, run_id: str
+) -> None:
+    cert, key = certificates.of("node")
+    tls = EtcdTls(ca=certificates.ca, cert=cert, key=key)
+    at = [(secured.host, secured.port)]
+    made = EtcdRegister(at, run_id, job=JOB, lease_s=LEASE_S, tls=tls)
+    made.check()
+    assert Node("a", made).ask(Wish.CLAIM).granted
+
+
+@pytest.mark.parametrize(
+    ("shows", "said"),
+    [
+        ("no certificate", "it asks for a certificate of this node"),
+        ("of another CA", "it asks for a certificate of this node"),
+        ("system's CAs", "not signed by the CA that is named"),
+    ],
+)
+def test_whoever_is_not_known_is_told_at_once(
+    secured: EtcdServer,
+    certificates: Certificates,
+    tmp_path: Path,
+    run_id: str,
+    shows: str,
+    said: str,
+) -> None:
+    cert, key = Certificates(tmp_path).of("node") if shows == "of another CA" else ("", "")
+    tls = EtcdTls(ca=certificates.ca, cert=cert or None, key=key or None)
+    tls = EtcdTls() if shows == "system's CAs" else tls
+    at = [(secured.host, secured.port)]
+    made = EtcdRegister(at, run_id, job=JOB, lease_s=LEASE_S, tls=tls)
+    begun_s = time.monotonic()
+    with pytest.raises(UsageError) as caught:
+        made.check(30.0)
+    assert time.monotonic() - begun_s < 5.0
+    assert said in str(caught.value)
+
+
+def test_tls_on_one_side_only_is_told(
+    shared: EtcdServer, secured: EtcdServer, certificates: Certificates, run_id: str
+) -> None:
+    for server, tls, said in (
+        (secured, None, "as an etcd that speaks TLS only does"),
+        (shared, EtcdTls(ca=certificates.ca), "as an etcd without TLS does"),
+    ):
+        at = [(server.host, server.port)]
+        made = EtcdRegister(at, run_id, job=JOB, lease_s=LEASE_S, tls=tls)
+        with pytest.raises(EtcdAway) as caught:
+            made.check(0.5)
+        assert said in str(caught.value)
+
+
+# --- the thread -------------------------------------------------------------------------------
+
+
+def test_questions_do_not_pile_up_while_it_is_silent(own: EtcdServer, run_id: str) -> None:
+    heard: list[WitnessSaid] = []
+    a, _ = two(own, run_id)
+    own.pause()
+    thread = WitnessThread(a.register, a.card, heard.append)
+    for number in range(100):
+        thread.ask(AskWitness(Wish.KEEP, clock.now_s(), number))
+    thread.ask(AskWitness(Wish.PROMISE, clock.now_s(), 7))
+    thread.start()
+    own.go_on()
+    thread.ask(AskWitness(Wish.FORGET, clock.now_s()))
+    thread.close()
+    wishes = [one.asked.wish for one in heard]
+    assert wishes[-1] is Wish.FORGET
+    assert wishes.count(Wish.KEEP) == 1
+    assert [one.asked.generation for one in heard if one.asked.wish is Wish.KEEP] == [99]

@@ -1,0 +1,368 @@
+"""An agent that is cut off on one rail is spoken with over another before anybody misses it.
+
+A real cluster thread with its brain, on loopback addresses as rails. The test plays the lead over
+real connections: what it does not read any more, with its buffers full, is to the other side as if
+the rail was cut.
+"""
+
+import select
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from itertools import permutations
+from typing import TypeVar
+
+import pytest
+
+from ftrun.agent.cluster_brain import ClusterBrain
+from ftrun.agent.cluster_thread import ClusterThread
+from ftrun.agent.other_ways import YOUNG_S, OtherWays
+from ftrun.errors import PeerError
+from ftrun.network.rails import Rail
+from ftrun.recovery.commands import Dial, Note
+from ftrun.recovery.places import Wishes
+from ftrun.recovery.settings import ClusterSettings
+from ftrun.recovery.supervisor import Policy
+from ftrun.wire.ballot_messages import Prepare, TurnedAway
+from ftrun.wire.cluster import ClusterEnvelope, JournalLines
+from ftrun.wire.handshake import accept_handshake, dial_handshake
+from ftrun.wire.heartbeats import Beat
+from ftrun.wire.identity import PeerIdentity
+from ftrun.wire.peer import PeerConnection
+from ftrun.wire.plan import NodeCard
+from ftrun.wire.secret import make_secret
+from ftrun.wire.tcp import listen_tcp
+from ftrun.wire.ways import Way
+
+PATIENCE_S = 10.0
+QUIET_S = 2.0
+"""Longer than it takes to dial anew."""
+
+SECRET = make_secret()
+FIRST, SECOND = "127.0.0.2", "127.0.0.3"
+ME = NodeCard("me", 7, "127.0.0.4", 1, 1)
+Connection = PeerConnection[ClusterEnvelope]
+M = TypeVar("M")
+
+
+def card(node_id: str, incarnation: int, ports: dict[str, int]) -> NodeCard:
+    rails = [Rail(f"eth{at}", host, port=port) for at, (host, port) in enumerate(ports.items())]
+    return NodeCard(node_id, incarnation, rails[0].host, rails[0].port, 1, rails=rails)
+
+
+def identity(node_id: str, incarnation: int) -> PeerIdentity:
+    return PeerIdentity("run", "agent", node_id, incarnation)
+
+
+def wait_for(what: str, is_so: Callable[[], object]) -> None:
+    end_s = time.monotonic() + PATIENCE_S
+    while not is_so():
+        assert time.monotonic() < end_s, what
+        time.sleep(0.01)
+
+
+@dataclass
+class Lead:
+    """The other agent, as the test plays it: it listens on two rails."""
+
+    stack: ExitStack
+    incarnation: int = 5
+    listeners: dict[str, socket.socket] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for host in (FIRST, SECOND):
+            self.listen(host, 0)
+
+    def listen(self, host: str, port: int) -> None:
+        listener = self.stack.enter_context(listen_tcp(host, port))
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        listener.settimeout(PATIENCE_S)
+        self.listeners[host] = listener
+
+    @property
+    def card(self) -> NodeCard:
+        ports = {host: self.port(host) for host in (FIRST, SECOND)}
+        return card("lead", self.incarnation, ports)
+
+    def port(self, host: str) -> int:
+        return int(self.listeners[host].getsockname()[1])
+
+    def accept(self, host: str) -> Connection:
+        sock, _ = self.listeners[host].accept()
+        session = accept_handshake(sock, identity("lead", self.incarnation), SECRET)
+        return self._made(PeerConnection(sock, session, ClusterEnvelope))
+
+    def dial(self, port: int, source: str) -> Connection:
+        sock = socket.create_connection((ME.host, port), PATIENCE_S, (source, 0))
+        session = dial_handshake(sock, identity("lead", self.incarnation), SECRET)
+        return self._made(PeerConnection(sock, session, ClusterEnvelope))
+
+    def _made(self, connection: Connection) -> Connection:
+        self.stack.callback(connection.close)
+        return connection
+
+    def leave(self, host: str) -> None:
+        """Nobody listens there any more."""
+        self.listeners[host].close()
+
+    def cut(self, host: str) -> None:
+        """No answer comes from there: the queue of connections is full."""
+        port = self.port(host)
+        self.leave(host)
+        sock = self.stack.enter_context(socket.socket())
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind((host, port))
+        sock.listen(0)
+        for _ in range(2):
+            client = self.stack.enter_context(socket.socket())
+            client.setblocking(False)
+            client.connect_ex((host, port))
+
+
+def heard(connection: Connection, kind: type[M]) -> M:
+    """The next message of this kind."""
+    while True:
+        assert select.select([connection], [], [], PATIENCE_S)[0], kind
+        for envelope in connection.receive_ready():
+            if isinstance(envelope.body, kind):
+                return envelope.body
+
+
+def is_closed(connection: Connection) -> bool:
+    try:
+        connection.receive_ready()
+    except PeerError:
+        return True
+    return False
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as made:
+        yield made
+
+
+@pytest.fixture
+def lead(stack: ExitStack) -> Lead:
+    return Lead(stack)
+
+
+@dataclass
+class Agent:
+    """The one that is tested."""
+
+    brain: ClusterBrain
+    thread: ClusterThread
+    port: int
+    asides: list[object]
+
+    def notes(self, kind: str) -> list[Note]:
+        self._all.extend(iter(self.brain.next_order, None))
+        return [one for one in self._all if isinstance(one, Note) and one.kind == kind]
+
+    def __post_init__(self) -> None:
+        self._all: list[object] = []
+
+
+@pytest.fixture
+def agent(stack: ExitStack, lead: Lead) -> Agent:
+    listener = listen_tcp(ME.host, 0)
+    endpoint = (FIRST, lead.port(FIRST))
+    settings = ClusterSettings(Wishes(2, 2, 0), endpoint, deadline_s=60.0, cut_off_s=30.0)
+    brain = ClusterBrain(
+        ME, settings, Policy(None, 3, 3600.0, 0.5, 60.0, 3, 30.0, 2.0), kept=None, took_effect=False
+    )
+    asides: list[object] = []
+    thread = brain.thread = ClusterThread(
+        brain,
+        identity(ME.node_id, ME.incarnation),
+        SECRET,
+        [listener],
+        wake_hands=lambda: None,
+        hold_now=lambda _: None,
+        aside=lambda _, message: asides.append(message),
+        dialled=lambda *_: None,
+    )
+    thread.start()
+    stack.callback(thread.close)
+    return Agent(brain, thread, int(listener.getsockname()[1]), asides)
+
+
+@pytest.fixture
+def followed(agent: Agent, lead: Lead) -> Connection:
+    """The lead's connection to the agent, which follows it and knows its rails."""
+    connection = lead.accept(FIRST)
+    connection.send(Prepare(0, lead.card, "the run begins", (-1, 0)))
+    heard(connection, Beat)
+    return connection
+
+
+def stop_reading(agent: Agent) -> float:
+    """From now on the agent's kernel hears no more of what was sent; when that began."""
+    agent.thread.send("lead", JournalLines(["x" * 200_000] * 4))
+    return time.monotonic()
+
+
+def test_a_bug_in_a_call_does_not_make_a_node_undiallable(agent: Agent, lead: Lead) -> None:
+    works = agent.thread._dialled_at
+
+    def fails(*_: object) -> None:
+        agent.thread._dialled_at = works
+        raise ValueError("planted")
+
+    agent.thread._dialled_at = fails
+    lead.accept(FIRST)
+    second = lead.accept(FIRST)
+    second.send(Prepare(0, lead.card, "the run begins", (-1, 0)))
+    heard(second, Beat)
+
+
+@pytest.mark.slow
+def test_a_connection_that_is_cut_off_is_made_anew_over_another_rail(
+    agent: Agent, lead: Lead, followed: Connection
+) -> None:
+    begun_s = stop_reading(agent)
+    second = lead.accept(SECOND)
+    assert time.monotonic() - begun_s < 1.8, "ranks are held after 2 s"
+    heard(second, Beat)
+    wait_for("the old one to be closed", lambda: is_closed(followed))
+    (note,) = agent.notes("OtherRail")
+    assert FIRST in note.text
+    assert SECOND in note.text
+    assert not agent.notes("LeadLost")
+
+
+@pytest.mark.slow
+def test_a_process_that_stands_still_is_not_dialled_anew(
+    agent: Agent, lead: Lead, followed: Connection
+) -> None:
+    lead.listeners[SECOND].settimeout(QUIET_S)
+    with pytest.raises(TimeoutError):
+        lead.accept(SECOND)
+    heard(followed, Beat)
+
+
+@pytest.mark.slow
+def test_a_node_with_one_rail_is_left_to_its_kernel(agent: Agent, lead: Lead) -> None:
+    connection = lead.accept(FIRST)
+    alone = card("lead", lead.incarnation, {FIRST: lead.port(FIRST)})
+    connection.send(Prepare(0, alone, "the run begins", (-1, 0)))
+    heard(connection, Beat)
+    stop_reading(agent)
+    lead.listeners[FIRST].settimeout(QUIET_S)
+    with pytest.raises(TimeoutError):
+        lead.accept(FIRST)
+
+
+@pytest.mark.slow
+def test_a_closed_connection_is_dialled_over_any_rail(
+    agent: Agent, lead: Lead, followed: Connection
+) -> None:
+    lead.cut(FIRST)
+    followed.close()
+    begun_s = time.monotonic()
+    heard(lead.accept(SECOND), Beat)
+    assert time.monotonic() - begun_s < 0.8
+    assert not agent.notes("LeadLost")
+
+
+def test_a_refusal_at_the_address_of_the_card_is_the_death_of_the_agent(
+    agent: Agent, lead: Lead, followed: Connection
+) -> None:
+    lead.leave(FIRST)
+    lead.leave(SECOND)
+    followed.close()
+    wait_for("the lead to be lost", lambda: agent.notes("LeadLost"))
+    assert "refused" in agent.notes("LeadLost")[0].text
+
+
+@pytest.mark.slow
+def test_a_refusal_elsewhere_is_believed_only_where_the_agent_was_met_there(
+    agent: Agent, lead: Lead, followed: Connection
+) -> None:
+    lead.cut(FIRST)
+    port = lead.port(SECOND)
+    lead.leave(SECOND)  # as where a firewall refuses what never was let through
+    followed.close()
+    time.sleep(QUIET_S)
+    assert not agent.notes("LeadLost")
+    lead.listen(SECOND, port)
+    again = lead.accept(SECOND)
+    heard(again, Beat)
+    lead.leave(SECOND)
+    again.close()
+    wait_for("the lead to be lost", lambda: agent.notes("LeadLost"))
+
+
+def test_an_agent_started_again_may_speak_from_another_rail_of_its_machine(
+    agent: Agent, lead: Lead, followed: Connection
+) -> None:
+    lead.incarnation += 1
+    stranger = lead.dial(agent.port, "127.0.0.77")
+    assert "--node-id" in heard(stranger, TurnedAway).why
+    again = lead.dial(agent.port, SECOND)
+    wait_for("the old one to be closed", lambda: is_closed(followed))
+    lead.incarnation -= 1
+    assert not is_closed(again)
+
+
+def test_whoever_else_listens_at_the_other_address_is_passed_over(
+    agent: Agent, lead: Lead, followed: Connection
+) -> None:
+    lead.cut(FIRST)
+    followed.close()
+    sock, _ = lead.listeners[SECOND].accept()
+    with sock, pytest.raises(PeerError, match="was to listen"):
+        accept_handshake(sock, identity("another", 3), SECRET)
+    heard(lead.accept(SECOND), Beat)
+
+
+# --- the choice between two connections ---------------------------------------------------------
+
+SETTINGS = ClusterSettings(Wishes(2, 2, 0))
+
+
+@pytest.mark.parametrize("at_a", list(permutations("ab")))
+@pytest.mark.parametrize("at_b", list(permutations("ab")))
+def test_both_sides_keep_the_same_of_two_connections(
+    at_a: tuple[str, ...], at_b: tuple[str, ...]
+) -> None:
+    """Each side dials the other at once; who has dialled names the connection."""
+    kept = {}
+    for me, other, order in (("a", "b", at_a), ("b", "a", at_b)):
+        ways = OtherWays(NodeCard(me, 1, "127.0.0.1", 1, 1), SETTINGS, lambda _: None)
+        for number, dialler in enumerate(order):
+            now_s = 100.0 + 0.1 * number
+            is_ours = dialler == me
+            if not ways.keeps(other, 2, is_ours=is_ours, now_s=now_s):
+                ways.made(other, 2, is_ours=is_ours, now_s=now_s)
+                kept[me] = dialler
+    assert kept["a"] == kept["b"]
+
+
+def test_the_newest_connection_wins_but_for_that() -> None:
+    ways = OtherWays(NodeCard("b", 1, "127.0.0.1", 1, 1), SETTINGS, lambda _: None)
+    ways.made("a", 2, is_ours=False, now_s=100.0)
+    assert ways.keeps("a", 2, is_ours=True, now_s=100.1)
+    assert not ways.keeps("a", 2, is_ours=False, now_s=100.1), "it was dialled again"
+    assert not ways.keeps("a", 3, is_ours=True, now_s=100.1), "it was started again"
+    assert not ways.keeps("a", 2, is_ours=True, now_s=100.0 + YOUNG_S)
+    ways.gone("a")
+    assert not ways.keeps("a", 2, is_ours=True, now_s=100.1)
+
+
+def test_only_addresses_of_the_life_that_is_meant_are_dialled() -> None:
+    known = card("lead", 5, {FIRST: 10, SECOND: 11})
+    ways = OtherWays(ME, SETTINGS, lambda node_id: known if node_id == "lead" else None)
+    first = Way(FIRST, 10, is_sure=True)
+    assert ways.of(Dial(FIRST, 10, "lead")) == [first, Way(SECOND, 11)]
+    assert ways.of(Dial(FIRST, 12, "lead")) == [Way(FIRST, 12, is_sure=True)]
+    assert ways.of(Dial(FIRST, 10)) == [first]
+    ways.met(("lead", 4), SECOND, 11)
+    assert not ways.of(Dial(FIRST, 10, "lead"))[1].is_sure
+    ways.met(("lead", 5), SECOND, 11)
+    assert ways.of(Dial(FIRST, 10, "lead"))[1].is_sure
+    assert ways.hosts_of("lead") == {FIRST, SECOND}
+    assert ways.hosts_of("nobody") == set()

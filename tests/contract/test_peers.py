@@ -1,0 +1,112 @@
+"""A link from another node that ends is told: later where the node may come over another rail."""
+
+import time
+from collections.abc import Iterator
+from queue import SimpleQueue
+from typing import Any
+
+import pytest
+
+from ftrun.network.rails import Rail
+from ftrun.smp.links import FETCH
+from ftrun.smp.peers import Peers, Session
+from ftrun.wire.handshake import accept_handshake, dial_handshake
+from ftrun.wire.identity import PeerIdentity
+from ftrun.wire.protected import NodePlace
+from ftrun.wire.secret import make_secret
+from ftrun.wire.tcp import dial, listen_tcp
+from ftrun.wire.transfer import LinkHello, Stored
+from ftrun.wire.transfer_socket import TransferSocket
+
+WAIT_S = 10.0
+PATIENCE_S = 1.0
+SECRET = make_secret()
+HOST = "127.0.0.1"
+
+
+class Told:
+    """What the server hears of."""
+
+    def __init__(self) -> None:
+        self.events: SimpleQueue[tuple[str, str]] = SimpleQueue()
+
+    def received(self, *_: Any) -> None:
+        self.events.put(("received", ""))
+
+    def lost(self, node_id: str, purpose: str, why: str) -> None:
+        self.events.put(("lost", why))
+
+    def linked(self, node_id: str, purpose: str) -> None:
+        self.events.put(("linked", ""))
+
+
+def identity(node_id: str) -> PeerIdentity:
+    return PeerIdentity("run", "smp", node_id, 1)
+
+
+class Here:
+    """An SMP's links; the one to node b, which has two rails, holds."""
+
+    def __init__(self) -> None:
+        self.told = Told()
+        self.peers = Peers()
+        self.peers.tell(self.told)
+        self.port = self.peers.listen([HOST], SECRET)
+        self.peers.begin(Session(identity("a"), 0, 7, PATIENCE_S))
+        self.b = listen_tcp(HOST, 0)
+        rails = [Rail("eth0", HOST), Rail("eth1", HOST)]
+        place = NodePlace("b", 1, HOST, self.b.getsockname()[1], [1], rails)
+        self.peers.link(place, FETCH)
+        self.b.settimeout(WAIT_S)
+        self.own, _ = self.b.accept()
+        accept_handshake(self.own, identity("b"), SECRET)
+
+    def linked_by_b(self) -> TransferSocket:
+        sock = dial(HOST, self.port, WAIT_S)
+        made = TransferSocket(sock, dial_handshake(sock, identity("b"), SECRET), patience_s=WAIT_S)
+        made.send(0, LinkHello(0, FETCH, 0))
+        made.send(0, Stored(0, 0, 0))
+        self.next("received")
+        return made
+
+    def next(self, kind: str) -> str:
+        """Why, of the next event that is of this kind."""
+        while True:
+            found, why = self.told.events.get(timeout=WAIT_S)
+            if found == kind:
+                return why
+
+
+@pytest.fixture
+def here() -> Iterator[Here]:
+    made = Here()
+    yield made
+    made.peers.close()
+    made.own.close()
+    made.b.close()
+
+
+def test_a_node_that_does_not_come_over_another_rail_is_told_in_the_end(here: Here) -> None:
+    made = here.linked_by_b()
+    begun_s = time.monotonic()
+    made.close()
+    assert "closed" in here.next("lost")
+    assert time.monotonic() - begun_s >= PATIENCE_S * 0.9
+
+
+def test_a_node_that_comes_over_another_rail_is_not_lost(here: Here) -> None:
+    here.linked_by_b().close()
+    second = here.linked_by_b()
+    time.sleep(1.5 * PATIENCE_S)
+    told = [here.told.events.get() for _ in range(here.told.events.qsize())]
+    assert "lost" not in [kind for kind, _ in told]
+    second.close()
+
+
+def test_a_node_that_breaks_the_rules_is_lost_at_once(here: Here) -> None:
+    made = here.linked_by_b()
+    made.send(1, Stored(0, 0, 0))
+    begun_s = time.monotonic()
+    assert "another generation" in here.next("lost")
+    assert time.monotonic() - begun_s < PATIENCE_S / 2
+    made.close()

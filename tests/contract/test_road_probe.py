@@ -1,0 +1,146 @@
+"""A road is tried over a connection of its own, in one direction, and given up in time."""
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from queue import SimpleQueue
+
+import msgspec
+import pytest
+
+from ftrun.agent import road_probe
+from ftrun.agent.road_probe import RoadDesk, serve_road, try_road
+from ftrun.errors import PeerError
+from ftrun.recovery.commands import TryRoad
+from ftrun.recovery.happenings import Happening, Heard
+from ftrun.wire.cluster import AnyClusterMessage, AskRoad, RoadTried
+from ftrun.wire.handshake import accept_handshake
+from ftrun.wire.identity import PeerIdentity, Purpose
+from ftrun.wire.secret import Secret, make_secret
+from ftrun.wire.tcp import listen_tcp
+
+WAIT_S = 10.0
+SECRET = make_secret()
+
+
+def who(node_id: str, purpose: Purpose = "agent") -> PeerIdentity:
+    return PeerIdentity("road-run", purpose, node_id, 7)
+
+
+@contextmanager
+def agent(secret: Secret | None = SECRET, *, is_mute: bool = False) -> Iterator[AskRoad]:
+    """An agent that serves one road."""
+    listener = listen_tcp("127.0.0.1", 0)
+    listener.settimeout(WAIT_S)
+    done = threading.Event()
+
+    def serve() -> None:
+        with suppress(OSError, PeerError):
+            sock, _ = listener.accept()
+            with sock:
+                accept_handshake(sock, who("there"), secret)
+                if is_mute:
+                    done.wait(WAIT_S)
+                else:
+                    serve_road(sock)
+
+    server = threading.Thread(target=serve)
+    server.start()
+    host, port = listener.getsockname()
+    try:
+        yield AskRoad(3, "there", "rail0", "lo", "127.0.0.1", host, port)
+    finally:
+        done.set()
+        server.join(WAIT_S)
+        listener.close()
+
+
+def test_a_road_has_a_round_trip_and_a_rate() -> None:
+    with agent() as order:
+        found = try_road(order, "here", who("here", "road"), SECRET)
+    assert (found.source, found.destination, found.rail) == ("here", "there", "rail0")
+    assert 0 < found.rtt_s < 1
+    assert found.bytes_per_s > 1e6
+    assert found.problem == ""
+
+
+def test_a_short_try_sends_nothing_but_pings() -> None:
+    with agent() as order:
+        short = msgspec.structs.replace(order, is_short=True)
+        found = try_road(short, "here", who("here", "road"), SECRET)
+    assert found.rtt_s > 0
+    assert (found.bytes_per_s, found.problem) == (0.0, "")
+
+
+def test_nobody_there_is_a_dead_road() -> None:
+    with listen_tcp("127.0.0.1", 0) as listener:
+        port = listener.getsockname()[1]
+    order = AskRoad(3, "there", "rail0", "lo", "127.0.0.1", "127.0.0.1", port)
+    found = try_road(order, "here", who("here", "road"), SECRET)
+    assert found.rtt_s == 0
+    assert "refuses" in found.problem
+
+
+def test_an_address_that_is_not_of_this_node_is_a_dead_road() -> None:
+    order = AskRoad(3, "there", "rail0", "lo", "203.0.113.9", "127.0.0.1", 9)
+    assert try_road(order, "here", who("here", "road"), SECRET).problem
+
+
+def test_another_secret_is_a_dead_road() -> None:
+    with agent(make_secret()) as order:
+        assert try_road(order, "here", who("here", "road"), SECRET).problem
+
+
+def test_who_does_not_answer_is_given_up_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(road_probe, "TRY_S", 0.3)
+    with agent(is_mute=True) as order:
+        begun_s = time.monotonic()
+        found = try_road(order, "here", who("here", "road"), SECRET)
+        assert time.monotonic() - begun_s < 3
+    assert found.rtt_s == 0
+    assert "did not come to its end" in found.problem
+
+
+@pytest.mark.parametrize("asks", ["here", "lead"])
+def test_the_desk_tells_whoever_asked(asks: str) -> None:
+    told: SimpleQueue[tuple[str, Happening | AnyClusterMessage]] = SimpleQueue()
+    desk = RoadDesk(
+        who("here"),
+        SECRET,
+        tell=lambda event: told.put(("", event)),
+        send=lambda node_id, body: told.put((node_id, body)),
+    )
+    with agent() as order:
+        desk.take(TryRoad(asks, order))
+        where, what = told.get(timeout=WAIT_S)
+    if asks == "here":
+        assert isinstance(what, Heard)
+        assert what.node_id == "here"
+        what = what.message
+    else:
+        assert where == "lead"
+    assert isinstance(what, RoadTried)
+    assert (what.survey, what.found.destination) == (3, "there")
+
+
+@pytest.mark.parametrize("why", ["full", "no threads", "bug"])
+def test_a_desk_that_cannot_try_says_so_at_once(monkeypatch: pytest.MonkeyPatch, why: str) -> None:
+    def breaks(*_: object, **__: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    if why == "full":
+        monkeypatch.setattr(road_probe, "MAX_AT_ONCE", 0)
+    elif why == "bug":
+        monkeypatch.setattr(road_probe, "try_road", breaks)
+    told: SimpleQueue[AnyClusterMessage] = SimpleQueue()
+    desk = RoadDesk(who("here"), SECRET, tell=lambda _: None, send=lambda _, body: told.put(body))
+    with monkeypatch.context() as patch:
+        if why == "no threads":
+            patch.setattr(threading.Thread, "start", breaks)
+        desk.take(TryRoad("lead", AskRoad(3, "there", "rail0", "lo", "127.0.0.1", "127.0.0.1", 1)))
+    answer = told.get(timeout=WAIT_S)
+    assert isinstance(answer, RoadTried)
+    assert answer.is_untried
+    assert (answer.survey, answer.found.destination) == (3, "there")
+    assert answer.found.problem

@@ -1,0 +1,183 @@
+"""Of several addresses the first that is meant is taken; a refusal counts where it is sure."""
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+
+import pytest
+
+from ftrun.errors import HandshakeRefused, PeerError, PeerLost
+from ftrun.network.rails import Rail
+from ftrun.wire.tcp import listen_tcp, pace, unacknowledged_bytes
+from ftrun.wire.ways import Way, reach, source_to
+
+PATIENCE_S = 10.0
+SOON_S = 1.0
+
+
+@contextmanager
+def listening(host: str) -> Iterator[Way]:
+    with listen_tcp(host, 0) as sock:
+        yield Way(host, sock.getsockname()[1])
+
+
+@contextmanager
+def mute(host: str) -> Iterator[Way]:
+    """An address whose kernel answers no more, as if it was cut off: its queue is full."""
+    with ExitStack() as stack:
+        sock, one, two = (stack.enter_context(socket.socket()) for _ in range(3))
+        sock.bind((host, 0))
+        sock.listen(0)
+        for client in (one, two):
+            client.setblocking(False)
+            client.connect_ex(sock.getsockname())
+        yield Way(host, sock.getsockname()[1])
+
+
+def nobody(host: str) -> Way:
+    with listen_tcp(host, 0) as sock:
+        return Way(host, sock.getsockname()[1])
+
+
+def sure(way: Way) -> Way:
+    return Way(way.host, way.port, way.source, is_sure=True)
+
+
+def take(sock: socket.socket, way: Way) -> str:
+    assert sock.gettimeout() is None
+    with sock:
+        return f"{sock.getpeername()[0]} from {sock.getsockname()[0]}"
+
+
+def lost(*ways: Way, deadline_s: float = PATIENCE_S) -> PeerLost:
+    with pytest.raises(PeerLost) as caught:
+        reach(ways, take, deadline_s=deadline_s)
+    return caught.value
+
+
+def test_the_first_address_is_taken_where_it_answers() -> None:
+    with listening("127.0.0.2") as first, listening("127.0.0.3") as second:
+        assert reach([first, second], take, deadline_s=PATIENCE_S)[1] == first
+        assert reach([second, first], take, deadline_s=PATIENCE_S)[1] == second
+        assert reach([second], take, deadline_s=PATIENCE_S)[1] == second
+
+
+def test_an_address_that_does_not_answer_costs_next_to_nothing() -> None:
+    begun_s = time.monotonic()
+    with mute("127.0.0.2") as first, listening("127.0.0.3") as second:
+        found, way = reach([sure(first), second], take, deadline_s=PATIENCE_S)
+    assert (way, found.split()[0]) == (second, "127.0.0.3")
+    assert time.monotonic() - begun_s < SOON_S
+
+
+def test_no_answer_anywhere_is_silent() -> None:
+    with mute("127.0.0.2") as first, mute("127.0.0.4") as other:
+        assert lost(first, other, deadline_s=0.4).how == "silent"
+
+
+def test_nobody_at_any_address_is_refused() -> None:
+    assert lost(nobody("127.0.0.2"), nobody("127.0.0.3")).how == "refused"
+
+
+def test_a_refusal_is_believed_where_it_is_sure_and_nowhere_else() -> None:
+    with mute("127.0.0.2") as cut:
+        closed = nobody("127.0.0.3")
+        assert lost(sure(cut), closed, deadline_s=0.4).how == "silent"
+        assert lost(closed, cut, deadline_s=0.4).how == "silent"
+        begun_s = time.monotonic()
+        assert lost(sure(cut), sure(closed)).how == "refused"
+        assert lost(sure(closed), cut).how == "refused"
+        assert time.monotonic() - begun_s < SOON_S, "it is acted on at once"
+
+
+def test_a_refusal_at_an_address_that_is_not_sure_is_passed_over() -> None:
+    closed = nobody("127.0.0.2")
+    with listening("127.0.0.3") as second:
+        assert reach([closed, second], take, deadline_s=PATIENCE_S)[1] == second
+
+
+def test_whoever_is_not_meant_is_passed_over() -> None:
+    def meet(sock: socket.socket, way: Way) -> str:
+        if way.host == "127.0.0.2":
+            raise HandshakeRefused(peer="n1", why="it is another", is_ours=True)
+        return take(sock, way)
+
+    with listening("127.0.0.2") as first, listening("127.0.0.3") as second:
+        assert reach([first, second], meet, deadline_s=PATIENCE_S)[1] == second
+        with pytest.raises(HandshakeRefused):
+            reach([sure(first), second], meet, deadline_s=PATIENCE_S)
+        with pytest.raises(HandshakeRefused):
+            reach([first], meet, deadline_s=PATIENCE_S)
+        with pytest.raises(HandshakeRefused):
+            reach([first, nobody("127.0.0.4")], meet, deadline_s=PATIENCE_S)
+        with mute("127.0.0.4") as cut, pytest.raises(PeerLost) as caught:
+            reach([first, cut], meet, deadline_s=0.4)
+        assert caught.value.how == "silent"
+
+
+def test_sockets_of_a_race_are_closed() -> None:
+    seen: list[socket.socket] = []
+
+    def break_off(sock: socket.socket, way: Way) -> None:
+        seen.append(sock)
+        raise PeerError("no")
+
+    with (
+        listening("127.0.0.2") as first,
+        listening("127.0.0.3") as second,
+        pytest.raises(PeerError),
+    ):
+        reach([first, second], break_off, deadline_s=PATIENCE_S)
+    assert [sock.fileno() for sock in seen] == [-1, -1]
+
+
+def test_it_leaves_over_the_rail_that_was_meant() -> None:
+    own = [Rail("lo", "127.0.0.9", 16), Rail("eth1", "127.9.0.1", 16), Rail("eth2", "fd00::1", 64)]
+    assert source_to("127.0.77.1", own) == "127.0.0.9"
+    assert source_to("127.9.1.1", own) == "127.9.0.1"
+    assert source_to("fd00::77", own) == "fd00::1"
+    assert source_to("10.0.0.1", own) == source_to("not-an-address", own) == ""
+    assert source_to("127.0.0.1", [Rail("lo", "127.0.0.9")]) == "", "its network is not known"
+    with listening("127.0.0.2") as first, listening("127.0.0.3") as second:
+        bound = Way(first.host, first.port, source="127.0.0.9")
+        gone = Way(second.host, second.port, source="192.0.2.1")
+        assert reach([bound, second], take, deadline_s=PATIENCE_S)[0] == "127.0.0.2 from 127.0.0.9"
+        assert reach([gone, bound], take, deadline_s=PATIENCE_S)[1] == gone
+
+
+def test_what_was_not_acknowledged_is_told() -> None:
+    with listen_tcp("127.0.0.1", 0) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        with socket.create_connection(listener.getsockname()) as sock:
+            assert unacknowledged_bytes(sock.fileno()) == 0
+            sock.setblocking(False)
+            with suppress(BlockingIOError):
+                while True:
+                    sock.send(bytes(1 << 16))
+            assert unacknowledged_bytes(sock.fileno()) > 0
+    assert unacknowledged_bytes(sock.fileno()) == 0
+
+
+@pytest.mark.slow
+def test_the_kernel_keeps_to_a_pace() -> None:
+    wanted_bytes_s, size = 40e6, 20_000_000
+    got = threading.Event()
+
+    def read(sock: socket.socket) -> None:
+        with sock:
+            while sock.recv(1 << 20):
+                pass
+        got.set()
+
+    with listen_tcp("127.0.0.1", 0) as listener:
+        with socket.create_connection(listener.getsockname()) as sock:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"cubic")
+            pace(sock, 0)
+            pace(sock, wanted_bytes_s)
+            threading.Thread(target=read, args=(listener.accept()[0],)).start()
+            begun_s = time.monotonic()
+            sock.sendall(bytes(size))
+        assert got.wait(PATIENCE_S)
+    assert 0.7 * wanted_bytes_s < size / (time.monotonic() - begun_s) < 1.3 * wanted_bytes_s

@@ -1,0 +1,406 @@
+"""A snapshot is written while it is captured, and counts only if it was sealed as it was written.
+
+The test is the worker: it copies piece by piece, as fast and as right as it likes.
+"""
+
+import os
+import random
+import select
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import xxhash
+
+from ftrun.errors import CheckpointError, PeerError
+from ftrun.ids import Generation, Rank, RunId, Version, version
+from ftrun.smp import checkpoint_stream
+from ftrun.smp.checkpoint import CheckpointWriter
+from ftrun.smp.checkpoint_files import Retention
+from ftrun.smp.checkpoint_load import LoadOrder, load_checkpoint
+from ftrun.smp.checkpoint_order import Means, WriteOrder, Written
+from ftrun.smp.checkpoint_stream import Follow
+from ftrun.smp.pace import Throttle
+from ftrun.smp.url_checkpoint import UrlWriter
+from ftrun.smp.url_load import load_from_url
+from ftrun.snapshot.layout import Entry, When, make_layout
+from ftrun.urls import is_url
+from ftrun.wire import checkpoint_messages
+from ftrun.wire.arena import (
+    Arena,
+    ArenaShape,
+    SlotHeader,
+    SlotState,
+    create_memfd,
+    table_digest,
+    void_slots,
+)
+from tests.integration.test_checkpoint_nodes import WORLD, Make, image_of, make
+
+__all__ = ["make"]
+
+LAYOUT = make_layout([Entry("weight", "F32", (6_000_000,), When.LAZY)], plain_bytes=10)
+NUM_PIECES, RANKS = len(LAYOUT.pieces), [Rank(0), Rank(1)]
+HALF = NUM_PIECES * 3 // 4
+"""18 MB: more than what a file or an upload collects before it writes."""
+PATIENCE_S = 20.0
+
+
+class Worker:
+    """Captures one rank by hand."""
+
+    def __init__(self, rank: Rank) -> None:
+        self.rank = rank
+        shape = ArenaShape(rank, 2, LAYOUT.image_bytes, NUM_PIECES, 9 + rank)
+        self.fd = create_memfd(shape)
+        self.arena = Arena(self.fd, writable=True)
+
+    def begin(self, at: Version, slot: int) -> None:
+        self.arena.begin_copy(slot, self._header(SlotState.COPYING, at, 0))
+        self.arena.image(slot)[: len(LAYOUT.header)] = LAYOUT.header
+
+    def copy(self, at: Version, slot: int, first: int, last: int) -> None:
+        """These pieces, each with its digest once it is there."""
+        image, table = self.arena.image(slot), self.arena.table(slot)
+        for index in range(first, last):
+            piece = LAYOUT.pieces[index]
+            start = len(LAYOUT.header) + piece.offset
+            data = stamp(self.rank, at, index, piece.num_bytes)
+            image[start : start + piece.num_bytes] = data
+            table[index] = xxhash.xxh3_64_intdigest(data)
+
+    def seal(self, at: Version, slot: int) -> None:
+        digest = table_digest(self.arena.table(slot))
+        self.arena.write_header(slot, self._header(SlotState.SEALED, at, digest))
+
+    def whole(self, at: Version, slot: int) -> None:
+        self.begin(at, slot)
+        self.copy(at, slot, 0, NUM_PIECES)
+        self.seal(at, slot)
+
+    def close(self) -> None:
+        self.arena.close()
+        os.close(self.fd)
+
+    def _header(self, state: SlotState, at: Version, digest: int) -> SlotHeader:
+        now_ns = time.monotonic_ns()
+        return SlotHeader(state, at.generation, at.step, LAYOUT.image_bytes, digest, now_ns)
+
+
+def stamp(rank: int, at: Version, index: int, num_bytes: int) -> bytes:
+    """Bytes of just this piece of just this version."""
+    seed = xxhash.xxh3_128_digest(f"{rank} {at} {index}".encode())
+    return (seed * (num_bytes // len(seed) + 1))[:num_bytes]
+
+
+class Writing:
+    """A checkpoint that is written in another thread."""
+
+    def __init__(self, workers: list[Worker], folder: Path) -> None:
+        self.folder = folder
+        self.is_over = False
+        self.hurries = False
+        self.free_bytes = 1 << 40
+        self.throttle = Throttle(threading.Event())
+        self.workers = workers
+        means = Means(RunId("run"), lambda: self.free_bytes, self.throttle)
+        self._to_folder, self._to_url = CheckpointWriter(means), UrlWriter(means)
+        self._pool = ThreadPoolExecutor(1)
+
+    def order(self, where: str, *, wait_s: float, generation: int) -> WriteOrder:
+        follow = Follow(Generation(generation), lambda: self.is_over, lambda: self.hurries, wait_s)
+        return WriteOrder(where, tuple(RANKS), 2, Retention(3), follow=follow)
+
+    def begin(
+        self, where: str = "", *, wait_s: float = 5.0, generation: int = 0
+    ) -> "Future[Written]":
+        where = where or str(self.folder)
+        fds = {one.rank: [one.fd] for one in self.workers}
+        order = self.order(where, wait_s=wait_s, generation=generation)
+        writer = self._to_url if is_url(where) else self._to_folder
+        return self._pool.submit(writer.write, fds, order)
+
+    def num_written(self) -> int:
+        """Bytes that lie in files that are not published."""
+        files = [*self.folder.glob(".tmp-*/.rank*"), *self.folder.glob("step-*/rank-*")]
+        return sum(path.stat().st_blocks * 512 for path in files)
+
+    def close(self) -> None:
+        self.throttle.stop.set()
+        self._pool.shutdown()
+
+
+@pytest.fixture
+def workers() -> Iterator[list[Worker]]:
+    before = len(os.listdir("/proc/self/fd"))
+    found = [Worker(rank) for rank in RANKS]
+    yield found
+    for one in found:
+        one.close()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.fixture
+def writing(workers: list[Worker], tmp_path: Path) -> Iterator[Writing]:
+    found = Writing(workers, tmp_path / "checkpoints")
+    yield found
+    found.close()
+
+
+def wait_until(claim: Callable[[], bool], what: str) -> None:
+    end = time.monotonic() + PATIENCE_S
+    while not claim():
+        assert time.monotonic() < end, f"not within {PATIENCE_S} s: {what}"
+        select.select([], [], [], 0.002)
+
+
+def loaded_step(where: str) -> int:
+    """Of the newest checkpoint that can be used, which must be what was captured, bit for bit."""
+    order = LoadOrder(2, RANKS, lambda needed_bytes: None)
+    if is_url(where):
+        loaded = load_from_url(where, order, threading.Event())
+    else:
+        loaded = load_checkpoint(Path(where), order)
+    assert loaded is not None
+    assert loaded.notes == []
+    step = loaded.version.step
+    generation = int(str(loaded.path).partition(f"step-{step:08d}-g")[2].partition("-")[0])
+    for rank, fd in zip(RANKS, loaded.fds, strict=True):
+        arena = Arena(fd, writable=False)
+        image = arena.image(0)
+        for index, piece in enumerate(LAYOUT.pieces):
+            start = len(LAYOUT.header) + piece.offset
+            data = stamp(rank, version(generation, step), index, piece.num_bytes)
+            assert image[start : start + piece.num_bytes] == data, (rank, index)
+        del image
+        arena.close()
+        os.close(fd)
+    return step
+
+
+def begin_all(workers: list[Worker], at: Version, slot: int, num_pieces: int) -> None:
+    for worker in workers:
+        worker.begin(at, slot)
+        worker.copy(at, slot, 0, num_pieces)
+
+
+def end_all(workers: list[Worker], at: Version, slot: int, done: int) -> None:
+    for worker in workers:
+        worker.copy(at, slot, done, NUM_PIECES)
+        worker.seal(at, slot)
+
+
+@pytest.mark.parametrize("kind", ["directory", "url"])
+@pytest.mark.parametrize("free_bytes", [1 << 40, 0], ids=["copied", "not copied"])
+def test_the_first_byte_is_written_before_the_last_is_copied(
+    workers: list[Worker], writing: Writing, kind: str, free_bytes: int
+) -> None:
+    where = str(writing.folder) if kind == "directory" else f"file://{writing.folder}"
+    writing.free_bytes = free_bytes
+    first, second = version(0, 1), version(0, 2)
+    for worker in workers:
+        worker.whole(first, 0)
+    assert writing.begin(where, wait_s=0.0).result(PATIENCE_S).version == first
+    begin_all(workers, second, 1, HALF)
+    future = writing.begin(where)
+    published = writing.num_written() if kind == "url" else 0
+    wait_until(lambda: writing.num_written() > published, "something of it is on disk")
+    assert loaded_step(where) == 1, "nothing of it counts"
+    end_all(workers, second, 1, HALF)
+    written = future.result(PATIENCE_S)
+    assert written.version == second
+    assert written.ahead_s > 0
+    assert loaded_step(where) == 2
+
+
+def test_nothing_is_published_before_the_last_rank_has_sealed(
+    workers: list[Worker], writing: Writing
+) -> None:
+    at = version(0, 1)
+    begin_all(workers, at, 0, HALF)
+    future = writing.begin()
+    workers[0].copy(at, 0, HALF, NUM_PIECES)
+    workers[0].seal(at, 0)
+    wait_until(lambda: len(list(writing.folder.glob(".tmp-*/rank*.digests"))) == 1, "one is whole")
+    workers[1].copy(at, 0, HALF, NUM_PIECES)
+    time.sleep(0.05)
+    assert not future.done()
+    assert not list(writing.folder.glob("step-*"))
+    workers[1].seal(at, 0)
+    assert future.result(PATIENCE_S).version == at
+
+
+def give_back(workers: list[Worker], writing: Writing) -> None:
+    """The first rank's seal is taken back while the second still copies."""
+    workers[0].copy(version(0, 2), 1, HALF, NUM_PIECES)
+    workers[0].seal(version(0, 2), 1)
+    select.select([], [], [], 0.05)
+    void_slots(workers[0].fd, lambda found: found == version(0, 2))
+    workers[1].copy(version(0, 2), 1, HALF, NUM_PIECES)
+    workers[1].seal(version(0, 2), 1)
+
+
+def begin_another(workers: list[Worker], writing: Writing) -> None:
+    """The capture was discarded, and the next one goes into the same slot."""
+    workers[0].begin(version(0, 3), 1)
+
+
+def end_generation(workers: list[Worker], writing: Writing) -> None:
+    """A rank has died in the middle; its generation is over."""
+    writing.is_over = True
+
+
+def end_run(workers: list[Worker], writing: Writing) -> None:
+    """The same, and the run ends."""
+    writing.hurries = True
+
+
+def lose_patience(workers: list[Worker], writing: Writing) -> None:
+    """The same, and nobody says so."""
+    checkpoint_stream.PATIENCE_S = 0.1
+
+
+@pytest.mark.parametrize(
+    "happens", [give_back, begin_another, end_generation, end_run, lose_patience]
+)
+def test_a_capture_that_comes_to_nothing_leaves_nothing(
+    workers: list[Worker],
+    writing: Writing,
+    monkeypatch: pytest.MonkeyPatch,
+    happens: Callable[[list[Worker], Writing], None],
+) -> None:
+    """The newest that all hold is written in its place."""
+    monkeypatch.setattr(checkpoint_stream, "PATIENCE_S", 30.0)  # put back at the end
+    for worker in workers:
+        worker.whole(version(0, 1), 0)
+    begin_all(workers, version(0, 2), 1, HALF)
+    future = writing.begin()
+    wait_until(lambda: writing.num_written() > 0, "something of it is on disk")
+    happens(workers, writing)
+    written = future.result(PATIENCE_S)
+    assert (written.version, written.ahead_s) == (version(0, 1), 0.0)
+    assert loaded_step(str(writing.folder)) == 1
+    assert [path.name for path in writing.folder.glob(".tmp*")] == []
+
+
+def test_what_was_read_too_early_is_found_at_the_seal(
+    workers: list[Worker], writing: Writing
+) -> None:
+    """The table says that a piece is there, and it is not: that is a hint, and no more."""
+    at = version(0, 1)
+    begin_all(workers, at, 0, HALF)
+    table = workers[0].arena.table(0)
+    for index in range(HALF, NUM_PIECES):
+        table[index] = 1
+    future = writing.begin()
+    wait_until(lambda: writing.num_written() >= 16 << 20, "all but the last buffer is on disk")
+    select.select([], [], [], 0.2)
+    end_all(workers, at, 0, HALF)
+    written = future.result(PATIENCE_S)
+    assert (written.version, written.ahead_s) == (at, 0.0)
+    assert loaded_step(str(writing.folder)) == 1
+
+
+def test_captures_of_other_generations_are_not_followed(
+    workers: list[Worker], writing: Writing
+) -> None:
+    begin_all(workers, version(0, 7), 0, HALF)
+    with pytest.raises(CheckpointError, match="nothing to write"):
+        writing.begin(wait_s=0.05, generation=1).result(PATIENCE_S)
+
+
+def test_a_write_that_is_given_up_leaves_nothing(workers: list[Worker], writing: Writing) -> None:
+    begin_all(workers, version(0, 1), 0, HALF)
+    future = writing.begin()
+    wait_until(lambda: writing.num_written() > 0, "something of it is on disk")
+    writing.throttle.stop.set()
+    with pytest.raises(CheckpointError):
+        future.result(PATIENCE_S)
+    assert list(writing.folder.iterdir()) == []
+
+
+@pytest.mark.parametrize("free_bytes", [1 << 40, 0], ids=["copied", "not copied"])
+def test_a_worker_that_never_waits_spoils_no_checkpoint(
+    workers: list[Worker], writing: Writing, free_bytes: int
+) -> None:
+    """It captures on and on, discards some, and overwrites the slot that is being written."""
+    writing.free_bytes = free_bytes
+    ends = threading.Event()
+    chance = random.Random(5)
+
+    def train() -> None:
+        step, kept = 0, 1
+        while not ends.is_set():
+            step, slot = step + 1, 1 - kept  # what all hold is never touched
+            at = version(0, step)
+            for worker in workers:
+                worker.begin(at, slot)
+            is_given_up = chance.random() < 0.2
+            last = chance.randrange(NUM_PIECES) if is_given_up else NUM_PIECES
+            for worker in workers:
+                worker.copy(at, slot, 0, last)
+                if not is_given_up:
+                    worker.seal(at, slot)
+            kept = kept if is_given_up else slot
+            select.select([], [], [], chance.choice([0.0, 0.0, 0.05, 0.2]))
+
+    training = threading.Thread(target=train)
+    training.start()
+    try:
+        steps = []
+        for _ in range(8):
+            try:
+                steps.append(writing.begin(wait_s=1.0).result(PATIENCE_S).version.step)
+            except CheckpointError as error:
+                if "overwritten" not in str(error):
+                    raise
+                continue
+            assert loaded_step(str(writing.folder)) == steps[-1]
+    finally:
+        ends.set()
+        training.join(PATIENCE_S)
+    assert steps == sorted(steps)
+    assert steps
+
+
+@pytest.mark.parametrize(
+    "point",
+    ["started", "shard_written", "index_written", "synced", "renamed", "link_made", "latest"],
+)
+def test_an_smp_killed_while_it_follows_leaves_one_that_loads(
+    make: Make, tmp_path: Path, point: str
+) -> None:
+    """SIGKILL at each point of a write that has begun before the seal."""
+    directory, second = tmp_path / "checkpoints", version(0, 2)
+    node = make(*range(WORLD))
+    passed_before = WORLD if point == "shard_written" else 1
+    node.ready(crash_at=f"smp.checkpoint.{point}:{passed_before + 1}")
+    body = checkpoint_messages.WriteCheckpoint(str(directory), 2, stream_wait_s=5.0)
+    first = node.ask(checkpoint_messages.WriteCheckpoint(str(directory), 2))
+    assert isinstance(first, checkpoint_messages.CheckpointWritten)
+    for rank in node.ranks:
+        arena = Arena(node.arenas[rank], writable=True)
+        arena.begin_copy(1, SlotHeader(SlotState.COPYING, 0, 2, arena.shape.image_bytes, 0, 0))
+        arena.close()
+    node.send(body)
+    select.select([], [], [], 0.1)
+    assert not list(directory.glob("step-00000002*"))
+    node.seal(second, slot=1)
+    with pytest.raises(PeerError):
+        node.answer()
+    node.lose()
+    node.start()
+    answer = node.load(directory)
+    assert isinstance(answer, checkpoint_messages.CheckpointLoaded)
+    # Renamed it is whole, and another one is `latest` until the link is.
+    assert answer.step == (2 if point == "latest" else 1)
+    assert sorted(node.granted) == node.ranks
+    for rank, fd in node.granted.items():
+        arena = Arena(fd, writable=False)
+        slot = arena.find(version(-1, answer.step))
+        assert slot == 0
+        assert bytes(arena.image(slot)) == image_of(rank, version(0, answer.step))
+        arena.close()

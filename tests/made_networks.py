@@ -1,0 +1,98 @@
+"""Networks as a survey tells of them: made by hand, with the faults that are asked for.
+
+    made_network(nodes=8, leaves=2, slow={("node6", "eth1")}, cut={("node2", "node5", "eth0")})
+
+Rates differ a little from road to road, the same each time.
+"""
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import msgspec
+
+from ftrun.network.findings import judge
+from ftrun.network.leaves import Leaves
+from ftrun.network.rails import Rail, RoadFound
+from ftrun.network.road_planning import Situation, plan_roads
+
+GBIT = 1e9 / 8
+
+
+def made_network(  # noqa: PLR0913 - one for each thing that can be so
+    nodes: int = 4,
+    *,
+    rails: Sequence[str] = ("eth0", "eth1"),
+    leaves: int = 2,
+    rate_per_s: float = 9.4 * GBIT,
+    between: float = 1.0,
+    slow: Collection[tuple[str, str]] = (),
+    dead: Collection[tuple[str, str]] = (),
+    cut: Collection[tuple[str, str, str]] = (),
+    every: int = 1,
+    mode: str = "report",
+    in_effect: bool = False,
+) -> dict[str, Any]:
+    """The part `network` of a status document.
+
+    Args:
+        nodes: node0, node1 ...; they hang on their leaves in turn.
+        rails: their names; one network each.
+        leaves: 0: not known.
+        rate_per_s: of a road inside of a leaf, in bytes.
+        between: that of one between two leaves is so much of it.
+        slow: node and rail, which sends and receives with a tenth.
+        dead: node and rail that nobody reaches.
+        cut: source, destination and rail of single dead roads.
+        every: each so many-th road was probed, by the distance of its ends.
+        mode: of --network-plan.
+        in_effect: the plan is.
+    """
+    names = [f"node{number}" for number in range(nodes)]
+    leaf = {name: f"leaf{number % leaves}" for number, name in enumerate(names)} if leaves else {}
+    roads = []
+    for rail in rails:
+        for a, source in enumerate(names):
+            for b, other in enumerate(names):
+                if a == b or (b - a) % every:
+                    continue
+                ends = {(source, rail), (other, rail)}
+                road: dict[str, Any] = {"source": source, "destination": other, "rail": rail}
+                if ends & set(dead) or (source, other, rail) in cut:
+                    road["problem"] = "no answer within 0.5 s"
+                else:
+                    far = bool(leaf) and leaf[source] != leaf[other]
+                    part = (between if far else 1.0) * (0.1 if ends & set(slow) else 1.0)
+                    part *= 1 - ((7 * a + 3 * b) % 11) / 300
+                    road["bytes_per_s"] = rate_per_s * part
+                    road["rtt_s"] = 1e-6 * (60 + 25 * far + (5 * a + 2 * b) % 9)
+                roads.append(road)
+    cards = {name: [_rail(rail, number, own) for own, rail in enumerate(rails)]
+             for number, name in enumerate(names)}  # fmt: skip
+    known = Leaves(leaf, "labels", words="Leaf switches are the nodes' labels.") if leaf else None
+    situation = Situation(
+        nodes=names,
+        rails=msgspec.convert(cards, dict[str, list[Rail]]),
+        found=msgspec.convert(roads, list[RoadFound]),
+        leaves=known or Leaves(words="No node has a label."),
+    )
+    found = judge(situation.rails, situation.found, leaf).found
+    return {
+        "mode": mode,
+        "probed_s": 1.2,
+        "at_s_ago": 33.0,
+        "coverage": len(roads) / max(nodes * (nodes - 1) * len(rails), 1),
+        "rails": cards,
+        "roads": roads,
+        "findings": [
+            {"kind": one.kind.value, "culprit": one.culprit, "sentence": one.sentence}
+            for one in found
+        ],
+        "plan": msgspec.to_builtins(plan_roads(situation)),
+        "in_effect": in_effect,
+    }
+
+
+def _rail(name: str, node: int, rail: int) -> dict[str, Any]:
+    host = f"10.{rail}.{node // 250}.{1 + node % 250}"
+    return {"name": name, "host": host, "prefix_bits": 16, "port": 29400, "speed_mbit": 10_000,
+            "duplex": "full"}  # fmt: skip

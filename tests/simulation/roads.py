@@ -1,0 +1,62 @@
+"""Rails of simulated nodes, and what trying a road is like: it takes time, fails, is late, or never
+answers.
+"""  # noqa: D205 - one sentence
+
+from typing import TYPE_CHECKING
+
+from ftrun.network.rails import Rail, RoadFound
+from ftrun.recovery.commands import TryRoad
+from ftrun.recovery.happenings import Heard
+from ftrun.wire.cluster import RoadTried
+
+if TYPE_CHECKING:
+    from random import Random
+
+    from simulation.node import Agent, Node
+
+
+class Tries:
+    """Of a world in which every node has some rails."""
+
+    def __init__(self, random: "Random", *, num_rails: int, misfits: float) -> None:
+        self._random = random
+        self._num_rails = num_rails
+        self._misfits = misfits
+        """How probable it is that a try ends otherwise than it should."""
+        self.asked = 0
+
+    def rails_of(self, node: "Node") -> list[Rail]:
+        number = int(node.node_id[1:]) + 1
+        return [
+            Rail(f"eth{rail}", f"10.{rail}.0.{number}", 24, 29400)
+            for rail in range(self._num_rails)
+        ]
+
+    def take(self, agent: "Agent", command: TryRoad) -> None:
+        """A node tries a road; it may die meanwhile, and the lead too."""
+        self.asked += 1
+        order, delay_s, problem = command.order, 0.01 + 0.03 * self._random.random(), ""
+        if self._random.random() < self._misfits:
+            what = self._random.randrange(3)
+            if what == 0:
+                return
+            delay_s, problem = (0.4, "no answer") if what == 1 else (5 * self._random.random(), "")
+        rate = 0.0 if problem else 1e8 * (0.1 + self._random.random())
+        found = RoadFound(
+            agent.node.node_id,
+            order.destination,
+            order.rail,
+            0.0 if problem else 1e-4,
+            rate,
+            problem,
+        )
+        agent.node.later(
+            delay_s, agent.call, self._answer, agent, command.asks, found, order.survey
+        )
+
+    def _answer(self, agent: "Agent", asks: str, found: RoadFound, survey: int) -> None:
+        answer = RoadTried(survey, found)
+        if asks == agent.node.node_id:
+            agent.happens(Heard(asks, answer))
+        else:
+            agent.node.network.send(agent, asks, answer)

@@ -1,0 +1,126 @@
+"""A connection that goes on over another rail costs nobody anything.
+
+What was on its way is lost without a word, in both directions and for a second; then there is
+another connection at both ends, and neither was told that the first one was closed. So it is when
+a rail is cut (ftrun/agent/other_ways.py). The protocol must bear it at any moment, and a run in
+which nothing else goes wrong must not notice.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from simulation.network import End, Network
+from simulation.run import Simulation
+from simulation.scenario import MODES, draw
+from simulation.world import World
+
+SEEDS = 150
+CUT_S = (0.3, 1.1)
+"""From the cut until the other rail is in use."""
+
+PAUSE_S = (0.2, 1.5)
+LAST_LINES = 40
+
+
+class RailedNetwork(Network):
+    """Now and then one connection is made anew over another rail."""
+
+    def __init__(self, world: World, *, unruly: float) -> None:
+        super().__init__(world, unruly=unruly)
+        self.num_moved = 0
+        self._cut: set[End] = set()
+        self._chance = world.stream("rails")
+        self._later(PAUSE_S, self._strike)
+
+    def _later(self, span_s: tuple[float, float], what: Callable[..., None], *args: Any) -> None:
+        self.world.after(self._chance.uniform(*span_s), what, *args)
+
+    def _strike(self) -> None:
+        ends = [
+            end
+            for _, node in sorted(self.nodes.items())
+            if node.agent is not None and node.agent.is_alive
+            for _, end in sorted(node.agent.ends.items())
+        ]
+        if ends:
+            end = self._chance.choice(ends)
+            self._cut |= {end, end.peer}
+            self._later(CUT_S, self._move, end)
+        self._later(PAUSE_S, self._strike)
+
+    def _move(self, end: End) -> None:
+        """Both ends are still there, and hear one another: over the other rail."""
+        self._cut -= {end, end.peer}
+        here, there = end.agent, end.peer.agent
+        names = here.node.node_id, there.node.node_id
+        is_whole = here.ends.get(names[1]) is end and there.ends.get(names[0]) is end.peer
+        if not is_whole or here.is_frozen or there.is_frozen:
+            return
+        if not (self.passes(*names) and self.passes(names[1], names[0])):
+            return
+        end.is_open = end.peer.is_open = False
+        ours, theirs = End(here), End(there)
+        ours.peer, theirs.peer = theirs, ours
+        self.num_moved += 1
+        self.world.trace(names[0], f"*** another rail to {names[1]}")
+        self._opened(theirs)
+        self.world.after(self.delay_s(*names), self._take_over, ours)
+
+    def _take_over(self, end: End) -> None:
+        if not end.agent.is_alive:
+            self._reset(end.peer)
+        else:
+            self._opened(end)
+
+    def _send(self, end: End, data: bytes) -> None:
+        if end not in self._cut:
+            super()._send(end, data)
+
+    def _deliver(self, end: End, data: bytes) -> None:
+        if end not in self._cut:
+            super()._deliver(end, data)
+
+
+def run_of(seed: int, mode: str, *, is_quiet: bool) -> tuple[Simulation, RailedNetwork]:
+    """A run that was as it must be. `is_quiet`: nothing but rails is cut."""
+    scenario = draw(seed, mode)
+    if is_quiet:
+        quiet: dict[str, Any] = {"num_faults": 0, "num_left_off": 0, "late_nodes": 0, "plot": ""}
+        scenario = replace(scenario, **quiet, unruly=0.0)
+    simulation = Simulation(seed, mode, scenario=scenario, network=RailedNetwork)
+    simulation.faults.are_over = is_quiet
+    network = simulation.network
+    assert isinstance(network, RailedNetwork)
+    try:
+        simulation.run()
+    except Exception as error:  # noqa: BLE001 - whatever it is, its seed is to be known
+        lines = "\n".join(list(simulation.world.log)[-LAST_LINES:])
+        pytest.fail(f"seed {seed}, {mode}: {error!r}\n{lines}")
+    return simulation, network
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_rails_are_cut_at_any_moment_and_nothing_goes_wrong() -> None:
+    moved = 0
+    for seed in range(SEEDS):
+        for mode in MODES:
+            _, network = run_of(seed, mode, is_quiet=False)
+            moved += network.num_moved
+    assert moved > 10 * SEEDS
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_run_in_which_only_rails_are_cut_has_one_generation() -> None:
+    moved = 0
+    for seed in range(SEEDS // 2):
+        simulation, network = run_of(seed, "liveness", is_quiet=True)
+        plans = simulation.invariants.effective
+        assert len(plans) == 1, (seed, [plan.why for plan in plans.values()])
+        assert simulation.invariants.steps
+        moved += network.num_moved
+    assert moved > 10 * SEEDS // 2

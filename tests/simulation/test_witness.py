@@ -1,0 +1,201 @@
+"""Runs with an outside witness: it dies, forgets, is cut off, and breaks ties all the same.
+
+The same worlds, faults and invariants as without it; most of them with two or four nodes, where
+its vote counts.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from random import Random
+
+import pytest
+
+from ftrun.recovery import attendance, ballots, witness_rules
+from ftrun.recovery.commands import AskWitness
+from ftrun.recovery.places import Wishes
+from simulation.run import Outcome, Simulation, run_seed
+from simulation.scenario import MODES, Scenario
+from simulation.witness import WitnessModel
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+SEEDS, CHUNK = 300, 100
+RUNS_TO_FIND = 1500
+HALVED_S = 30.0
+"""Worlds that are split in halves go on for so long before their faults end."""
+WISHES = [
+    *(Wishes(1, 2, 0), Wishes(1, 2, 0), Wishes(1, 1, 1), Wishes(1, 1, 1), Wishes(2, 2, 0)),
+    *(Wishes(1, 2, 1), Wishes(2, 2, 1), Wishes(2, 4, 0), Wishes(2, 2, 2), Wishes(3, 3, 1)),
+]
+
+
+def with_witness(simulation: Simulation) -> None:
+    """Let the nodes of this world find one another at a witness, and let that fail, too."""
+    random = Random(f"{simulation.world.seed}/witness/{simulation.scenario.mode}")
+    simulation.witness = model = WitnessModel(simulation, random)
+    simulation.scenario = scenario = _changed(simulation.scenario, random)
+    for node in simulation.nodes[scenario.num_nodes :]:
+        del simulation.network.nodes[node.node_id]
+    del simulation.nodes[scenario.num_nodes :]
+    end_s = simulation.scenario.faults_end_s
+    names = [node.node_id for node in simulation.nodes]
+    for _ in range(random.choice((0, 1, 2, 4))):
+        at_s = random.uniform(0.0, end_s)
+        until_s = min(end_s, at_s + random.choice((0.5, 3.0, 9.0)))
+        if random.random() < 0.4:
+            simulation.world.after(at_s, setattr, model, "is_up", False)
+            simulation.world.after(until_s, setattr, model, "is_up", True)
+        else:
+            away = random.sample(names, random.randint(1, len(names)))
+            simulation.world.after(at_s, model.cut.update, away)
+            simulation.world.after(until_s, model.cut.difference_update, away)
+    if random.random() < 0.1:
+        simulation.world.after(random.uniform(2.0, end_s), model.forget)
+    if scenario.faults_end_s == HALVED_S:
+        simulation.world.after(random.uniform(4.0, 8.0), _halve, simulation, model, random)
+
+
+def _halve(simulation: Simulation, model: WitnessModel, random: Random) -> None:
+    """Half of the nodes are cut off from the others, and perhaps from the witness, too."""
+    nodes = list(simulation.nodes)
+    if random.random() < 0.5:
+        random.shuffle(nodes)
+    half, rest = nodes[: len(nodes) // 2], nodes[len(nodes) // 2 :]
+    simulation.faults.cut("split in halves", half[0], half, rest, for_s=20.0)
+    after = simulation.world.after
+    if random.random() < 0.5:
+        model.cut.update(node.node_id for node in half)
+        after(20.0, model.cut.clear)
+    else:  # both halves find it at the same time, and no lease that lives
+        model.is_up = False
+        after(random.uniform(4.0, 6.0), setattr, model, "is_up", True)
+
+
+def _changed(scenario: Scenario, random: Random) -> Scenario:
+    fits = [one for one in WISHES if one.max_nodes + one.spares <= scenario.num_nodes]
+    wishes = random.choice(fits) if fits and not scenario.plot else scenario.settings.wishes
+    num_nodes = wishes.max_nodes + wishes.spares
+    is_halved = num_nodes % 2 == 0 and not scenario.plot and random.random() < 0.4
+    has_checkpoints = scenario.has_checkpoints or is_halved
+    settings = replace(
+        scenario.settings,
+        wishes=wishes,
+        witness=True,
+        endpoint=("", 0),
+        has_checkpoints=has_checkpoints,
+    )
+    late_nodes = min(scenario.late_nodes, num_nodes - 1)
+    return replace(
+        scenario,
+        settings=settings,
+        num_nodes=num_nodes,
+        late_nodes=late_nodes,
+        has_checkpoints=has_checkpoints,
+        num_faults=random.choice((0, 0, 1)) if is_halved else scenario.num_faults,
+        faults_end_s=HALVED_S if is_halved else scenario.faults_end_s,
+    )
+
+
+def run(seed: int, mode: str, *, keep_log: bool = False) -> Outcome:
+    return run_seed(seed, mode, prepare=with_witness, keep_log=keep_log)
+
+
+@pytest.mark.parametrize("first", range(0, SEEDS, CHUNK))
+def test_nothing_goes_wrong_with_a_witness_that_fails(first: int) -> None:
+    for seed in range(first, first + CHUNK):
+        for mode in MODES:
+            outcome = run(seed, mode)
+            story = "\n".join(outcome.log[-60:])
+            assert not outcome.problem, f"seed {seed}, {mode}: {outcome.problem}\n{story}"
+
+
+def test_a_seed_is_the_same_run_twice() -> None:
+    for seed in range(20):
+        for mode in MODES:
+            assert run(seed, mode) == run(seed, mode), (seed, mode)
+
+
+def ties() -> Iterator[tuple[int, str]]:
+    yield from ((seed, mode) for seed in range(RUNS_TO_FIND // 2) for mode in MODES)
+
+
+def test_the_witness_breaks_ties() -> None:
+    """Generations take effect that no majority of nodes could have brought about."""
+    broken: Counter[int] = Counter()
+
+    def look(simulation: Simulation) -> None:
+        with_witness(simulation)
+        seen = simulation.invariants
+        real = seen._takes_effect
+
+        def takes_effect(plan: ballots.Plan, node: object) -> None:
+            agreed = ballots.electorate(plan.voters)
+            for voters in plan.decided_by:
+                who = [one for one in voters.who if one[0] != ballots.WITNESS]
+                is_tie = len(who) > 1 and 2 * len(agreed & set(who)) == len(who)
+                broken[len(who)] += is_tie and len(who) < len(voters.who)
+            real(plan, node)  # type: ignore[arg-type]
+
+        seen._takes_effect = takes_effect  # type: ignore[method-assign]
+
+    verdicts: Counter[str] = Counter()
+    for seed in range(100):
+        verdicts[run_seed(seed, "liveness", prepare=look).verdict] += 1
+    assert broken[2] > 10, broken
+    assert broken[4] > 0, broken
+    assert verdicts["finished"] > 30, verdicts
+
+
+# --- the proof that it can fail ---------------------------------------------------------------
+
+
+def _swaps_anyway(patch: pytest.MonkeyPatch) -> None:
+    real = WitnessModel.__init__
+
+    def begin(self: WitnessModel, simulation: Simulation, random: Random) -> None:
+        real(self, simulation, random)
+        self.swaps_anyway = True
+
+    patch.setattr(WitnessModel, "__init__", begin)
+
+
+def _promises_anybody(patch: pytest.MonkeyPatch) -> None:
+    def rule(
+        asked: AskWitness,
+        me: ballots.NodeCard,
+        register: witness_rules.Register | None,
+        lead: ballots.NodeCard | None,
+        *,
+        new_life: int,
+    ) -> witness_rules.Ruling:
+        life = register.life if register is not None else new_life
+        known = register.plan if register is not None else None
+        who = ballots.identity(me)
+        kept = witness_rules.Register(life, asked.generation, who, asked.plan or known)
+        return witness_rules.Ruling(True, kept, lead or me)
+
+    patch.setattr("simulation.witness.rule", rule)
+
+
+def _lead_is_sure_without_it(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(attendance.Witness, "holds", lambda self, life, limit_s, now_s: True)
+
+
+@pytest.mark.parametrize("break_it", [_swaps_anyway, _promises_anybody, _lead_is_sure_without_it])
+def test_a_rule_that_is_left_out_is_missed(
+    break_it: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ("does not know", "two agents lead", "both obeyed", "makes a step", "left behind")
+    with monkeypatch.context() as patch:
+        break_it(patch)  # type: ignore[operator]
+        found = next(
+            (
+                outcome
+                for seed, mode in ties()
+                if any(word in (outcome := run(seed, mode)).problem for word in words)
+            ),
+            None,
+        )
+    assert found is not None, f"{RUNS_TO_FIND} runs without it, and nobody has noticed"
+    assert not run(found.seed, found.mode).problem

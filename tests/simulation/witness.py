@@ -1,0 +1,102 @@
+"""The outside witness: a register that compares and swaps, a lease that ends, links that fail.
+
+The rules are the real ones (recovery/witness_rules.py), and so is the way in which an agent uses
+them: it reads, finds its answer, and writes it where nothing has changed since it has read.
+"""
+
+from random import Random
+from typing import TYPE_CHECKING
+
+from ftrun.recovery.ballots import identity
+from ftrun.recovery.commands import AskWitness
+from ftrun.recovery.happenings import WitnessSaid
+from ftrun.recovery.witness_rules import Register, Ruling, rule
+from ftrun.wire.plan import NodeCard
+
+if TYPE_CHECKING:
+    from simulation.node import Agent
+    from simulation.run import Simulation
+
+LEASE_S = 3.0
+ANSWER_S = 1.5
+"""An agent's question is given up after this."""
+
+
+class WitnessModel:
+    """One witness, as all nodes reach it or do not."""
+
+    def __init__(self, simulation: "Simulation", random: Random) -> None:
+        self.world = simulation.world
+        self.is_up = True
+        self.cut: set[str] = set()
+        """Nodes that do not reach it."""
+        self.swaps_anyway = False
+        """It writes without a look at what has changed; for the proof that it matters."""
+        self.granted = 0
+        self.refused = 0
+        self._random = random
+        self._register: Register | None = None
+        self._lead: NodeCard | None = None
+        self._ends_s = -1.0
+        self._revision = 0
+        self._lives = 0
+
+    def forget(self) -> None:
+        """Its memory is lost."""
+        self._register, self._lead = None, None
+        self._revision += 1
+
+    def ask(self, agent: "Agent", asked: AskWitness) -> None:
+        """A question leaves; its answer comes, or the word that there is none."""
+        self.world.after(self._way_s(), self._read, agent, asked)
+
+    def _way_s(self) -> float:
+        return 0.001 + 0.1 * self._random.random() ** 2
+
+    def _reaches(self, agent: "Agent") -> bool:
+        return self.is_up and agent.node.node_id not in self.cut
+
+    def _lead_now(self) -> NodeCard | None:
+        if self._lead is not None and self.world.now_s >= self._ends_s:
+            self._lead = None
+            self._revision += 1
+        return self._lead
+
+    def _read(self, agent: "Agent", asked: AskWitness) -> None:
+        if not self._reaches(agent):
+            said = WitnessSaid(asked, is_reached=False, why="the witness is out of reach")
+            self.world.after(ANSWER_S, self._say, agent, said)
+            return
+        self._lives += 1
+        lead = self._lead_now()
+        ruling = rule(asked, agent.card, self._register, lead, new_life=7000 + self._lives)
+        seen = WitnessSaid(asked, True, ruling.granted, self._register, lead)
+        self.world.after(self._way_s() * 2, self._write, agent, ruling, self._revision, seen)
+
+    def _write(self, agent: "Agent", ruling: Ruling, read: int, seen: WitnessSaid) -> None:
+        if not self._reaches(agent):
+            said = WitnessSaid(seen.asked, is_reached=False, why="the witness is out of reach")
+            self.world.after(ANSWER_S, self._say, agent, said)
+            return
+        self._lead_now()
+        if not ruling.granted:
+            self.refused += 1
+            self.world.after(self._way_s(), self._say, agent, seen)
+            return
+        if read != self._revision and not self.swaps_anyway:
+            self.world.after(self._way_s(), self._read, agent, seen.asked)
+            return
+        self.granted += 1
+        if (ruling.register, ruling.lead) != (self._register, self._lead):
+            self._revision += 1
+        self._register, self._lead = ruling.register, ruling.lead
+        if ruling.lead is not None and identity(ruling.lead) == identity(agent.card):
+            self._ends_s = self.world.now_s + LEASE_S
+        said = WitnessSaid(seen.asked, True, True, self._register, self._lead)
+        # The answer may be lost on its way, and what was asked is done all the same.
+        self.world.after(self._way_s(), self._say, agent, said)
+
+    def _say(self, agent: "Agent", said: WitnessSaid) -> None:
+        if said.is_reached and not self._reaches(agent):
+            said = WitnessSaid(said.asked, is_reached=False, why="the witness is out of reach")
+        agent.happens(said)

@@ -1,0 +1,129 @@
+"""A pulse over each rail: who was heard over one and is heard no more is told to the lead."""
+
+import socket
+import time
+from queue import SimpleQueue
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+
+from ftrun.agent import rail_pulse
+from ftrun.agent.rail_pulse import RailPulse
+from ftrun.network.rails import Rail
+from ftrun.recovery.happenings import Heard
+from ftrun.wire.cluster import RoadSilent
+from ftrun.wire.plan import NodeCard, Plan, PlanNode
+from ftrun.wire.secret import Secret, make_secret
+from ftrun.wire.tcp import listen_tcp
+
+WAIT_S = 10.0
+SECRET = make_secret()
+
+
+def free_card(node_id: str, number: int, rails: int = 2) -> NodeCard:
+    """A node with rails on loopback addresses, at ports that are free."""
+    found = []
+    for rail in range(rails):
+        host = f"127.77.{rail}.{number}"
+        with listen_tcp(host, 0) as probe:
+            found.append(Rail(f"eth{rail}", host, 24, probe.getsockname()[1]))
+    return NodeCard(node_id, number, found[0].host, found[0].port, 1, rails=found)
+
+
+class Node:
+    """One node's pulse, and what it tells."""
+
+    def __init__(self, card: NodeCard, plan: Plan, lead: NodeCard, secret: Secret | None) -> None:
+        self.told: SimpleQueue[tuple[str, Any]] = SimpleQueue()
+        brain: Any = SimpleNamespace(
+            plan=plan,
+            leads=lead is card,
+            member=SimpleNamespace(lead_card=lead),
+            tell=lambda event: self.told.put(("", event)),
+            thread=SimpleNamespace(send=lambda to, body: self.told.put((to, body))),
+        )
+        self.pulse = RailPulse("run", card, secret, brain)
+        self.pulse.start()
+
+
+def plan_of(cards: list[NodeCard]) -> Plan:
+    members = [PlanNode(card, rank) for rank, card in enumerate(cards)]
+    return Plan(0, cards[0].node_id, "", members, [], None, "", "", 0)
+
+
+def cut(card: NodeCard, rail: int) -> NodeCard:
+    """The card of a node that sends into the void over this rail."""
+    rails = list(card.rails)
+    rails[rail] = Rail(rails[rail].name, rails[rail].host, 24, 9)
+    return NodeCard(card.node_id, card.incarnation, card.host, card.port, 1, rails=rails)
+
+
+def test_a_rail_that_falls_silent_is_told_to_the_lead_and_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(rail_pulse, "SILENT_S", 0.5)
+    cards = [free_card("a", 1), free_card("b", 2)]
+    plan = plan_of(cards)
+    nodes = [Node(card, plan, cards[0], SECRET) for card in cards]
+    time.sleep(1.0)
+    assert all(node.told.empty() for node in nodes)
+    # What b sends to a over eth1 gets nowhere any more.
+    broken = plan_of([cut(cards[0], 1), cards[1]])
+    nodes[1].pulse._brain.__dict__["plan"] = broken
+    where, what = nodes[0].told.get(timeout=WAIT_S)
+    assert where == ""
+    assert isinstance(what, Heard)
+    assert isinstance(what.message, RoadSilent)
+    assert (what.node_id, what.message.source, what.message.rail) == ("a", "b", "eth1")
+    assert nodes[1].told.empty()
+
+
+def test_who_does_not_lead_sends_it_to_the_lead(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rail_pulse, "SILENT_S", 0.5)
+    cards = [free_card("a", 3), free_card("b", 4)]
+    nodes = [Node(card, plan_of(cards), cards[0], None) for card in cards]
+    time.sleep(1.0)
+    nodes[0].pulse._brain.__dict__["plan"] = plan_of([cards[0], cut(cards[1], 0)])
+    where, what = nodes[1].told.get(timeout=WAIT_S)
+    assert (where, what.source, what.rail) == ("a", "a", "eth0")
+
+
+def test_who_was_never_heard_is_not_missed_and_another_secret_is_not_heard() -> None:
+    cards = [free_card("a", 5), free_card("b", 6)]
+    plan = plan_of(cards)
+    one, _ = Node(cards[0], plan, cards[0], SECRET), Node(cards[1], plan, cards[0], make_secret())
+    time.sleep(1.6)
+    assert one.told.empty()
+    assert one.pulse._heard == {}
+
+
+def test_an_agent_that_is_not_in_the_plan_is_not_heard() -> None:
+    cards = [free_card("a", 8), free_card("b", 9)]
+    plan = plan_of(cards)
+    one = Node(cards[0], plan, cards[0], SECRET)
+    again = msgspec.structs.replace(cards[1], incarnation=77)
+    other = Node(again, plan, cards[0], SECRET)
+    time.sleep(1.0)
+    assert one.pulse._heard == {}
+    other.pulse._card = cards[1]
+    deadline_s = time.monotonic() + WAIT_S
+    while len(one.pulse._heard) < 2:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize(("peer", "device"), [("203.0.113.7", b"lo"), ("127.0.0.1", b"")])
+def test_a_pulse_leaves_by_its_interface_unless_a_peer_is_here(peer: str, device: bytes) -> None:
+    card = free_card("a", 10)
+    pulse = Node(card, plan_of([card]), card, None).pulse
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        pulse._leave_by(sock, Rail("lo", "127.0.0.1"), [Rail("lo", peer)])
+        found = sock.getsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, 16)
+    assert found.rstrip(b"\0") == device
+
+
+def test_a_node_with_one_rail_has_no_pulse() -> None:
+    card = free_card("a", 7, rails=1)
+    assert Node(card, plan_of([card]), card, None).pulse._sockets == {}

@@ -1,0 +1,62 @@
+"""A store for each generation, on the rail that the plan says, at the port that was promised."""
+
+import socket
+
+import pytest
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from ftrun.agent.rendezvous import Placement, PlanHandler, StorePool, make_store
+
+OWN, OTHER = "127.0.0.1", "127.78.0.2"
+
+
+def reached(host: str, port: int) -> bool:
+    store = TCPStore(host, port, is_master=False)
+    store.set("key", "value")
+    return bool(store.get("key") == b"value")
+
+
+def can_listen(host: str, port: int) -> bool:
+    with socket.socket() as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            sock.bind((host, port))
+            sock.listen()
+        except OSError:
+            return False
+    return True
+
+
+def test_a_store_is_of_the_family_of_its_address() -> None:
+    try:
+        store = make_store("::1")
+    except OSError:
+        pytest.skip("needs IPv6")
+    assert reached("::1", store.port)
+
+
+def test_a_promised_port_is_held_on_every_rail_until_it_is_taken() -> None:
+    pool = StorePool(OWN, 0, [OWN, OTHER, "203.0.113.7"])
+    port = pool.next_port
+    assert not can_listen(OTHER, port)
+    store = pool.take(OTHER)
+    assert (store.host, store.port) == (OTHER, port)
+    assert reached(OTHER, port)
+    assert pool.next_port != port
+    again = pool.next_port
+    assert pool.take().port == again
+    assert can_listen(OTHER, again)
+
+
+def test_a_port_that_cannot_be_had_costs_no_agent() -> None:
+    pool = StorePool(OWN, 0)
+    port = pool.next_port
+    with socket.socket() as taken:
+        taken.bind((OTHER, port))
+        taken.listen()
+        handler = PlanHandler("run", pool)
+        handler.placement = Placement(0, 2, 0, 2, OTHER, port, OTHER)
+        info = handler.next_rendezvous()
+    # Ranks of this node are told a store that there is, and wait there for those who do not come.
+    assert info.bootstrap_store_info.master_addr == OWN
+    assert info.bootstrap_store_info.master_port == port

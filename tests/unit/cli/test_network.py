@@ -1,0 +1,342 @@
+"""`ftrun network`: its tables, words and errors, from a run that answers and from one that is over.
+
+The page of the docs is what the command prints.
+"""
+
+import json
+import os
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from made_networks import made_network
+from typer.testing import CliRunner
+
+from ftrun.cli import network_words as words
+from ftrun.cli.app import app
+from ftrun.cli.network_facts import NetworkFacts, State, network_facts
+from ftrun.cli.network_part import NetworkPart
+from ftrun.cli.run import take_folder
+from ftrun.errors import ExitCode, FtrunError, PeerError, UsageError
+from ftrun.ids import RunId
+from ftrun.journal import NETWORK_NAME
+from ftrun.network.probe_rounds import Road
+from ftrun.wire.channel import accept, listen
+from ftrun.wire.messages import AskStatus, Status
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder without runs, and no run that is alive."""
+    (tmp_path / "runtime").mkdir()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "runtime"))
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    return tmp_path / "here"
+
+
+def keep(document: Any, *, run_id: str = "big-1", node: str = "node0") -> Path:
+    """What an agent leaves of a run that is over."""
+    folder = Path("ftrun-logs") / run_id
+    (folder / node).mkdir(parents=True, exist_ok=True)
+    line = {"at": 1.0, "kind": "run", "node": node, "run_id": run_id}
+    (folder / node / "journal.jsonl").write_text(json.dumps(line) + "\n")
+    path = folder / node / NETWORK_NAME
+    path.write_text(json.dumps(document))
+    return path
+
+
+@contextmanager
+def alive(document: dict[str, Any], *, run_id: str = "big-1") -> Iterator[None]:
+    """A run whose agent answers with that status document."""
+    folder, lock_fd = take_folder(RunId(run_id), script="train.py", node_id=None)
+    server = listen(folder.agent_socket)
+
+    def answer() -> None:
+        # `answers` connects and goes; the next one asks.
+        is_told = False
+        while not is_told:
+            channel = accept(server, run_id=run_id)
+            assert channel is not None
+            with suppress(PeerError):
+                while not is_told:
+                    asked = channel.receive(deadline_s=5.0)
+                    is_told = isinstance(asked.body, AskStatus)
+                number = asked.envelope.question
+                channel.send(Status(json.dumps(document).encode()), question=number)
+            channel.close()
+
+    thread = threading.Thread(target=answer, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join(5.0)
+        server.close()
+        os.close(lock_fd)
+
+
+def run(*line: str) -> str:
+    """What the command prints; errors come out as they are raised."""
+    found = CliRunner().invoke(app, ["network", *line], catch_exceptions=False)
+    assert found.exit_code == ExitCode.DONE, found.output
+    return found.output
+
+
+def facts_of(document: dict[str, Any]) -> NetworkFacts:
+    return network_facts(msgspec.convert(document, NetworkPart))
+
+
+# --- the page of the docs ---------------------------------------------------------------------
+
+EXAMPLE = json.loads((Path(__file__).parent / "networks" / "six-nodes.json").read_text())
+"""Six nodes on two leaves, the roads between them narrower, eth1 of node3 at a tenth; made by
+`made_network(6, between=0.4, slow={("node3", "eth1")})`."""
+DOCS = Path(__file__).parents[3] / "docs"
+
+
+def test_the_example_is_what_the_command_prints() -> None:
+    with alive({"run_id": "big-1", "cluster": {"network": EXAMPLE}}):
+        printed = "\n".join(line.rstrip() for line in run("big-1").splitlines())
+    page = (DOCS / "network.md").read_text()
+    assert f"```\n$ ftrun network big-1\n{printed}\n```\n" in page
+
+
+def test_the_picture_is_what_the_command_draws() -> None:
+    keep(EXAMPLE)
+    assert run("--svg", "-") == (DOCS / "network.svg").read_text()
+
+
+# --- where it is from -------------------------------------------------------------------------
+
+
+def test_a_run_that_is_alive_is_asked() -> None:
+    with alive({"run_id": "big-1", "cluster": {"network": made_network(4)}}):
+        told = run()
+    assert told.startswith("run big-1: every road is well")
+    assert "probed in 1.20 s, 33.0 s ago" in told
+    assert "keeps" not in told
+
+
+def test_a_run_that_is_over_has_left_it(here: Path) -> None:
+    path = keep(made_network(4))
+    for name in ([], ["big-1"], [str(here / "ftrun-logs" / "big-1")]):
+        told = run(*name)
+        assert told.startswith("run big-1: every road is well")
+        assert f"{here / path} keeps" in told
+        assert "33.0 s ago" not in told
+
+
+def test_the_newest_of_several_leads_counts() -> None:
+    old, new = keep(made_network(4)), keep(made_network(6), node="node1")
+    os.utime(old, (1e9, 1e9))
+    assert "6 nodes" in run("big-1")
+    os.utime(new, (9e8, 9e8))
+    assert "4 nodes" in run("big-1")
+
+
+@pytest.mark.parametrize(
+    ("document", "told"),
+    [
+        ({"run_id": "big-1"}, "runs on one node"),
+        ({"run_id": "big-1", "cluster": {}}, "has not surveyed its network yet"),
+        ({"run_id": "big-1", "cluster": {"network": None}}, "has not surveyed its network yet"),
+    ],
+)
+def test_what_a_live_run_does_not_know_is_said(document: dict[str, Any], told: str) -> None:
+    with alive(document), pytest.raises(FtrunError) as caught:
+        run("big-1")
+    assert told in str(caught.value)
+
+
+def test_no_run_is_said_with_where_it_was_looked_for() -> None:
+    with pytest.raises(FtrunError) as caught:
+        run("none-such")
+    assert "no run none-such is alive on this machine" in str(caught.value)
+    assert "no journal of run none-such" in str(caught.value)
+
+
+def test_a_run_that_kept_nothing_says_why() -> None:
+    keep({}).unlink()
+    with pytest.raises(FtrunError) as caught:
+        run("big-1")
+    assert "--network-plan off" in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ['{"roads": 3}', "[]", "no json"])
+def test_a_file_of_another_form_is_refused(text: str) -> None:
+    keep({}).write_text(text)
+    with pytest.raises(FtrunError) as caught:
+        run("big-1")
+    assert NETWORK_NAME in str(caught.value)
+
+
+# --- what is said -----------------------------------------------------------------------------
+
+
+def test_a_few_nodes_have_every_road() -> None:
+    keep(made_network(4, dead={("node3", "eth1")}, slow={("node2", "eth0")}))
+    told = run()
+    assert "of 24 roads 6 dead and 6 slow; the plan is not in effect" in told
+    assert re.search(r"^3 node3 +dead +dead +dead *$", told, re.MULTILINE)
+    # node2 has the second place of the order: leaf0 holds node0 and node2.
+    assert re.search(r"^0 node0 +\d+! \d+ ", told, re.MULTILINE)
+    assert "!: slow beside roads alike" in told
+    assert "- node3 neither reaches others nor is reached over eth1" in told
+
+
+def test_many_nodes_have_their_worst() -> None:
+    document = made_network(
+        64, leaves=8, slow={("node6", "eth1")}, dead={("node50", "eth0")},
+        cut={("node2", "node5", "eth0")}, every=3,
+    )  # fmt: skip
+    keep(document)
+    told = run()
+    assert "from \\ to" not in told
+    bad = told.partition("bad as a whole:")[2].partition("\n\n")[0].splitlines()[2:]
+    assert [line.split()[:3] for line in bad] == [
+        ["node50", "leaf2", "eth0"], ["node6", "leaf6", "eth1"]]  # fmt: skip
+    assert [line.split()[-1] for line in bad] == ["dead", "slow"]
+    single = told.partition("well otherwise:")[2].partition("\n\n")[0].splitlines()[2:]
+    assert [line.split()[:4] for line in single] == [["node2", "to", "node5", "eth0"]]
+    assert "32.3 % of all roads probed" in told
+    assert "roads that were not probed" in told
+
+
+def test_many_nodes_that_are_well_have_their_slowest() -> None:
+    keep(made_network(24))
+    told = run()
+    assert "every road is well" in told
+    rows = told.partition("the slowest rails of nodes:")[2].partition("\n\n")[0].splitlines()[2:]
+    assert len(rows) == 12
+
+
+def test_a_single_road_is_no_nodes_fault() -> None:
+    facts = facts_of(made_network(6, cut={("node1", "node4", "eth1")}))
+    assert facts.single() == [Road("node1", "node4", "eth1")]
+    assert {one.state for one in facts.node_rails.values()} == {State.GOOD}
+    assert facts.node_rails["node1", "eth1"].dead == 1
+
+
+def test_what_a_node_does_wrong_one_way_is_said_so() -> None:
+    document = made_network(6)
+    for road in document["roads"]:
+        if (road["source"], road["rail"]) == ("node2", "eth0"):
+            road["bytes_per_s"] /= 20
+    facts = facts_of(document)
+    found = facts.node_rails["node2", "eth0"]
+    assert (found.sends, found.receives) == (State.SLOW, State.GOOD)
+    assert words.remark(found) == "sending slow"
+
+
+def test_a_narrow_uplink_is_no_nodes_fault() -> None:
+    facts = facts_of(made_network(8, between=0.1))
+    assert facts.count(State.SLOW) == 0
+    assert facts.node_rails["node0", "eth0"].sends_per_s > 1e9
+
+
+def test_the_plan_is_told_with_its_reasons() -> None:
+    keep(made_network(8, slow={("node6", "eth1")}, mode="on", in_effect=True))
+    told = " ".join(run().split())
+    assert "plan the plan is in effect" in told
+    order = told.partition(" order ")[2].partition(" leaves ")[0]
+    leaves = [{int(one[4:]) % 2 for one in part.split(", ")} for part in order.split(" | ")]
+    assert leaves in ([{0}, {1}], [{0}, {1}, {0}])
+    assert "(by the nodes' labels)" in told
+    assert "training over eth0, not over eth1" in told
+    assert "why Training uses eth0" in told
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        ({"mode": "off", "roads": []}, "not surveyed: --network-plan off"),
+        ({"roads": []}, "no road has been probed"),
+        ({"mode": "on"}, "takes effect with the next generation"),
+        ({"in_effect": True}, "the plan is in effect"),
+        ({}, "not in effect (--network-plan report)"),
+    ],
+)
+def test_the_first_line_says_what_holds(more: dict[str, Any], told: str) -> None:
+    keep(made_network(3) | more)
+    assert told in run().splitlines()[0]
+
+
+def test_a_rail_that_some_nodes_lack_and_a_road_without_a_rate() -> None:
+    document = made_network(3, leaves=0)
+    document["rails"]["node2"].pop()
+    roads = [
+        one for one in document["roads"] if "node2" not in one.values() or one["rail"] == "eth0"
+    ]
+    roads[0] |= {"bytes_per_s": 0.0, "problem": "the transfer stood still"}
+    keep(document | {"roads": roads})
+    told = run()
+    assert re.search(r"^2 node2 +\? +\? *$", told, re.MULTILINE)
+    assert "?! " in told
+    assert "1 slow" in told
+
+
+def test_differing_interfaces_stand_in_the_table() -> None:
+    document = made_network(3)
+    document["rails"]["node1"][0] |= {"speed_mbit": 1000, "duplex": "half"}
+    part = msgspec.convert(document, NetworkPart)
+    row = words.rail_row(network_facts(part).rail_facts[0], part)
+    assert "1,000 to 10,000 Mbit/s, some half duplex" in row
+
+
+def test_of_thousands_of_nodes_the_worst_are_kept_and_said_to_be() -> None:
+    document = made_network(600, every=151, leaves=20)
+    by_rate = sorted(document["roads"], key=lambda road: road["bytes_per_s"])
+    keep(document | {"coverage": 0.01, "roads": by_rate[:1000], "num_roads": len(by_rate)})
+    told = run()
+    assert f"of {len(by_rate):,} probed roads the worst 1,000 are told" in told
+    assert "4 leaf switches more" in told
+
+
+def test_json_is_what_the_run_has_told() -> None:
+    document = made_network(3)
+    with alive({"run_id": "big-1", "cluster": {"network": document}}):
+        found = json.loads(run("--json"))
+    assert found == {"run_id": "big-1", "is_live": True} | document
+
+
+def test_one_document_can_have_stdout() -> None:
+    keep(made_network(3))
+    with pytest.raises(UsageError) as caught:
+        run("--json", "--svg", "-")
+    assert "can have stdout" in str(caught.value)
+
+
+# --- words ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("names", "told"),
+    [
+        ([], ""),
+        (["a"], "a"),
+        (["node0", "node1"], "node0, node1"),
+        (["node0", "node1", "node2"], "node0-node2"),
+        (["node8", "node9", "node10", "x"], "node8-node10, x"),
+        (["n08", "n09", "n10"], "n08-n10"),
+        (["n8", "n09"], "n8, n09"),
+        (["n0", "n2", "n4", "n6"], "n0, n2, n4, n6"),
+        (["n0", "n2", "n4", "n6", "n8", "a"], "n0-n8 by 2, a"),
+        (["n2", "n1", "n0"], "n2, n1, n0"),
+    ],
+)
+def test_names_that_count_up_are_folded(names: list[str], told: str) -> None:
+    assert words.folded(names) == told
+
+
+@pytest.mark.parametrize(
+    ("seconds", "told"),
+    [(0.0, "-"), (82e-6, "82 us"), (0.00124, "1.24 ms"), (2.05, "2.05 s")],
+)
+def test_round_trips_in_words(seconds: float, told: str) -> None:
+    assert words.round_trip(seconds) == told

@@ -1,0 +1,111 @@
+"""Made-up nodes on leaf switches, and what probes between them would find."""
+
+import random
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from ftrun.network.probe_rounds import Road, Schedule, schedule
+from ftrun.network.rails import Rail, RoadFound
+
+RATE = 1.18e9
+"""Bytes per second of an interface: 10 Gbit/s without headers."""
+PROBE_BYTES = 4 << 20
+TIMEOUT_S = 0.1
+"""A probe over a dead road is given up after that."""
+
+
+@dataclass
+class MadeRoads:
+    """A network whose faults are known.
+
+    Args:
+        leaves: leaf switch by node, in the order of ranks.
+        rails: names of rails.
+        uplink: rate of a leaf's uplink, by that of an interface; all flows of a round share it.
+        noise: figures are off by so much at the most, up or down.
+    """
+
+    leaves: Mapping[str, str]
+    rails: Sequence[str] = ("eth0", "eth1")
+    uplink: float = 1e9
+    noise: float = 0.0
+    seed: int = 0
+    sides: dict[tuple[str, str, str], float] = field(default_factory=dict)
+    """Share of its rate that a side (node, `out` or `in`, rail) has; 0: it is dead."""
+    roads: dict[Road, float] = field(default_factory=dict)
+    """Likewise of single roads."""
+
+    def __post_init__(self) -> None:
+        self._draw = random.Random(self.seed)
+
+    def again(self) -> "MadeRoads":
+        """The same, with its noise from the beginning."""
+        return replace(self)
+
+    @property
+    def nodes(self) -> list[str]:
+        return list(self.leaves)
+
+    def cards(self) -> dict[str, list[Rail]]:
+        return {
+            node: [
+                Rail(rail, f"10.{place}.{number >> 8}.{number & 255}", 16, 7000, 10_000, "full")
+                for place, rail in enumerate(self.rails)
+            ]
+            for number, node in enumerate(self.leaves, 1)
+        }
+
+    def slow_node(
+        self, node: str, rail: str, share: float, ways: Iterable[str] = ("out", "in")
+    ) -> None:
+        for way in ways:
+            self.sides[node, way, rail] = share
+
+    def survey(self, plan: Schedule | None = None) -> list[RoadFound]:
+        plan = plan or schedule(self.nodes, dict.fromkeys(self.rails, self.nodes))
+        return [found for one in plan.rounds for found in self.round(one)]
+
+    def round(self, roads: Sequence[Road]) -> list[RoadFound]:
+        """What one round finds."""
+        crossing: dict[tuple[str, str], int] = {}
+        for road in roads:
+            for link in self._uplinks(road):
+                crossing[link] = crossing.get(link, 0) + 1
+        return [self._probe(road, crossing) for road in roads]
+
+    def _uplinks(self, road: Road) -> list[tuple[str, str]]:
+        one, other = self.leaves[road.source], self.leaves[road.destination]
+        return [] if one == other else [(one, "out"), (other, "in")]
+
+    def _probe(self, road: Road, crossing: Mapping[tuple[str, str], int]) -> RoadFound:
+        share = min(
+            self.sides.get((road.source, "out", road.rail), 1.0),
+            self.sides.get((road.destination, "in", road.rail), 1.0),
+            self.roads.get(road, 1.0),
+            *(self.uplink / crossing[link] for link in self._uplinks(road)),
+        )
+        if share <= 0:
+            return RoadFound(road.source, road.destination, road.rail, problem="no answer in 0.1 s")
+        rtt_s = 0.0001 * (1 + 2 * self._draw.random())
+        return RoadFound(
+            road.source, road.destination, road.rail, rtt_s, RATE * share * self._noise()
+        )
+
+    def _noise(self) -> float:
+        return 1 + self.noise * (2 * self._draw.random() - 1)
+
+
+def leaf_map(*sizes: int, shuffled: int | None = None) -> dict[str, str]:
+    """Nodes n0, n1 ... on leaves of these sizes, in the order of leaves, or in a drawn one."""
+    leaves = [f"sw{leaf}" for leaf, size in enumerate(sizes) for _ in range(size)]
+    if shuffled is not None:
+        random.Random(shuffled).shuffle(leaves)
+    return {f"n{number}": leaf for number, leaf in enumerate(leaves)}
+
+
+def same_leaves(one: Mapping[str, str], other: Mapping[str, str]) -> bool:
+    """Both put the same nodes together, whatever the leaves are called."""
+    if one.keys() != other.keys():
+        return False
+    pairs = {(one[node], other[node]) for node in one}
+    return len(pairs) == len({*one.values()}) == len({*other.values()})

@@ -1,0 +1,51 @@
+"""What is done calmly gives way, and its result and its errors come back."""
+
+import os
+import threading
+
+import pytest
+
+from ftrun.smp.calm import calm_thread, calmly
+
+
+def niceness() -> int:
+    return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+
+def test_work_gives_way_and_whoever_waits_for_it_does_not() -> None:
+    before = niceness()
+    assert calmly(niceness) > before
+    assert niceness() == before
+
+
+def test_threads_that_it_starts_give_way_too() -> None:
+    found: list[int] = []
+
+    def work() -> None:
+        inner = threading.Thread(target=lambda: found.append(niceness()))
+        inner.start()
+        inner.join()
+
+    calmly(work)
+    assert found == [calmly(niceness)]
+
+
+def test_an_error_is_the_callers() -> None:
+    def fails() -> None:
+        raise ValueError("no room")
+
+    with pytest.raises(ValueError, match="no room"):
+        calmly(fails)
+
+
+def test_a_thread_may_be_calm_for_good() -> None:
+    found: list[tuple[int, int]] = []
+
+    def work() -> None:
+        calm_thread()
+        found.append((niceness(), os.sched_getscheduler(0)))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert found == [(calmly(niceness), os.SCHED_BATCH)]
