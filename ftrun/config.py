@@ -278,7 +278,9 @@ class PreflightConfig(_Section):
         default=0.5, ge=0, le=1, description="part of the other nodes' median rate that is reported"
     )
     again_s: float = Field(
-        default=60.0, gt=0, description="a node that is not fit checks itself again after so long"
+        default=60.0,
+        gt=0,
+        description="the longest until a node that is not fit checks itself again",
     )
 
 

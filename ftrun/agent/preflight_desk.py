@@ -10,7 +10,8 @@ Survives: a check that hangs, as on a dead disk or driver: it is killed, and the
 Rule 1: a run on one node, and an agent that was started again, read only what costs nothing: the
         one has nobody to compare with, and the other is awaited by ranks.
 Rule 2: the link is measured before the first `Join`, so a first plan knows of it.
-Rule 3: a node that is not fit checks itself again now and then, until it is.
+Rule 3: a node that is not fit checks itself again until it is: soon at first, as what other
+        work on the machine did to one check is over then, and ever more seldom.
 """
 
 import logging
@@ -36,6 +37,9 @@ from ftrun.wire.secret import Secret
 
 LINK_S = 1.0
 """For the probe of one link; it delays a `Join`."""
+
+SOON_S = 5.0
+"""Until the second check of a node that is not fit; doubled with each one more."""
 
 READ_S = 0.5
 """To read the result of a check that has had its time, beside an import of torch."""
@@ -156,10 +160,12 @@ class PreflightDesk:
             work.start()
 
     def _repeat(self) -> None:
-        while not self._stop.wait(self._settings.again_s):
+        wait_s = SOON_S
+        while not self._stop.wait(min(wait_s, self._settings.again_s)):
             self._again(self._number + 1)
             if self.fitness is None or self.fitness.is_fit:
                 return
+            wait_s *= 2
 
     # --- details ------------------------------------------------------------------------------
 

@@ -81,7 +81,8 @@ def test_a_killed_rank_goes_on_from_memory(
 ) -> None:
     run = start("--nproc-per-node", "2", script(example(kills=KILL)), kind, "12")
     assert run.wait() == 0, run.text
-    assert "Traceback" not in run.text
+    # The other rank may see its collective fail before it is ended, and may say so.
+    assert not re.search(r'File ".*/ftrun/(worker|wire|dcp)', run.text), run.text
     assert len(run.journal("StartGeneration")) == 2
     first, second = told(run, "begins")
     assert first.startswith("step=0 ")

@@ -14,7 +14,7 @@ import pytest
 
 from ftrun.agent.cgroup_room import cgroup_room
 from ftrun.agent.nvidia import soundness
-from ftrun.agent.preflight import clock_fault, copy_rate, loopback, measure, room
+from ftrun.agent.preflight import clock_fault, copy_rate, enough_chunks, loopback, measure, room
 from ftrun.agent.preflight_desk import PreflightDesk
 from ftrun.config import NodesSpec, Profile, RunSpec
 from ftrun.journal import Journal, read_journal
@@ -60,6 +60,24 @@ def test_loopback_and_clock_are_there() -> None:
     assert rtt_s > 0
     assert rate > 0
     assert clock_fault() == ""
+
+
+@pytest.mark.parametrize(
+    ("count", "passed_s", "is_enough"),
+    [
+        (0, 9.0, False),  # nothing was measured yet
+        (1, 0.33, False),  # the processor was others' once
+        (7, 1.4, False),
+        (1, 1.6, True),  # it is slow indeed, and a start waits
+        (8, 0.2, False),
+        (8, 0.31, True),
+        (64, 0.02, True),
+    ],
+)
+def test_a_rate_of_the_loopback_rests_on_some_chunks(
+    count: int, passed_s: float, is_enough: bool
+) -> None:
+    assert enough_chunks(count, passed_s) is is_enough
 
 
 @pytest.mark.parametrize("controller", ["memory", "pids"])
