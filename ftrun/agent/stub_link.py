@@ -5,7 +5,8 @@ Takes in: the arenas' descriptors and the run's state, each time they change.
 Gives:    the same to the next agent, where the SMP has died together with this one.
 Survives: agent and SMP at once; the stub is the third holder of the memory.
 
-The message is opaque to the stub, which has no msgspec: some JSON, and descriptors beside it.
+The stub has no msgspec and looks into nothing: the state is the first of the descriptors, a memfd
+of its own, and may be as large as the plan of thousands of nodes is.
 """
 
 import os
@@ -19,14 +20,8 @@ STUB_SOCKET = "FTRUN_STUB_SOCKET"
 """Number of the inherited socket on which the stub takes what it is to keep."""
 
 KEPT_FDS = "FTRUN_KEPT_FDS"
-"""Descriptors that the last agent gave the stub, comma-separated; inherited."""
-
-KEPT_STATE = "FTRUN_KEPT_STATE"
-"""The JSON that came with them."""
-
-
-MAX_STATE_BYTES = 48 << 10
-"""It goes to the next agent as one variable, of which the kernel takes 128 KiB."""
+"""Descriptors that the last agent gave the stub, comma-separated; inherited. The first has its
+state."""
 
 
 class StubLink:
@@ -45,18 +40,22 @@ class StubLink:
         if self._socket is None or (now[0] == self._sent[0] and state is self._sent[1]):
             return
         self._sent = now
-        data = state.encode()
-        if len(data) > MAX_STATE_BYTES:
-            data = KeptState(state.pids).encode()  # the SMP has all of it
         with suppress(OSError):  # a stub that is gone takes us along anyway
-            socket.send_fds(self._socket, [data], list(now[0]))
+            fd = os.memfd_create("ftrun-kept-state")
+            with open(fd, "wb") as file:
+                file.write(state.encode())
+                file.flush()
+                socket.send_fds(self._socket, [b"\0"], [fd, *fds])
 
 
 def kept() -> tuple[list[int], KeptState]:
     """What the stub has kept from the last agent: descriptors, now ours, and state."""
     numbers = os.environ.pop(KEPT_FDS, "")
-    state = os.environ.pop(KEPT_STATE, "")
-    fds = [int(number) for number in numbers.split(",") if number]
+    if not numbers:
+        return [], KeptState()
+    first, *fds = [int(number) for number in numbers.split(",")]
     for fd in fds:
         os.set_inheritable(fd, False)
-    return fds, decode_state(state.encode())
+    with open(first, "rb") as file:  # whoever wrote it has left it at its end
+        file.seek(0)
+        return fds, decode_state(file.read())

@@ -47,7 +47,6 @@ INCARNATION = "FTRUN_AGENT_INCARNATION"
 STUB_PID = "FTRUN_STUB_PID"
 STUB_SOCKET = "FTRUN_STUB_SOCKET"
 KEPT_FDS = "FTRUN_KEPT_FDS"
-KEPT_STATE = "FTRUN_KEPT_STATE"
 _MAX_KEPT_FDS = 253  # the kernel's SCM_MAX_FD
 
 MAX_AGENT_STARTS = 5
@@ -71,7 +70,7 @@ class Stub:
         self._held: list[signal.Signals] = []
         self._read_fd, self._write_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._keep_here, self._keep_there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._kept: tuple[list[int], str] = ([], "")
+        self._kept: list[int] = []
 
     def run(self) -> int:
         """Until the run is over; gives its exit code."""
@@ -101,16 +100,14 @@ class Stub:
         self._starts_s.append(clock.now_s())
         command = python_command("ftrun.agent", str(self._folder.path))
         self._take_what_to_keep()
-        fds, state = self._kept
         variables = {
             **os.environ,
             INCARNATION: str(self._incarnation),
             STUB_PID: str(os.getpid()),
             STUB_SOCKET: str(self._keep_there.fileno()),
-            KEPT_FDS: ",".join(str(fd) for fd in fds),
-            KEPT_STATE: state,
+            KEPT_FDS: ",".join(str(fd) for fd in self._kept),
         }
-        inherited = [*fds, self._keep_there.fileno()]
+        inherited = [*self._kept, self._keep_there.fileno()]
         for fd in inherited:
             os.set_inheritable(fd, True)
         # It takes ^C as soon as it can say so; before that there would be a traceback.
@@ -121,14 +118,14 @@ class Stub:
             os.set_inheritable(fd, False)
 
     def _take_what_to_keep(self) -> None:
-        """The newest memory and state that an agent has given; see Rule 4."""
+        """The newest memory that an agent has given, its own state first; see Rule 4."""
         self._keep_here.setblocking(False)
         with contextlib.suppress(BlockingIOError):
             while True:
-                state, fds, _, _ = socket.recv_fds(self._keep_here, 1 << 16, _MAX_KEPT_FDS)
-                for fd in self._kept[0]:
+                _, fds, _, _ = socket.recv_fds(self._keep_here, 1, _MAX_KEPT_FDS)
+                for fd in self._kept:
                     os.close(fd)
-                self._kept = (list(fds), state.decode())
+                self._kept = list(fds)
 
     def _turn(self, *, timeout_s: float | None) -> None:
         """Wait for signals, and handle all that are there."""

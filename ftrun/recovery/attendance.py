@@ -39,7 +39,9 @@ class Peer:
     acked_s: float
     """When that heartbeat left which is the newest that it has answered."""
     met_s: float
-    """When the connection was made."""
+    """When the connection was made, over whichever rail."""
+    here_s: float
+    """Since when there is one: another one in its place, over another rail, is no break."""
     linked: bool = False
     refused: bool = False
     """Its kernel says that no agent is there."""
@@ -97,7 +99,7 @@ class Peers:
         if old is not None and old.card.incarnation != card.incarnation:
             self._died(old, now_s)
         acked_s = now_s if has_answered else _LONG_AGO_S
-        peer = Peer(card, now_s, acked_s, now_s, linked=linked)
+        peer = Peer(card, now_s, acked_s, met_s=now_s, here_s=now_s, linked=linked)
         self.by_id[card.node_id] = peer
         return peer
 
@@ -133,6 +135,8 @@ class Peers:
             self._faithful.add(identity(peer.card))
 
     def opened(self, peer: Peer, *, now_s: float) -> None:
+        if not peer.linked:
+            peer.here_s = now_s
         peer.linked, peer.refused = True, False
         self.has_met = True
         peer.heard_s = peer.met_s = now_s

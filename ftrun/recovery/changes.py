@@ -119,7 +119,7 @@ class Changes:
     def _wish_to_grow(self, plan: Plan, newcomers: list[Peer], now_s: float) -> str:
         if len(plan.members) >= self._settings.wishes.max_nodes or not newcomers:
             return ""
-        has_settled = now_s - max(peer.met_s for peer in newcomers) >= self._settings.settle_s
+        has_settled = now_s - max(peer.here_s for peer in newcomers) >= self._settings.settle_s
         return self._growth(plan, newcomers) if has_settled else ""
 
     def _growth(self, plan: Plan, newcomers: list[Peer]) -> str:

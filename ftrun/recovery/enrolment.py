@@ -152,7 +152,7 @@ class Enrolment:
     def _may_vote(self, peer: Peer, plan: Plan, now_s: float) -> bool:
         if peer.lost or peer.is_mute or peer.is_leaving or not peer.linked:
             return False
-        has_stayed = now_s - peer.met_s >= self._settings.settle_s
+        has_stayed = now_s - peer.here_s >= self._settings.settle_s
         return has_stayed and peer.promised <= plan.generation
 
 

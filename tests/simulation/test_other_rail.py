@@ -18,6 +18,9 @@ from simulation.scenario import MODES, draw
 from simulation.world import World
 
 SEEDS = 150
+OFTEN_MOVED = (153, 239, 413, 833)
+"""Where connections to newcomers go over another rail more often than every `settle_s`."""
+
 CUT_S = (0.3, 1.1)
 """From the cut until the other rail is in use."""
 
@@ -111,6 +114,12 @@ def test_rails_are_cut_at_any_moment_and_nothing_goes_wrong() -> None:
             _, network = run_of(seed, mode, is_quiet=False)
             moved += network.num_moved
     assert moved > 10 * SEEDS
+
+
+@pytest.mark.parametrize("seed", OFTEN_MOVED)
+def test_a_newcomer_is_taken_in_however_often_its_rail_changes(seed: int) -> None:
+    for mode in MODES:
+        run_of(seed, mode, is_quiet=False)
 
 
 @pytest.mark.slow

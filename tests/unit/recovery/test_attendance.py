@@ -35,6 +35,15 @@ def test_a_connection_shows_that_the_agent_is_there_after_all() -> None:
     assert made.silent_s(b, now_s=111.0) == 1.0
 
 
+def test_another_rail_is_no_break_in_being_here_and_a_closed_connection_is_one() -> None:
+    made, b = peers()
+    made.opened(b, now_s=103.0)
+    assert (b.met_s, b.here_s) == (103.0, 100.0)
+    b.linked = False
+    made.opened(b, now_s=104.0)
+    assert (b.met_s, b.here_s) == (104.0, 104.0)
+
+
 # --- rule 2: silence from both sides ----------------------------------------------------------
 
 

@@ -1,0 +1,71 @@
+"""What one agent leaves with the stub is what the next one finds, however large a plan is."""
+
+import os
+import socket
+
+import pytest
+
+from ftrun.agent.kept_state import KeptState
+from ftrun.agent.stub_link import KEPT_FDS, STUB_SOCKET, StubLink, kept
+from tests.unit.recovery.made import card, plan
+
+# An agent keeps its end of the socket until its process ends; here it is collected before.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
+MANY_PIDS = list(range(1, 100_000))
+"""Some 600 KB of JSON: more than one variable or one message takes."""
+
+
+@pytest.fixture
+def stub(monkeypatch: pytest.MonkeyPatch) -> socket.socket:
+    """The stub's end of the socket; the agent's is where an agent looks for it."""
+    here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    here.settimeout(10)
+    monkeypatch.setenv(STUB_SOCKET, str(there.detach()))
+    return here
+
+
+def inherited(stub: socket.socket) -> str:
+    """Takes one message as the stub does, and names what came as it does."""
+    _, fds, _, _ = socket.recv_fds(stub, 1, 253)
+    return ",".join(map(str, fds))
+
+
+@pytest.mark.parametrize("pids", [[], [7, 9], MANY_PIDS], ids=["none", "some", "many"])
+def test_state_and_memory_come_to_the_next_agent_and_to_the_one_after_it(
+    stub: socket.socket, monkeypatch: pytest.MonkeyPatch, pids: list[int]
+) -> None:
+    state = KeptState(pids, plan(1, [card("a"), card("b")]), took_effect=True)
+    arena = os.memfd_create("arena")
+    os.write(arena, b"bytes")
+    StubLink().keep([arena], state)
+    os.close(arena)
+    names = inherited(stub)
+    again = ",".join(str(os.dup(int(fd))) for fd in names.split(","))
+    for fds in (names, again):  # an agent that dies before it has said anything
+        monkeypatch.setenv(KEPT_FDS, fds)
+        (found,), told = kept()
+        assert told == state
+        assert os.pread(found, 9, 0) == b"bytes"
+        assert not os.get_inheritable(found)
+        os.close(found)
+    stub.close()
+
+
+def test_the_same_is_not_sent_twice_and_a_stub_that_is_gone_harms_nobody(
+    stub: socket.socket,
+) -> None:
+    link, state = StubLink(), KeptState([1])
+    link.keep([], state)
+    link.keep([], state)
+    inherited(stub)
+    stub.setblocking(False)
+    with pytest.raises(BlockingIOError):
+        stub.recv(1)
+    stub.close()
+    link.keep([], KeptState([2]))
+
+
+def test_nothing_was_kept_for_a_first_agent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(KEPT_FDS, raising=False)
+    assert kept() == ([], KeptState())
