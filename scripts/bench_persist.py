@@ -58,6 +58,7 @@ from ftrun.smp.checkpoint import CheckpointWriter
 from ftrun.smp.checkpoint_files import Retention
 from ftrun.smp.checkpoint_load import LoadOrder, load_checkpoint
 from ftrun.smp.checkpoint_order import Means, WriteOrder
+from ftrun.smp.copy_room import CopyRoom
 from ftrun.smp.pace import Throttle
 from ftrun.snapshot.layout import Entry, Layout, When, make_layout, parse_header
 from ftrun.wire.arena import (
@@ -164,7 +165,8 @@ def write(
 ) -> None:
     """One turn of one way; on disk when it returns."""
     if way == "ftrun":
-        writer = CheckpointWriter(Means(RunId("bench"), lambda: 0, Throttle(threading.Event())))
+        means = Means(RunId("bench"), CopyRoom(lambda: 0), Throttle(threading.Event()))
+        writer = CheckpointWriter(means)
         writer.write(fds, WriteOrder(str(folder), tuple(fds), RANKS, Retention(1)))
     elif way == "dd":
         dd(source, folder / "file")

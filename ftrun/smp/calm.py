@@ -15,7 +15,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
 
-_NICER = 5
+_NICER = 10
 
 Result = TypeVar("Result")
 

@@ -24,6 +24,7 @@ from ftrun.smp.checkpoint_shard import (
     newest_version,
 )
 from ftrun.smp.checkpoint_stream import Capturing, Follow, await_capture
+from ftrun.smp.copy_room import CopyRoom
 from ftrun.smp.disk_file import BUFFER_BYTES, Pace
 from ftrun.smp.late_copy import LateCopy
 from ftrun.smp.pace import Throttle
@@ -39,12 +40,12 @@ class Means:
 
     Args:
         run_id: goes into the index of a checkpoint.
-        free_bytes: how much memory may be used for a copy of all shards, asked at each write.
+        room: memory for a copy of all shards.
         throttle: how fast; it also tells when a write is given up.
     """
 
     run_id: RunId
-    free_bytes: Callable[[], int]
+    room: CopyRoom
     throttle: Throttle
 
     @property
@@ -227,7 +228,7 @@ def keep(chosen: Chosen, means: Means, *, gap_s: float) -> None:
     Raises:
         Overwritten: one was already.
     """
-    late = LateCopy(chosen.version, chosen.shards, means.free_bytes, gap_s=gap_s)
+    late = LateCopy(chosen.version, chosen.shards, means.room, gap_s=gap_s)
     if chosen.is_tight or late.is_tight:
         late.copy()
 
@@ -240,6 +241,6 @@ def _followed(fds: ArenaFds, order: WriteOrder, means: Means) -> Capturing | Non
         order.world_size,
         order.follow,
         gap_s=math.inf if is_url(order.where) else means.gap_s,
-        free_bytes=means.free_bytes,
+        room=means.room,
         stop=means.throttle.stop,
     )

@@ -5,10 +5,8 @@ Takes in: duplicates of the arenas' descriptors.
 Gives:    `Shard`s; files whose digests are those of the bytes written, or SnapshotCorrupt.
 """
 
-import mmap
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
@@ -18,6 +16,7 @@ from ftrun.errors import CheckpointError, LayoutUnknown, SnapshotCorrupt
 from ftrun.ids import Rank, Version
 from ftrun.smp.checkpoint_files import replaced, replaced_large
 from ftrun.smp.checkpoint_index import ShardFile
+from ftrun.smp.copy_room import CopyRoom
 from ftrun.smp.disk_file import Pace
 from ftrun.snapshot.layout import PAGE_BYTES, Layout, parse_header
 from ftrun.snapshot.versions import newest_common
@@ -50,8 +49,15 @@ class Overwritten(CheckpointError):
 class Sink(Protocol):
     """A file that is filled in place: on a disk, or on its way to a store."""
 
-    def room(self) -> memoryview:
-        """Memory for the bytes that come next, at least one."""
+    is_in_place: bool
+    """The newest `room` has the file's bytes already."""
+
+    def room(self, source: memoryview | None = None) -> memoryview:
+        """Memory for the bytes that come next, at least one.
+
+        Args:
+            source: all bytes of the file, where they lie in memory for good.
+        """
 
     def take(self, num_bytes: int) -> None:
         """So many bytes of `room` belong to the file now."""
@@ -68,7 +74,8 @@ class Shard:
         self._slot = slot
         self._table_at = PAGE_BYTES + slot * shape.slot_bytes + PAGE_BYTES
         self._image_at = self._table_at + shape.table_bytes
-        self._copy: memoryview | None = None
+        self.copy: memoryview | None = None
+        """Of its whole image, once there is one; only what is not read yet is true."""
         self._table: bytes | None = None
         self._read_to = 0
         self.before_read: Callable[[], None] | None = None
@@ -76,7 +83,7 @@ class Shard:
 
     @property
     def is_copied(self) -> bool:
-        return self._copy is not None
+        return self.copy is not None
 
     @property
     def is_sound(self) -> bool:
@@ -139,18 +146,18 @@ class Shard:
         ]
         return min(found, default=0) / 1e9
 
-    def copy_now(self) -> None:
-        """Copy what is not read yet, so that what happens to the slot does not matter any more."""
+    def copy_to(self, copy: memoryview) -> None:
+        """Copy what is not read yet, so that what happens to the slot does not matter any more.
+
+        Args:
+            copy: memory for the whole image.
+        """
         size = self.shape.image_bytes
         self._table = os.pread(self._fd, 8 * self.shape.num_pieces, self._table_at)
-        memory = mmap.mmap(-1, size)
-        with suppress(OSError):  # large pages: their first touch costs a third
-            memory.madvise(mmap.MADV_HUGEPAGE)
-        copy = memoryview(memory)
         self._fill(copy, 0, 8)
         self._fill(copy, 8, min(size, 8 + int.from_bytes(copy[:8], "little")))
         self._fill(copy, self._read_to, size)
-        self._copy = copy
+        self.copy = copy
 
     def _fill(self, copy: memoryview, at: int, end: int) -> None:
         while at < end:
@@ -170,7 +177,7 @@ class Shard:
             SnapshotCorrupt: the header is not readable.
         """
         arena = Arena(self._fd, writable=False)
-        image = arena.image(self._slot) if self._copy is None else self._copy
+        image = arena.image(self._slot) if self.copy is None else self.copy
         try:
             return parse_header(image)
         except LayoutUnknown as error:
@@ -183,10 +190,10 @@ class Shard:
 
     def read_into(self, target: memoryview, at: int) -> None:
         """Fill the target with the bytes of the image from there on."""
-        if self._copy is None and self.before_read is not None:
+        if self.copy is None and self.before_read is not None:
             self.before_read()
-        if self._copy is not None:
-            target[:] = self._copy[at : at + len(target)]
+        if self.copy is not None:
+            target[:] = self.copy[at : at + len(target)]
             return
         done = 0
         while done < len(target):
@@ -194,11 +201,12 @@ class Shard:
         self._read_to = max(self._read_to, at + done)
 
 
-def copy_where_it_fits(shards: Sequence[Shard], free_bytes: int) -> bool:
+def copy_where_it_fits(shards: Sequence[Shard], room: CopyRoom) -> bool:
     """Copy all of them, or none; False: a slot was overwritten meanwhile."""
-    if sum(shard.shape.image_bytes for shard in shards) <= free_bytes:
-        for shard in shards:
-            shard.copy_now()
+    blocks = room.lend([shard.shape.image_bytes for shard in shards])
+    if blocks is not None:
+        for shard, block in zip(shards, blocks, strict=True):
+            shard.copy_to(block)
     return all(shard.is_unchanged() for shard in shards)
 
 
@@ -287,8 +295,9 @@ def _write_range(file: Sink, shard: Shard, at: int, size: int) -> xxhash.xxh3_64
     """Add these bytes of the image; the digest is of what was put into the file."""
     digest, end = xxhash.xxh3_64(), at + size
     while at < end:
-        room = file.room()[: end - at]
-        shard.read_into(room, at)
+        room = file.room(shard.copy)[: end - at]
+        if not file.is_in_place:
+            shard.read_into(room, at)
         digest.update(room)
         file.take(len(room))
         at += len(room)

@@ -30,6 +30,7 @@ from ftrun import clock
 from ftrun.errors import SnapshotCorrupt
 from ftrun.ids import Generation, Version
 from ftrun.smp.checkpoint_shard import ArenaFds, Overwritten, Shard, newest_version
+from ftrun.smp.copy_room import CopyRoom
 from ftrun.smp.disk_file import Pace
 from ftrun.smp.late_copy import LateCopy
 from ftrun.snapshot.layout import Layout
@@ -76,7 +77,7 @@ class Capturing:
         slots: of all ranks, by rank.
         follow: see there.
         gap_s: see `LateCopy`.
-        free_bytes: how much memory may be used for a copy of what is left.
+        room: memory for a copy of what is left.
         stop: ends all waiting.
     """
 
@@ -86,7 +87,7 @@ class Capturing:
         follow: Follow,
         *,
         gap_s: float,
-        free_bytes: Callable[[], int],
+        room: CopyRoom,
         stop: threading.Event,
     ) -> None:
         self.version: Version = slots[0][2].version
@@ -95,7 +96,7 @@ class Capturing:
         """When the first bytes went to the file; 0: none have yet."""
         self._follow = follow
         self._gap_s = gap_s
-        self._free_bytes = free_bytes
+        self._room = room
         self._stop = stop
         self._are_sealed = False
 
@@ -140,7 +141,7 @@ class Capturing:
             return
         self._are_sealed = True
         left = [one for one in self.shards if not one.is_sound]
-        late = LateCopy(self.version, left, self._free_bytes, gap_s=self._gap_s)
+        late = LateCopy(self.version, left, self._room, gap_s=self._gap_s)
         if late.is_tight:
             late.copy()
         if not all(one.is_unchanged() for one in self.shards):
@@ -179,10 +180,10 @@ class LiveShard(Shard):
             self.header = found
         return self.header.state is SlotState.SEALED
 
-    def copy_now(self) -> None:
+    def copy_to(self, copy: memoryview) -> None:
         """Nothing until it is sealed; see `Capturing.has_sealed`."""
         if self.header.state is SlotState.SEALED:
-            super().copy_now()
+            super().copy_to(copy)
 
     def is_unchanged(self) -> bool:
         """Nor is it overwritten before."""
@@ -254,7 +255,7 @@ def await_capture(
     follow: Follow,
     *,
     gap_s: float,
-    free_bytes: Callable[[], int],
+    room: CopyRoom,
     stop: threading.Event,
 ) -> Capturing | None:
     """The version that is being captured by all ranks, once it is; None: there is none in time."""
@@ -263,7 +264,7 @@ def await_capture(
         newest = newest_version(fds, world_size)
         found = _begun(fds, world_size, follow.generation, newest)
         if found is not None:
-            return Capturing(found, follow, gap_s=gap_s, free_bytes=free_bytes, stop=stop)
+            return Capturing(found, follow, gap_s=gap_s, room=room, stop=stop)
         is_over = follow.is_over() or follow.hurries() or clock.now_s() > give_up_s
         if is_over or stop.wait(_WAIT_NAP_S):
             return None

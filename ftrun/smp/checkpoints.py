@@ -26,6 +26,7 @@ from ftrun.smp.checkpoint_parts import PartWriter
 from ftrun.smp.checkpoint_shard import ArenaFds
 from ftrun.smp.checkpoint_stream import Follow
 from ftrun.smp.client import Asker
+from ftrun.smp.copy_room import KEEP_S, CopyRoom
 from ftrun.smp.jobs import Finish, Jobs
 from ftrun.smp.memory import ArenaMemory
 from ftrun.smp.pace import Throttle
@@ -33,6 +34,7 @@ from ftrun.smp.shared_load import Company
 from ftrun.smp.url_checkpoint import UrlWriter
 from ftrun.smp.url_folders import sweep_url
 from ftrun.smp.url_load import load_from_url
+from ftrun.smp.watch import Watch
 from ftrun.snapshot.versions import CommitTracker
 from ftrun.urls import is_url
 from ftrun.wire import checkpoint_messages, messages
@@ -60,7 +62,9 @@ class Checkpoints:
         self._stop = threading.Event()
         self._hurries = threading.Event()
         self._throttle = Throttle(self._stop)
-        means = Means(run_id, _free_bytes, self._throttle)
+        self._room = CopyRoom(_free_bytes)
+        self._tidying = Watch(jobs, self._tidy)
+        means = Means(run_id, self._room, self._throttle)
         self._writer = CheckpointWriter(means)
         self._parts = PartWriter(means)
         self._urls = UrlWriter(means)
@@ -130,10 +134,24 @@ class Checkpoints:
         try:
             done = calmly(partial(self._written, order, fds))
         except CheckpointError as error:
-            return partial(asker.tell, checkpoint_messages.CheckpointRefused(str(error)))
+            return partial(self._tell, asker, checkpoint_messages.CheckpointRefused(str(error)))
         finally:
             _close(fds.values())
-        return partial(asker.tell, _answer(done, clock.now_s() - started_s))
+            self._room.tidy()
+        return partial(self._tell, asker, _answer(done, clock.now_s() - started_s))
+
+    def _tell(self, asker: Asker, done: messages.AnyMessage) -> None:
+        asker.tell(done)
+        self._tidying.start(KEEP_S)
+
+    def _tidy(self) -> None:
+        """Long after a checkpoint was written: its memory may be of use to others."""
+        self._tidying.stop()
+        self._jobs.submit("disk", self._tidied, failed=_nothing)
+
+    def _tidied(self) -> Finish:
+        self._room.tidy()
+        return _nothing
 
     def _written(self, order: WriteOrder, fds: ArenaFds) -> Written:
         if is_url(order.where):
@@ -203,6 +221,10 @@ def _answer(done: Written, seconds: float) -> checkpoint_messages.CheckpointWrit
         note=done.note,
         ahead_s=done.ahead_s,
     )
+
+
+def _nothing() -> None:
+    """Nobody waits for it."""
 
 
 def _free_bytes() -> int:

@@ -7,18 +7,20 @@ Survives: file systems without direct I/O: they get the same bytes by way of the
 Source:   FastPersist (arXiv 2406.13768): aligned direct writes from two buffers, one being filled
           while the other drains, and a tail that is not aligned. Measured by bench_persist.
 
-Rule 1: a buffer is filled again only when what was in it is written.
+Rule 1: a buffer is filled again only when what was in it is written. What lies in memory as it will
+        lie in the file, and stays so, is written from there: whole buffers' worth of it.
 Rule 2: the tail is written as a whole block, and the file is cut to its size afterwards: so there
         is one way to the disk, and no second descriptor.
 """
 
 import errno
-import mmap
 import os
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+
+from ftrun.smp.copy_room import fresh_memory
 
 BUFFER_BYTES = 8 << 20
 BLOCK_BYTES = 4096
@@ -49,8 +51,12 @@ class DiskFile:
     def __init__(self, path: Path, *, pace: Pace = no_pace) -> None:
         self._pace = pace
         self._fd, self.is_direct = _open(path)
-        self._buffers = [mmap.mmap(-1, BUFFER_BYTES) for _ in range(2)]
+        self._buffers = [fresh_memory(BUFFER_BYTES) for _ in range(2)]
         self._views = [memoryview(buffer) for buffer in self._buffers]
+        self.is_in_place = False
+        """The newest `room` has the file's bytes already."""
+        self._part = self._views[0]
+        """What is being filled: a buffer, or a part of somebody's memory."""
         self._turn = 0
         self._filled = 0
         self._size = 0
@@ -58,8 +64,12 @@ class DiskFile:
         self._draining: list[Future[None] | None] = [None, None]
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="drain")
 
-    def room(self) -> memoryview:
+    def room(self, source: memoryview | None = None) -> memoryview:
         """Memory for the bytes that come next, at least one; `take` says how many were put there.
+
+        Args:
+            source: the bytes of the whole file, which change no more before it is closed, begin
+                at a page, and are taken as they are from the next buffer on: see `is_in_place`.
 
         Raises:
             OSError: an earlier part could not be written.
@@ -68,7 +78,11 @@ class DiskFile:
             self._send_off(BUFFER_BYTES)
         if self._filled == 0:
             self._wait_for(self._turn)
-        return self._views[self._turn][self._filled :]
+            end = self._size + BUFFER_BYTES
+            self.is_in_place = source is not None and end <= len(source)
+            here = source[self._size : end] if source is not None and self.is_in_place else None
+            self._part = here if here is not None else self._views[self._turn]
+        return self._part[self._filled :]
 
     def take(self, num_bytes: int) -> None:
         """So many bytes of `room` belong to the file now."""
@@ -101,6 +115,7 @@ class DiskFile:
     def close(self) -> None:
         """Let go of it, finished or not."""
         self._thread.shutdown(wait=True, cancel_futures=True)
+        self._part = self._views[0]
         os.close(self._fd)
         for view, buffer in zip(self._views, self._buffers, strict=True):
             view.release()
@@ -110,7 +125,7 @@ class DiskFile:
     def _send_off(self, num_bytes: int) -> None:
         """Drain the buffer that is filled, and turn to the other one."""
         at = self._size - self._filled
-        view = self._views[self._turn][:num_bytes]
+        view = self._part[:num_bytes]
         self._draining[self._turn] = self._thread.submit(self._drain, view, at)
         self._turn, self._filled = 1 - self._turn, 0
 

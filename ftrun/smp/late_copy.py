@@ -1,7 +1,7 @@
 """Slots that are being written, copied when they are about to be overwritten.
 
 Runs in:  the SMP, in its disk lane's thread.
-Takes in: the slots of all ranks that are being written, how much memory is free.
+Takes in: the slots of all ranks that are being written, memory for copies.
 Gives:    copies of what is not written yet, as late as is safe; `Overwritten` where that was late.
 
 A slot is overwritten by the second capture after its own, and the first has to be committed
@@ -10,11 +10,12 @@ in less time than lies between two snapshots, nothing ever is: the copy was most
 checkpoint cost the training (scripts/bench_persist.py).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from ftrun import clock
 from ftrun.ids import Version
 from ftrun.smp.checkpoint_shard import Overwritten, Shard, copy_where_it_fits
+from ftrun.smp.copy_room import CopyRoom
 
 OFTEN_S = 1.0
 """Where snapshots come more often than this, there is no time to see the next one coming."""
@@ -28,7 +29,7 @@ class LateCopy:
     Args:
         version: theirs.
         shards: of all ranks that are written here.
-        free_bytes: how much memory may be used, asked when it is needed.
+        room: memory for copies.
         gap_s: so long nothing is read at times, because what was read is still being written.
     """
 
@@ -36,13 +37,13 @@ class LateCopy:
         self,
         version: Version,
         shards: Sequence[Shard],
-        free_bytes: Callable[[], int],
+        room: CopyRoom,
         *,
         gap_s: float,
     ) -> None:
         self._version = version
         self._shards = shards
-        self._free_bytes = free_bytes
+        self._room = room
         self._gap_s = gap_s
         self._look_s = 0.0
         for shard in shards:
@@ -74,5 +75,5 @@ class LateCopy:
         """
         for shard in self._shards:
             shard.before_read = None
-        if not copy_where_it_fits(self._shards, self._free_bytes()):
+        if not copy_where_it_fits(self._shards, self._room):
             raise Overwritten(self._version)

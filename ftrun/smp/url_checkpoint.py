@@ -22,6 +22,7 @@ Rule 3: nothing locks a URL. An index of another life that appears while we writ
 import math
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 from ftrun.errors import CheckpointError
@@ -167,7 +168,9 @@ class UrlWriter:
             return send_part(store, name, chosen, blank)
         except CheckpointError:
             if is_alone:  # what is paid for by the byte, or has a quota, is not left lying there
-                remove(store, [name])
+                # Over another connection: on this one the answer to what failed may still come.
+                with suppress(CheckpointError), store.anew() as fresh:
+                    remove(fresh, [name])
             raise
 
     # --- publishing ---------------------------------------------------------------------------

@@ -30,7 +30,7 @@ def block_bytes(num_bytes: int) -> int:
 
 
 class UploadFile:
-    """A file with `room` and `take`, as `ftrun.smp.disk_file.DiskFile` has them.
+    """A file with `room` and `take`, as `ftrun.smp.disk_file.DiskFile` has them; it copies always.
 
     Args:
         calls: where it is sent from.
@@ -38,6 +38,8 @@ class UploadFile:
         size: of a block.
         pace: asked before each block.
     """
+
+    is_in_place = False
 
     def __init__(self, calls: Calls, opened: Callable[[], Any], size: int, pace: Pace) -> None:
         self._calls = calls
@@ -47,7 +49,7 @@ class UploadFile:
         self._sending: Answer[None] | None = None
         self._file = calls(opened)
 
-    def room(self) -> memoryview:
+    def room(self, source: memoryview | None = None) -> memoryview:
         """Memory for the bytes that come next, at least one; `take` says how many were put there.
 
         Raises:

@@ -4,7 +4,7 @@ import fcntl
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -19,6 +19,7 @@ from ftrun.smp.checkpoint_index import read_index
 from ftrun.smp.checkpoint_load import Loaded, LoadOrder, load_checkpoint
 from ftrun.smp.checkpoint_order import TRIES, Means, WriteOrder
 from ftrun.smp.checkpoint_shard import Overwritten, find_shards
+from ftrun.smp.copy_room import CopyRoom
 from ftrun.smp.late_copy import LateCopy
 from ftrun.smp.pace import Throttle
 from ftrun.snapshot.layout import PAGE_BYTES, Entry, When, make_layout
@@ -89,7 +90,7 @@ def writer(*, free_bytes: int = 1 << 40, stop: bool = False) -> CheckpointWriter
     event = threading.Event()
     if stop:
         event.set()
-    return CheckpointWriter(Means(RunId("run"), lambda: free_bytes, Throttle(event)))
+    return CheckpointWriter(Means(RunId("run"), CopyRoom(lambda: free_bytes), Throttle(event)))
 
 
 def write(arenas: Arenas, directory: Path, *, keep: int = 3, free_bytes: int = 1 << 40) -> Path:
@@ -296,13 +297,15 @@ def test_a_slot_that_is_overwritten_again_and_again_is_given_up(
     arenas.seal(1)
     steps = iter(range(2, 20))
 
-    def train_on_meanwhile() -> int:
-        """Called between the choice of the slots and their reading."""
-        arenas.seal(next(steps))
-        return free_bytes
+    class Busy(CopyRoom):
+        """The training goes on between the choice of the slots and their reading."""
+
+        def lend(self, sizes: Sequence[int]) -> list[memoryview] | None:
+            arenas.seal(next(steps))
+            return super().lend(sizes)
 
     throttle = Throttle(threading.Event())
-    busy = CheckpointWriter(Means(RunId("run"), train_on_meanwhile, throttle))
+    busy = CheckpointWriter(Means(RunId("run"), Busy(lambda: free_bytes), throttle))
     with pytest.raises(CheckpointError) as caught:
         busy.write(arenas.fds, order(tmp_path))
     assert "overwritten" in str(caught.value)
@@ -318,7 +321,7 @@ class Reading:
         self.shards = find_shards(arenas.fds, self.version, 2)
         self.images = [bytearray(LAYOUT.image_bytes) for _ in self.shards]
         self.num_copies = 0
-        self.late = LateCopy(self.version, self.shards, self._free_bytes, gap_s=gap_s)
+        self.late = LateCopy(self.version, self.shards, CopyRoom(self._free_bytes), gap_s=gap_s)
 
     def read(self, begin: int, end: int) -> None:
         for shard, image in zip(self.shards, self.images, strict=True):

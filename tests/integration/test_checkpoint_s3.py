@@ -20,6 +20,7 @@ from ftrun.ids import Rank, RunId, version
 from ftrun.smp.checkpoint_files import Retention
 from ftrun.smp.checkpoint_load import Loaded, LoadOrder
 from ftrun.smp.checkpoint_order import Means, WriteOrder, Written
+from ftrun.smp.copy_room import CopyRoom
 from ftrun.smp.pace import Throttle
 from ftrun.smp.url_checkpoint import UrlWriter
 from ftrun.smp.url_load import load_from_url
@@ -139,7 +140,7 @@ def arenas() -> Iterator[Arenas]:
 
 def writer(stop: threading.Event | None = None) -> UrlWriter:
     throttle = Throttle(stop or threading.Event())
-    return UrlWriter(Means(RunId("run"), lambda: 1 << 40, throttle))
+    return UrlWriter(Means(RunId("run"), CopyRoom(lambda: 1 << 40), throttle))
 
 
 def write(arenas: Arenas, url: str, by: UrlWriter, *, keep: int = 3) -> Written:

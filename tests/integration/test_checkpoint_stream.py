@@ -23,6 +23,7 @@ from ftrun.smp.checkpoint_files import Retention
 from ftrun.smp.checkpoint_load import LoadOrder, load_checkpoint
 from ftrun.smp.checkpoint_order import Means, WriteOrder, Written
 from ftrun.smp.checkpoint_stream import Follow
+from ftrun.smp.copy_room import CopyRoom
 from ftrun.smp.pace import Throttle
 from ftrun.smp.url_checkpoint import UrlWriter
 from ftrun.smp.url_load import load_from_url
@@ -106,7 +107,7 @@ class Writing:
         self.free_bytes = 1 << 40
         self.throttle = Throttle(threading.Event())
         self.workers = workers
-        means = Means(RunId("run"), lambda: self.free_bytes, self.throttle)
+        means = Means(RunId("run"), CopyRoom(lambda: self.free_bytes), self.throttle)
         self._to_folder, self._to_url = CheckpointWriter(means), UrlWriter(means)
         self._pool = ThreadPoolExecutor(1)
 

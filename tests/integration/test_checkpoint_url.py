@@ -19,6 +19,7 @@ from ftrun.ids import Rank, RunId, version
 from ftrun.smp.checkpoint_files import STALE_S, Retention
 from ftrun.smp.checkpoint_load import Loaded, LoadOrder
 from ftrun.smp.checkpoint_order import Means, WriteOrder, Written
+from ftrun.smp.copy_room import CopyRoom
 from ftrun.smp.disk_file import no_pace
 from ftrun.smp.pace import Throttle
 from ftrun.smp.url_checkpoint import UrlWriter
@@ -74,7 +75,7 @@ def url(request: pytest.FixtureRequest, root: Path) -> Iterator[str]:
 def writer(
     run_id: str = "run", *, free_bytes: int = 1 << 40, stop: threading.Event = NEVER
 ) -> UrlWriter:
-    return UrlWriter(Means(RunId(run_id), lambda: free_bytes, Throttle(stop)))
+    return UrlWriter(Means(RunId(run_id), CopyRoom(lambda: free_bytes), Throttle(stop)))
 
 
 def write(

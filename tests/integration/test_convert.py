@@ -24,6 +24,7 @@ from ftrun.smp.checkpoint_index import read_index
 from ftrun.smp.checkpoint_order import Means, WriteOrder
 from ftrun.smp.checkpoint_verify import verify_folder
 from ftrun.smp.convert import convert as converted
+from ftrun.smp.copy_room import CopyRoom
 from ftrun.smp.pace import Throttle
 from ftrun.snapshot import plain
 from ftrun.snapshot.layout import PLAIN_NAME, Entry, When, make_layout, parse_header
@@ -51,7 +52,7 @@ class World:
         self.ranks = [self._with_state(held) for held in ranks]
         fds = {Rank(rank): [self._arena(rank)] for rank in range(len(ranks))}
         throttle = Throttle(threading.Event())
-        writer = CheckpointWriter(Means(RunId("made"), lambda: 1 << 40, throttle))
+        writer = CheckpointWriter(Means(RunId("made"), CopyRoom(lambda: 1 << 40), throttle))
         order = WriteOrder(
             str(folder), ranks=tuple(fds), world_size=len(ranks), retention=Retention(3)
         )

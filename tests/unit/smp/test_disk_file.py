@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import mmap
 import os
 import random
 from pathlib import Path
@@ -38,6 +39,35 @@ def test_every_size_in_every_portion_is_the_same_file(tmp_path: Path, size: int,
     data = content(size)
     written(tmp_path / "file", data, cut)
     assert (tmp_path / "file").read_bytes() == data
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("switch", [0, 1, BUFFER_BYTES // 2, BUFFER_BYTES, BUFFER_BYTES + 1])
+def test_what_lies_in_memory_already_is_written_from_there(
+    tmp_path: Path, size: int, switch: int
+) -> None:
+    """From a `switch` on, as when a slot is copied while it is written; only that part is true."""
+    data, cut = content(size), 997_001
+    switch = min(switch, size)
+    memory = mmap.mmap(-1, max(size, 1))
+    memory[switch:size] = data[switch:]
+    source, in_place = memoryview(memory)[:size], 0
+    file, at = DiskFile(tmp_path / "file"), 0
+    while at < size:
+        limit = min(cut, (switch if at < switch else size) - at)
+        room = file.room(source if at >= switch else None)[:limit]
+        if file.is_in_place:
+            in_place += len(room)
+        else:
+            room[:] = data[at : at + len(room)]
+        file.take(len(room))
+        at += len(room)
+        del room
+    file.finish()
+    file.close()
+    assert (tmp_path / "file").read_bytes() == data
+    skipped = -(-switch // BUFFER_BYTES) * BUFFER_BYTES
+    assert in_place == max(0, (size - skipped) // BUFFER_BYTES * BUFFER_BYTES)
 
 
 @pytest.mark.parametrize("where", ["open", "write"])
