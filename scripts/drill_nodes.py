@@ -86,9 +86,17 @@ class Broken:
     problem: str = ""
 
 
-def job_words(kind: str, folder: Path, pace: float = 1.0) -> list[str]:
-    """The script of a drill, and what it is told; `pace`: so much slower than usual."""
-    words = [SCRIPT, "--folder", folder, "--kind", kind, "--steps", STEPS]
+def job_words(kind: str, folder: Path, pace: float = 1.0, *, steps: int = STEPS) -> list[str]:
+    """The script of a drill, and what it is told.
+
+    Args:
+        kind: "ddp" or "fsdp2".
+        folder: for its notes.
+        pace: so much slower than usual.
+        steps: before the last ten of them it waits to be let go on: a test that counts steps after
+            a fault needs as many as a busy machine makes meanwhile.
+    """
+    words = [SCRIPT, "--folder", folder, "--kind", kind, "--steps", steps]
     words += ["--pace", PACE_S * pace]
     return [str(word) for word in words]
 

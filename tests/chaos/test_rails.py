@@ -36,7 +36,7 @@ def run(tmp_path: Path) -> Iterator[NodesRun]:
     made = NodesRun(
         cluster,
         tmp_path,
-        job_words("ddp", tmp_path),
+        job_words("ddp", tmp_path, pace=2, steps=500),
         Deadline(200.0),
         members=NODES,
         flags=["--secret-file", secret],

@@ -25,6 +25,9 @@ pytestmark = [pytest.mark.chaos, pytest.mark.slow, pytest.mark.timeout(300)]
 
 WAIT_S = 120.0
 MEMBERS = 3
+LONG = 400
+"""Steps: it takes a while until a slow rail is told from a slow moment."""
+
 NAMED_S = 3.0
 """A dead rail is named within so long."""
 
@@ -66,10 +69,10 @@ def rail_in_use(run: NodesRun) -> int:
     return int(str(name).removeprefix("eth"))
 
 
-def problems(run: NodesRun, folder: Path) -> str:
+def problems(run: NodesRun, folder: Path, steps: int = STEPS) -> str:
     """What differs from an undisturbed run."""
     names = tuple(f"rank{rank}.jsonl" for rank in range(MEMBERS))
-    job = Job("ddp", tuple(job_words("ddp", Path("FOLDER"))), names, STEPS)
+    job = Job("ddp", tuple(job_words("ddp", Path("FOLDER"), steps=steps)), names, steps)
     expected = Undisturbed(folder / "torchrun").of(job, MEMBERS)
     return difference(expected, [outcome_of(run.folder / name) for name in names])
 
@@ -95,7 +98,7 @@ def test_a_cut_rail_costs_one_generation_and_no_step(roads: Start, tmp_path: Pat
 
 @pytest.mark.full
 def test_a_slowed_rail_is_left_at_a_boundary(roads: Start, tmp_path: Path) -> None:
-    run = roads("on", job_words("ddp", tmp_path))
+    run = roads("on", job_words("ddp", tmp_path, steps=LONG))
     run.start_all()
     run.wait_for_step(40)
     rail = rail_in_use(run)
@@ -106,7 +109,7 @@ def test_a_slowed_rail_is_left_at_a_boundary(roads: Start, tmp_path: Path) -> No
     assert f"leaves rail eth{rail}" in why or f"eth{rail}, " in why
     assert (run.generation, steps_lost(run)) == (1, 0)
     assert f"eth{rail}" not in run.journals("RoadsPlan")[-1]["rails"]
-    assert problems(run, tmp_path) == ""
+    assert problems(run, tmp_path, LONG) == ""
 
 
 @pytest.mark.full
