@@ -3,21 +3,19 @@
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 import msgspec
 import pytest
 
 from ftrun.agent import link_probe
 from ftrun.agent.link_probe import ProbeDesk, probe, serve_probe
-from ftrun.errors import PeerError
 from ftrun.wire.cluster import AskProbe, ProbeFound
-from ftrun.wire.handshake import accept_handshake
 from ftrun.wire.identity import PeerIdentity, Purpose, unfit
 from ftrun.wire.secret import Secret, make_secret
 from ftrun.wire.tcp import listen_tcp
+from tests.contract.answering import WAIT_S, answering
 
-WAIT_S = 10.0
 SECRET = make_secret()
 
 
@@ -28,31 +26,8 @@ def who(node_id: str, purpose: Purpose = "agent") -> PeerIdentity:
 @contextmanager
 def agent(secret: Secret | None = SECRET, *, is_mute: bool = False) -> Iterator[AskProbe]:
     """An agent that serves one probe."""
-    listener = listen_tcp("127.0.0.1", 0)
-    done = threading.Event()
-
-    def serve() -> None:
-        with suppress(OSError, PeerError):
-            sock, _ = listener.accept()
-            with sock:
-                accept_handshake(sock, who("there"), secret)
-                if is_mute:
-                    done.wait(WAIT_S)
-                else:
-                    serve_probe(sock)
-
-    server = threading.Thread(target=serve)
-    server.start()
-    host, port = listener.getsockname()
-    try:
+    with answering(who("there"), secret, serve_probe, is_mute=is_mute) as (host, port):
         yield AskProbe(1, "there", host, port)
-    finally:
-        done.set()
-        # Closing alone would not wake who waits in accept.
-        with suppress(OSError):
-            listener.shutdown(socket.SHUT_RDWR)
-        listener.close()
-        server.join(WAIT_S)
 
 
 def test_a_probe_tells_round_trip_and_both_rates() -> None:

@@ -3,7 +3,7 @@
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from queue import SimpleQueue
 
 import msgspec
@@ -11,16 +11,14 @@ import pytest
 
 from ftrun.agent import road_probe
 from ftrun.agent.road_probe import RoadDesk, serve_road, try_road
-from ftrun.errors import PeerError
 from ftrun.recovery.commands import TryRoad
 from ftrun.recovery.happenings import Happening, Heard
 from ftrun.wire.cluster import AnyClusterMessage, AskRoad, RoadTried
-from ftrun.wire.handshake import accept_handshake
 from ftrun.wire.identity import PeerIdentity, Purpose
 from ftrun.wire.secret import Secret, make_secret
 from ftrun.wire.tcp import listen_tcp
+from tests.contract.answering import WAIT_S, answering
 
-WAIT_S = 10.0
 SECRET = make_secret()
 
 
@@ -31,29 +29,8 @@ def who(node_id: str, purpose: Purpose = "agent") -> PeerIdentity:
 @contextmanager
 def agent(secret: Secret | None = SECRET, *, is_mute: bool = False) -> Iterator[AskRoad]:
     """An agent that serves one road."""
-    listener = listen_tcp("127.0.0.1", 0)
-    listener.settimeout(WAIT_S)
-    done = threading.Event()
-
-    def serve() -> None:
-        with suppress(OSError, PeerError):
-            sock, _ = listener.accept()
-            with sock:
-                accept_handshake(sock, who("there"), secret)
-                if is_mute:
-                    done.wait(WAIT_S)
-                else:
-                    serve_road(sock)
-
-    server = threading.Thread(target=serve)
-    server.start()
-    host, port = listener.getsockname()
-    try:
+    with answering(who("there"), secret, serve_road, is_mute=is_mute) as (host, port):
         yield AskRoad(3, "there", "rail0", "lo", "127.0.0.1", host, port)
-    finally:
-        done.set()
-        server.join(WAIT_S)
-        listener.close()
 
 
 def test_a_road_has_a_round_trip_and_a_rate() -> None:

@@ -36,6 +36,17 @@ def at_boundary(made: Agents, node_ids: str, asked: str) -> VersionPair:
     return at
 
 
+def without_c() -> tuple[Agents, VersionPair]:
+    """Of three nodes c was asked to leave, and the others go on from the boundary."""
+    made = begun("abc")
+    works(made, 5)
+    ask(made, "c")
+    made.passes(0.5)
+    at = at_boundary(made, "abc", "c")
+    made.passes(NOTICE_S)
+    return made, at
+
+
 def protected_again(made: Agents, node_ids: Iterable[str], at: VersionPair) -> None:
     """What a generation starts from is protected among its members."""
     works(made, at[1], node_ids, ready=at)
@@ -100,12 +111,7 @@ def test_where_too_few_would_be_left_the_run_stops_at_once() -> None:
 
 
 def test_without_a_spare_the_run_shrinks_where_it_may() -> None:
-    made = begun("abc")
-    works(made, 5)
-    ask(made, "c")
-    made.passes(0.5)
-    at = at_boundary(made, "abc", "c")
-    made.passes(NOTICE_S)
+    made, at = without_c()
     assert made.running() == {"a": 1, "b": 1}
     protected_again(made, "ab", at)
     assert ends(made, "c") == [(TERMINATED, True)]
@@ -182,12 +188,7 @@ def test_who_was_about_to_go_stays_where_another_ballot_begins() -> None:
 
 
 def test_what_is_protected_without_a_leaver_needs_no_step_more() -> None:
-    made = begun("abc")
-    works(made, 5)
-    ask(made, "c")
-    made.passes(0.5)
-    at = at_boundary(made, "abc", "c")
-    made.passes(NOTICE_S)
+    made, at = without_c()
     works(made, at[1], "a", ready=at, steps_here=0, survives=1)
     works(made, at[1], "b", ready=at, steps_here=0)
     made.passes(2.0)

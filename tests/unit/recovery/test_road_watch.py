@@ -98,6 +98,13 @@ class World:
         self.asked.clear()
         return plan(0, places.members, roads=places.roads)
 
+    def falls_silent(self, node_id: str, rail: str) -> None:
+        """What comes from and to this node over this rail is lost, and b says so."""
+        self.rate = lambda road: (
+            0.0 if road.rail == rail and node_id in (road.source, road.destination) else 1e9
+        )
+        self.roads.told("b", RoadSilent(node_id, rail, 1.0), self.slow, now_s=self.now_s)
+
     def pass_by(self, running: Plan, for_s: float = 1.0) -> None:
         end_s = self.now_s + for_s
         while self.now_s < end_s:
@@ -444,10 +451,7 @@ def test_a_first_ballot_that_begins_again_probes_nothing_twice() -> None:
 def test_what_is_dead_is_not_tried_for_every_word_and_looked_at_again_later() -> None:
     world = World("abcd")
     running = world.begin()
-    world.rate = lambda road: (
-        0.0 if road.rail == "eth1" and "c" in (road.source, road.destination) else 1e9
-    )
-    world.roads.told("b", RoadSilent("c", "eth1", 1.0), world.slow, now_s=world.now_s)
+    world.falls_silent("c", "eth1")
     world.pass_by(running, 0.5)
     asked = len(world.asked)
     told = world.kinds().count("RoadFinding")
@@ -542,10 +546,7 @@ def test_a_short_look_keeps_the_rate_that_was_measured() -> None:
 def test_what_is_dead_is_looked_at_shortly_and_ever_more_seldom_and_told_once() -> None:
     world = World("abcd")
     running = world.begin()
-    world.rate = lambda road: (
-        0.0 if road.rail == "eth1" and "c" in (road.source, road.destination) else 1e9
-    )
-    world.roads.told("b", RoadSilent("c", "eth1", 1.0), world.slow, now_s=world.now_s)
+    world.falls_silent("c", "eth1")
     world.pass_by(running, 1.0)
     world.asked.clear()
     world.pass_by(running, 250.0)

@@ -1,0 +1,56 @@
+"""An agent that answers one stranger, or hears it out and says nothing."""
+
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+from ftrun.errors import PeerError
+from ftrun.wire.handshake import accept_handshake
+from ftrun.wire.identity import PeerIdentity
+from ftrun.wire.secret import Secret
+from ftrun.wire.tcp import listen_tcp
+
+WAIT_S = 10.0
+
+
+@contextmanager
+def answering(
+    own: PeerIdentity,
+    secret: Secret | None,
+    serve: Callable[[socket.socket], None],
+    *,
+    is_mute: bool = False,
+) -> Iterator[tuple[str, int]]:
+    """Where it listens.
+
+    Args:
+        own: who it is.
+        secret: the run's, as far as it knows.
+        serve: what it does after the handshake.
+        is_mute: it does nothing instead.
+    """
+    listener = listen_tcp("127.0.0.1", 0)
+    done = threading.Event()
+
+    def answer() -> None:
+        with suppress(OSError, PeerError):
+            sock, _ = listener.accept()
+            with sock:
+                accept_handshake(sock, own, secret)
+                if is_mute:
+                    done.wait(WAIT_S)
+                else:
+                    serve(sock)
+
+    server = threading.Thread(target=answer)
+    server.start()
+    try:
+        yield listener.getsockname()
+    finally:
+        done.set()
+        # Closing alone would not wake who waits in accept.
+        with suppress(OSError):
+            listener.shutdown(socket.SHUT_RDWR)
+        listener.close()
+        server.join(WAIT_S)
