@@ -8,8 +8,7 @@ Survives: any peer, whatever it sends; the main thread's longest wait.
 Source:   a peer's standby deadlocked on one store client that heartbeats and a blocking read had
           in common; here heartbeats share nothing with what can block.
 
-Rule 1: a handshake waits for a stranger, so each has a short-lived thread of its own.
-Rule 2: there is one connection to each node: the newest, over whichever rail. What has come over an
+Rule 1: there is one connection to each node: the newest, over whichever rail. What has come over an
         older one is heard; then it is closed without a word. other_ways.py has the one exception.
 """
 
@@ -18,17 +17,15 @@ import selectors
 import socket
 import threading
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from queue import Empty, SimpleQueue
 
 from ftrun import clock
 from ftrun.agent.brain import Brain, NetworkCommand, Wake
-from ftrun.agent.link_probe import serve_probe
+from ftrun.agent.handshakes import Call, Dialled, Handshakes, Proven
 from ftrun.agent.other_ways import OtherWays
-from ftrun.agent.road_probe import serve_road
-from ftrun.errors import FtrunError, HandshakeRefused, PeerError, PeerLost
+from ftrun.errors import FtrunError, PeerError, PeerLost
 from ftrun.recovery.commands import Dial, Note, Send
 from ftrun.recovery.happenings import Closed, DialFailed, Happening, Heard, Opened, Passing
 from ftrun.wire.ballot_messages import TurnedAway
@@ -41,65 +38,24 @@ from ftrun.wire.cluster import (
     JournalLines,
 )
 from ftrun.wire.fault_messages import FaultAnswer, FaultOrdered
-from ftrun.wire.handshake import Session, accept_handshake, dial_handshake
 from ftrun.wire.identity import PeerIdentity
 from ftrun.wire.peer import PeerConnection
 from ftrun.wire.secret import Secret
-from ftrun.wire.tcp import tune
-from ftrun.wire.ways import Way, reach
 
 _log = logging.getLogger(__name__)
 
 TICK_S = 0.05
-DIAL_S = 1.0
-MAX_HANDSHAKES = 64
-"""More strangers at once than this are not listened to."""
-
-MAX_SAID = 100
-"""Different reasons for refusing strangers that are shown."""
-
 Connection = PeerConnection[ClusterEnvelope]
 HoldNow = Callable[[bool], None]
 """Stop this node's ranks, or let them go on: at once, from any thread."""
 
-Dialled = Callable[[str, str, int], None]
-"""Takes node id, host and port of an agent that was reached and has not heard of us yet; in the
-handshake's thread, where it may wait."""
-
 Aside = Callable[[str, AnyClusterMessage], None]
 """Takes a message that asks for no decision, and its sender; in this thread, without waiting."""
-
-_PROBES: dict[str, Callable[[socket.socket], None]] = {"probe": serve_probe, "road": serve_road}
-"""By the purpose of who dials."""
 
 _ASIDES = (
     JournalLines, AskClusterStatus, ClusterStatus, FaultOrdered, FaultAnswer, AskProbe,
 )  # fmt: skip
 """What asks for no decision about the run."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Made:
-    """A connection that a handshake has proven."""
-
-    sock: socket.socket
-    session: Session
-    call: "_Call | None" = None
-    """What it answers; None: the other side has dialled."""
-    way: Way | None = None
-    """By which it was made."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Call:
-    """Whom to reach, and by which ways."""
-
-    dial: Dial
-    ways: list[Way]
-
-    @property
-    def at(self) -> tuple[str, int]:
-        return (self.dial.host, self.dial.port)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +69,9 @@ class _Out:
 @dataclass(frozen=True, slots=True)
 class _Spoil:
     """A bit flips in the next frame to each other agent, see `ftrun inject-fault`."""
+
+
+_Inbox = Happening | Proven | _Out | _Spoil | None
 
 
 class ClusterThread:
@@ -131,19 +90,15 @@ class ClusterThread:
         dialled: Dialled,
     ) -> None:
         self.brain = brain
-        self._identity = identity
-        self._secret = secret
+        self._node_id = identity.node_id
         self._wake_hands = wake_hands
         self.hold_now = hold_now
         self._aside = aside
-        self._dialled_at = dialled
+        self._handshakes = Handshakes(identity, secret, take=self._put, dialled=dialled)
         self.ways = OtherWays(brain.member.me, brain.settings, brain.card_of)
         self._selector = selectors.DefaultSelector()
-        self._inbox: SimpleQueue[Happening | _Made | _Out | _Spoil | None] = SimpleQueue()
+        self._inbox: SimpleQueue[_Inbox] = SimpleQueue()
         self._connections: dict[str, Connection] = {}
-        self._dialling: set[tuple[str, int]] = set()
-        self._said: set[str] = set()
-        self._handshakes = threading.BoundedSemaphore(MAX_HANDSHAKES)
         self._wake_read, self._wake_write = socket.socketpair()
         self._wake_read.setblocking(False)
         self._wake_write.setblocking(False)
@@ -161,24 +116,25 @@ class ClusterThread:
         self._thread.start()
 
     def tell(self, event: Happening) -> None:
-        self._inbox.put(event)
-        self._wake()
+        self._put(event)
 
     def send(self, node_id: str, message: AnyClusterMessage) -> None:
         """Something that asks for no decision, such as lines for the merged journal."""
-        self._inbox.put(_Out(node_id, message))
-        self._wake()
+        self._put(_Out(node_id, message))
 
     def spoil_next(self) -> None:
         """Have a bit flip in the next frame to each other agent."""
-        self._inbox.put(_Spoil())
-        self._wake()
+        self._put(_Spoil())
 
     def close(self) -> None:
         """Say what is still to be said, and close all connections."""
-        self._inbox.put(None)
-        self._wake()
+        self._put(None)
         self._thread.join(5.0)
+
+    def _put(self, what: _Inbox) -> None:
+        self._inbox.put(what)
+        with suppress(OSError):  # it wakes anyway, or is over
+            self._wake_write.send(b"\0")
 
     # --- this thread --------------------------------------------------------------------------
 
@@ -190,7 +146,7 @@ class ClusterThread:
                 self._take_inbox()
                 self._think(Passing())
                 for call in self.ways.silent(self._connections, now_s=clock.now_s()):
-                    self._call(_Call(*call))
+                    self._handshakes.call(Call(*call))
         except Exception:
             _log.exception("the thread that speaks with the other nodes ended in a bug of ftrun")
             raise
@@ -202,7 +158,7 @@ class ClusterThread:
             with suppress(BlockingIOError):
                 self._wake_read.recv(4096)
         elif isinstance(ready, socket.socket):
-            self._accept(ready)
+            self._handshakes.accept(ready)
         elif isinstance(ready, PeerConnection):
             self._serve(ready, mask)
 
@@ -212,7 +168,7 @@ class ClusterThread:
                 what = self._inbox.get_nowait()
                 if what is None:
                     self._is_over = True
-                elif isinstance(what, _Made):
+                elif isinstance(what, Proven):
                     self._made(what)
                 elif isinstance(what, _Out):
                     self._send(what.node_id, what.message)
@@ -221,7 +177,7 @@ class ClusterThread:
                         connection.is_spoilt = True
                 else:
                     if isinstance(what, DialFailed):
-                        self._dialling.discard((what.host, what.port))
+                        self._handshakes.ended((what.host, what.port))
                     self._think(what)
 
     def _think(self, event: Happening) -> None:
@@ -257,100 +213,17 @@ class ClusterThread:
 
     # --- connections --------------------------------------------------------------------------
 
-    def _accept(self, listener: socket.socket) -> None:
-        try:
-            sock, _ = listener.accept()
-        except OSError:
-            return
-        if not self._handshakes.acquire(blocking=False):
-            sock.close()
-            return
-        if not _started(self._accepted, sock):
-            sock.close()
-            self._handshakes.release()
-
-    def _accepted(self, sock: socket.socket) -> None:
-        try:
-            tune(sock, bulk=False)
-            session = accept_handshake(sock, self._identity, self._secret)
-        except HandshakeRefused as error:
-            sock.close()
-            self._say_once(str(error))
-        except (PeerError, OSError) as error:
-            sock.close()
-            _log.debug("a stranger: %s", error)
-        else:
-            if session.peer.purpose in _PROBES:
-                self._serve_probe(sock, _PROBES[session.peer.purpose])
-            else:
-                self._inbox.put(_Made(sock, session, None))
-                self._wake()
-        finally:
-            self._handshakes.release()
-
-    def _serve_probe(self, sock: socket.socket, serve: Callable[[socket.socket], None]) -> None:
-        """In the handshake's thread: no connection of this node's is concerned."""
-        with sock, suppress(OSError):
-            serve(sock)
-
-    def _say_once(self, text: str) -> None:
-        """The operator watches this node, and the one that is refused may be another's."""
-        if text not in self._said and len(self._said) < MAX_SAID:
-            self._said.add(text)
-            _log.warning("%s", text)
-
     def _dial(self, command: Dial) -> None:
         if command.node_id not in self._connections:
-            self._call(_Call(command, self.ways.of(command)))
+            self._handshakes.call(Call(command, self.ways.of(command)))
 
-    def _call(self, call: _Call) -> None:
-        if call.at in self._dialling:
-            return
-        self._dialling.add(call.at)
-        if not _started(self._called, call):
-            self._dialling.discard(call.at)
-
-    def _called(self, call: _Call) -> None:
-        command = call.dial
-        try:
-            made, way = reach(call.ways, partial(self._greet, command.node_id), deadline_s=DIAL_S)
-            with ExitStack() as closing:
-                closing.enter_context(made[0])
-                self._dialled_at(made[1].peer.node_id, way.host, way.port)
-                closing.pop_all()
-        except PeerError as error:
-            refused = isinstance(error, PeerLost) and error.how == "refused"
-            final = isinstance(error, HandshakeRefused)
-            what = (command.host, command.port, command.node_id)
-            self._inbox.put(DialFailed(*what, refused, str(error), final))
-        except Exception:  # noqa: BLE001
-            # Whoever is being dialled is dialled no second time: a bug must not make that for good.
-            _log.exception("the call to node %s ended in a bug of ftrun", command.node_id)
-            why = "a bug in ftrun; the agent's log has it"
-            self._inbox.put(
-                DialFailed(command.host, command.port, command.node_id, False, why, False)
-            )
-        else:
-            sock, session = made
-            self._inbox.put(_Made(sock, session, call, way))
-        self._wake()
-
-    def _greet(self, node_id: str, sock: socket.socket, way: Way) -> tuple[socket.socket, Session]:
-        """The handshake; at an address beside the one a node is known by it must be that node."""
-
-        def admit(peer: PeerIdentity) -> str:
-            is_meant = way.is_sure or peer.node_id == node_id
-            return "" if is_meant else f"node {node_id} was to listen at {way.host}"
-
-        return sock, dial_handshake(sock, self._identity, self._secret, admit=admit)
-
-    def _made(self, made: _Made) -> None:
+    def _made(self, made: Proven) -> None:
         """A handshake has succeeded."""
         if made.call is not None:
-            self._dialling.discard(made.call.at)
+            self._handshakes.ended(made.call.at)
         connection = PeerConnection(made.sock, made.session, ClusterEnvelope)
         node_id, incarnation = connection.peer.node_id, connection.peer.incarnation
-        if node_id == self._identity.node_id:
+        if node_id == self._node_id:
             connection.close()
             return
         old = self._connections.get(node_id)
@@ -376,7 +249,7 @@ class ClusterThread:
             f"{connection.address} says it is node {connection.peer.node_id}, and so does "
             f"{address}. Name each node differently with --node-id"
         )
-        self._say_once(text)
+        self._handshakes.say_once(text)
         with suppress(PeerError):
             connection.send(TurnedAway(text))
         connection.close()
@@ -389,7 +262,7 @@ class ClusterThread:
                     self._heard(node_id, envelope.body)
         self._drop(node_id)
 
-    def _say_which_way(self, node_id: str, made: _Made) -> None:
+    def _say_which_way(self, node_id: str, made: Proven) -> None:
         """Another rail than the one a node is known by is news for the operator."""
         call, way = made.call, made.way
         if call is None or way is None or way.host == call.dial.host:
@@ -459,20 +332,6 @@ class ClusterThread:
         self._selector.close()
         self._wake_read.close()
         self._wake_write.close()
-
-    def _wake(self) -> None:
-        with suppress(OSError):  # it wakes anyway, or is over
-            self._wake_write.send(b"\0")
-
-
-def _started(work: Callable[..., None], what: object) -> bool:
-    """Whether a thread could be had for it; the machine may have run out of them."""
-    try:
-        threading.Thread(target=work, args=(what,), daemon=True).start()
-    except RuntimeError as error:
-        _log.debug("no thread: %s", error)
-        return False
-    return True
 
 
 def _are_two(old: Connection, new: Connection, hosts: set[str]) -> bool:

@@ -1,7 +1,8 @@
 """The lead's knowledge of roads: when they are probed, what is planned, when another plan is due.
 
 Runs in:  the agent that leads. Pure.
-Takes in: the nodes' cards, answers to probes, words that a rail has fallen silent, verdicts.
+Takes in: the nodes' cards, answers to probes, words that a rail has fallen silent, verdicts; what
+          road_map.py keeps of it.
 Gives:    probes to ask for; a `RoadsPlan` for a generation; the reason to begin another one;
           `Note`s; a part of the status document.
 Survives: nothing. The next lead goes on with the plan of the generation that runs, and probes
@@ -24,23 +25,22 @@ from typing import Any
 
 import msgspec
 
-from ftrun.errors import UsageError
-from ftrun.network.findings import FindingKind, Findings
-from ftrun.network.leaves import Leaves, leaves_from_file, leaves_from_labels, leaves_from_slurm
+from ftrun.network.findings import FindingKind
 from ftrun.network.probe_rounds import Road, Schedule, pack, schedule, schedule_for
-from ftrun.network.rail_matching import RunRails, match_rails, rails_of_node
+from ftrun.network.rail_matching import RunRails, rails_of_node
 from ftrun.network.rail_variables import env_for
-from ftrun.network.rails import Rail, RoadFound, RoadsPlan
+from ftrun.network.rails import RoadsPlan
 from ftrun.network.rails_kept import choices_of, keep_rails
-from ftrun.network.road_planning import Situation, plan_roads, survey_of
+from ftrun.network.road_planning import plan_roads
 from ftrun.network.road_rates import slowest_medians
 from ftrun.recovery.attendance import Peers
 from ftrun.recovery.ballots import identity
 from ftrun.recovery.commands import Command, Note
 from ftrun.recovery.places import Assignment
+from ftrun.recovery.road_map import RoadMap
 from ftrun.recovery.settings import NetworkSettings
 from ftrun.recovery.slow_watch import SlowWatch
-from ftrun.recovery.surveying import Survey, most_kept, most_rounds, newer, roads_to, worst
+from ftrun.recovery.surveying import Survey, most_rounds, roads_to
 from ftrun.wire.cluster import RoadSilent, RoadTried
 from ftrun.wire.plan import Identity, NodeCard, Plan
 
@@ -61,8 +61,6 @@ SLOW_AGAIN_S = 15.0
 """For one verdict they are compared again after so long."""
 BETTER = 3.0
 """More than so many times quicker another rail must be to leave one that the monitor finds slow."""
-MOST_TOLD = 1000
-"""Roads in the status document: the worst ones."""
 _STAYS = "ranks stay where they are within a run"
 _NUMBERED = "the user has numbered the nodes"
 
@@ -76,33 +74,17 @@ class Roads:
         self._me = me
         self._settings = settings
         self._peers = peers
+        self._map = RoadMap(settings)
         self._previous: RoadsPlan | None = None
         """Of the generation before."""
         self._survey: Survey | None = None
         self._number = 0
-        self._rails: dict[str, list[Rail]] = {}
-        self._cards: dict[str, NodeCard] = {}
         self._known: set[Identity] = set()
         """Whose roads were probed, or need not be."""
-        self._matched: RunRails = {}
-        self._found: dict[Road, RoadFound] = {}
-        """By age, the oldest first."""
-        self._num_surveys = 0
-        """That have ended."""
-        self._judged: tuple[tuple[object, ...], tuple[Findings, Leaves]] | None = None
-        """What was said of which nodes after which survey."""
-        self._coverage = 1.0
-        self._probed_s = self._at_s = 0.0
-        self._findings = Findings()
-        self._told: set[tuple[FindingKind, str]] = set()
         self._notes: list[Note] = []
         self._silent: dict[tuple[str, str], tuple[float, str]] = {}
         """Node and run's rail that fell silent: when that was said last, and by whom."""
-        self._dead: set[tuple[str, str]] = set()
-        """Nodes' rails that answered nobody in the newest survey of them."""
         self._dead_s, self._dead_pause_s = 0.0, DEAD_AGAIN_S
-        self._mended: set[str] = set()
-        """Nodes with a rail that answers again, of which no rate is known yet."""
         self._looked_s: dict[tuple[str, str], float] = {}
         self._slow_seen: dict[str, float] = {}
         """Verdicts by their fingerprints: when rails were compared for them."""
@@ -135,7 +117,7 @@ class Roads:
             self._survey = None  # it was beside a generation that is over
         if previous is not None or not self.is_on or self._is_off(cards):
             return None
-        self._meet(cards)
+        self._map.meet(cards)
         if self._survey is None:
             self._survey = self._begin_first(now_s)
         found = self._survey.look(now_s=now_s) if self._survey is not None else []
@@ -145,7 +127,7 @@ class Roads:
         """The places as the plan wants them, with the plan where it is to take effect."""
         if not self.is_on or self._is_off(places.members):
             return places
-        self._meet((*places.members, *places.spares))
+        self._map.meet((*places.members, *places.spares))
         keep = _STAYS if previous is not None else ""
         if any(card.node_rank >= 0 for card in places.members):
             keep = keep or _NUMBERED
@@ -182,7 +164,7 @@ class Roads:
         if self._survey is not None:
             self._survey.lost(node_id)
         self._silent = {at: one for at, one in self._silent.items() if at[0] != node_id}
-        self._dead = {end for end in self._dead if end[0] != node_id}
+        self._map.lost(node_id)
 
     # --- beside a generation ------------------------------------------------------------------
 
@@ -196,7 +178,7 @@ class Roads:
             if self._is_done(now_s):
                 self._follow(plan)
             return [*found]
-        self._meet(cards)
+        self._map.meet(cards)
         self._survey = (
             self._begin_silent(now_s)
             or self._begin_slow(plan, slow, now_s)
@@ -221,71 +203,58 @@ class Roads:
 
     # --- surveys ------------------------------------------------------------------------------
 
-    def _meet(self, cards: Sequence[NodeCard]) -> None:
-        self._cards = {card.node_id: card for card in cards if card.rails}
-        rails = {node_id: self._wanted(card) for node_id, card in self._cards.items()}
-        if rails != self._rails:
-            self._matched = match_rails(rails)
-        self._rails = rails
-
-    def _wanted(self, card: NodeCard) -> list[Rail]:
-        """The rails of a node, or those of them that the user has named."""
-        named = self._settings.rails
-        return [rail for rail in card.rails if not named or rail.name in named] or card.rails[:1]
-
     def _new(self) -> list[str]:
-        return [one for one, card in self._cards.items() if identity(card) not in self._known]
+        return [one for one, card in self._map.cards.items() if identity(card) not in self._known]
 
     def _begin_first(self, now_s: float) -> Survey | None:
         """Of all roads; where the first ballot has begun again, of those of new nodes."""
         new = self._new()
         if not new:
             return None
-        self._known.update(identity(card) for card in self._cards.values())
-        matched = self._matched
-        names = list(self._rails)
+        self._known.update(identity(card) for card in self._map.cards.values())
+        matched = self._map.matched
+        names = list(self._map.rails)
         if len(new) == len(names):
             most = most_rounds(len(names), len(matched), MOST_ROUNDS)
             rounds = schedule(names, matched, most_rounds=most)
         else:
             most = most_rounds(2 * len(new), len(matched), MOST_ROUNDS)
             rounds = schedule_for(new, names, matched, most_rounds=most)
-        self._coverage = rounds.coverage
+        self._map.coverage = rounds.coverage
         return self._new_survey(rounds, matched, now_s, limit_s=LIMIT_S)
 
     def _begin_new(self, now_s: float) -> Survey | None:
         new = self._new()
-        self._known.update(identity(self._cards[one]) for one in new)
+        self._known.update(identity(self._map.cards[one]) for one in new)
         return self._beside(new, now_s) if new else None
 
     def _begin_dead(self, now_s: float) -> Survey | None:
         """Find out now and then whether what was dead is mended, for the next generation."""
         if now_s - self._dead_s < self._dead_pause_s:
             return None
-        rounds = tuple(pack(roads_to(self._dead, self._matched)))
+        rounds = tuple(pack(roads_to(self._map.dead, self._map.matched)))
         if not rounds:
             return None
         self._dead_s, self._dead_pause_s = now_s, min(2 * self._dead_pause_s, DEAD_LONGEST_S)
         limits = {"limit_s": BESIDE_LIMIT_S, "pause_s": BESIDE_PAUSE_S}
         return self._new_survey(
-            Schedule(rounds, 0.0, ""), self._matched, now_s, is_short=True, **limits
+            Schedule(rounds, 0.0, ""), self._map.matched, now_s, is_short=True, **limits
         )
 
     def _begin_mended(self, now_s: float) -> Survey | None:
         """What answers again is measured: without a rate no plan could use it."""
-        nodes = [one for one in self._rails if one in self._mended]
-        self._mended.clear()
+        nodes = self._map.take_mended()
         return self._beside(nodes, now_s) if nodes else None
 
     def _begin_slow(self, plan: Plan, slow: SlowWatch, now_s: float) -> Survey | None:
         """Compare rails where the monitor finds communication slow."""
-        if not self.is_on or plan.roads is None or len(self._matched) < 2:
+        if not self.is_on or plan.roads is None or len(self._map.matched) < 2:
             return None
         for verdict in slow.slow_links(SLOW_FOR_S, now_s=now_s):
             if now_s - self._slow_seen.get(verdict.fingerprint, -1e9) >= SLOW_AGAIN_S:
                 self._slow_seen[verdict.fingerprint] = now_s
                 self._suspects = dict.fromkeys(plan.roads.rails[:1], verdict.text)
-                return self._beside([*verdict.nodes] or list(self._rails), now_s, pause_s=0.0)
+                return self._beside([*verdict.nodes] or list(self._map.rails), now_s, pause_s=0.0)
         return None
 
     def _begin_silent(self, now_s: float) -> Survey | None:
@@ -297,9 +266,9 @@ class Roads:
             ):
                 del self._silent[(node_id, rail)]
                 continue
-            matched = self._matched
+            matched = self._map.matched
             there = matched.get(rail, {})
-            if {(node_id, rail), (by, rail)} & self._dead:
+            if {(node_id, rail), (by, rail)} & self._map.dead:
                 continue
             if not (self._is_heard(node_id, now_s) and {node_id, by} <= there.keys()):
                 continue
@@ -323,9 +292,9 @@ class Roads:
     def _beside(
         self, some: Sequence[str], now_s: float, *, pause_s: float = BESIDE_PAUSE_S
     ) -> Survey:
-        matched = self._matched
+        matched = self._map.matched
         most = most_rounds(2 * len(some), len(matched), BESIDE_MOST_ROUNDS)
-        rounds = schedule_for(some, list(self._rails), matched, most_rounds=most)
+        rounds = schedule_for(some, list(self._map.rails), matched, most_rounds=most)
         return self._new_survey(rounds, matched, now_s, limit_s=BESIDE_LIMIT_S, pause_s=pause_s)
 
     def _new_survey(self, rounds: Schedule, rails: RunRails, now_s: float, **more: Any) -> Survey:
@@ -337,98 +306,28 @@ class Roads:
         survey = self._survey
         if survey is None or survey.ended_s is None:
             return survey is None
-        self._survey = None
-        given_up = survey.given_up
-        dead = (self._dead - survey.reached) | given_up
-        if survey.is_short:
-            self._mended.update(node for node, _ in self._dead - dead)
-        if dead != self._dead:
-            self._dead, self._dead_s, self._dead_pause_s = dead, now_s, DEAD_AGAIN_S
-        # Of what answers nobody any more nothing holds that was found before.
-        found = {
-            road: one
-            for road, one in self._found.items()
-            if road not in survey.found
-            and (road.source, road.rail) not in given_up
-            and (road.destination, road.rail) not in given_up
-        } | newer(survey.found, self._found)
-        most = most_kept(len(self._rails), len(self._matched))
-        self._found = dict([*found.items()][-max(most, len(survey.found)) :])
-        self._num_surveys += 1
-        self._probed_s, self._at_s = survey.ended_s - survey.begun_s, now_s
-        self._tell(len(survey.found))
+        self._survey, dead = None, self._map.dead
+        self._notes += self._map.keep(survey, self._previous, now_s=now_s)
+        if self._map.dead != dead:
+            self._dead_s, self._dead_pause_s = now_s, DEAD_AGAIN_S
         return True
 
     # --- what follows -------------------------------------------------------------------------
 
-    def _situation(self, ids: Sequence[str], keep_order: str) -> Situation:
-        here = {one: self._rails[one] for one in ids}
-        found = [
-            one for one in self._found.values() if one.source in here and one.destination in here
-        ]
-        return Situation(
-            nodes=ids,
-            rails=here,
-            found=found,
-            leaves=self._leaves(ids),
-            user_env=self._settings.user_env,
-            suspects=self._suspects,
-            keep_order=keep_order,
-            previous=self._previous,
-        )
-
     def _make(self, ids: Sequence[str], keep_order: str, before: RoadsPlan | None) -> RoadsPlan:
-        situation = self._situation(ids, keep_order)
-        judged = self._survey_of(situation)
+        situation = self._map.situation(
+            ids, suspects=self._suspects, keep_order=keep_order, previous=self._previous
+        )
+        judged = self._map.judge(situation)
         if before is None or judged[0].rates:
             return plan_roads(situation, judged)
         dead = [one for one in judged[0].found if one.kind is FindingKind.DEAD]
         return keep_rails(before, ids, judged[0].rails, {one.rail: one.sentence for one in dead})
 
-    def _survey_of(self, situation: Situation) -> tuple[Findings, Leaves]:
-        """What probes tell; said again where nothing has come since."""
-        before = situation.previous
-        of = (self._num_surveys, situation.rails, situation.leaves, before and before.leaves)
-        if self._judged is None or self._judged[0] != of:
-            self._judged = (of, survey_of(situation))
-        return self._judged[1]
-
-    def _leaves(self, ids: Sequence[str]) -> Leaves:
-        settings = self._settings
-        try:
-            if settings.topology is not None:
-                return leaves_from_file(settings.topology, ids)
-            if settings.slurm_topology:
-                return leaves_from_slurm(settings.slurm_topology, {one: one for one in ids})
-        except UsageError as error:
-            return Leaves(words=f"The topology cannot be used: {error}")
-        switches = {one: self._cards[one].switch for one in ids if self._cards[one].switch}
-        if len(switches) == len(ids):
-            return Leaves(switches, "slurm", words="Leaf switches are those that Slurm tells.")
-        return leaves_from_labels({one: self._cards[one].domain for one in ids})
-
-    def _tell(self, count: int) -> None:
-        """Note what is new among what was found."""
-        ids = list(self._rails)
-        judged = self._survey_of(self._situation(ids, ""))[0]
-        self._findings = judged
-        text = f"{count} roads between {len(ids)} nodes probed in {self._probed_s:.2f} s"
-        fields: dict[str, object] = {
-            "coverage": round(self._coverage, 4),
-            "findings": len(judged.found),
-        }
-        self._notes.append(Note("RoadsProbed", text, fields))
-        for one in judged.found:
-            if (one.kind, one.culprit) not in self._told:
-                about: dict[str, object] = {"about": one.culprit, "finding": one.kind.value}
-                says = one.kind is not FindingKind.SLOW and not one.is_late
-                self._notes.append(Note("RoadFinding", one.sentence, about, say=says))
-        self._told = {(one.kind, one.culprit) for one in judged.found}
-
     def _follow(self, plan: Plan) -> None:
         """After a survey beside a generation."""
         members = [node.node_id for node in plan.members]
-        if not all(one in self._rails for one in members):
+        if not all(one in self._map.rails for one in members):
             return
         if plan.roads is not None:
             self._reconsider(plan.roads, members)
@@ -441,12 +340,12 @@ class Roads:
         made = self._make(members, _STAYS, before)
         if not made.rails or set(before.rails) <= set(made.rails):
             return
-        mine = rails_of_node(self._matched, self._me)
+        mine = rails_of_node(self._map.matched, self._me)
         variables = [env_for(one, mine, self._settings.user_env) for one in (before, made)]
         if variables[0] == variables[1]:
             return
         left = [one for one in before.rails if one not in made.rails]
-        dead = {road.rail for road in self._findings.dead}
+        dead = {road.rail for road in self._map.findings.dead}
         over = ", ".join(made.rails)
         why = "; ".join(made.dropped.get(one, "it is slow") for one in left)
         text = f"the run leaves rail {', '.join(left)} and goes on over {over}: {why}"
@@ -457,7 +356,7 @@ class Roads:
 
     def _keep_suspects(self, members: Sequence[str]) -> None:
         """Of rails that the monitor finds slow those that probes find slower than another one."""
-        slowest = slowest_medians(self._findings.rates, members)
+        slowest = slowest_medians(self._map.findings.rates, members)
         best = max(slowest.values(), default=0.0)
         self._suspects = {
             rail: why
@@ -465,25 +364,13 @@ class Roads:
             if slowest.get(rail, best) * BETTER < best
         }
 
-    # --- status -------------------------------------------------------------------------------
-
     def status(self, plan: Plan | None, *, now_s: float) -> dict[str, Any] | None:
         """In plain values; None where nothing is probed. Docs: operations.md."""
-        if self._settings.plan == "off" or len(self._rails) < 2:
+        if self._settings.plan == "off" or len(self._map.rails) < 2:
             return None
-        roads = worst(MOST_TOLD, self._found.values())
         return {
             "mode": self._settings.plan,
-            "probed_s": round(self._probed_s, 3),
-            "at_s_ago": round(now_s - self._at_s, 1) if self._at_s else None,
-            "coverage": round(self._coverage, 4),
-            "rails": msgspec.to_builtins(self._rails),
-            "roads": msgspec.to_builtins(roads),
-            "num_roads": len(self._found),
-            "findings": [
-                {"kind": one.kind.value, "culprit": one.culprit, "sentence": one.sentence}
-                for one in self._findings.found
-            ],
+            **self._map.status(now_s=now_s),
             "plan": msgspec.to_builtins(self.plan),
             "in_effect": plan is not None and plan.roads is not None,
         }

@@ -140,8 +140,13 @@ class Survey:
 
     @property
     def given_up(self) -> set[End]:
-        """Interfaces that answered nobody."""
-        return {end for end in self._failed if self._is_given_up(end)}
+        """Interfaces that answered nobody; of two nodes alone, not the only other one either."""
+        return {
+            (node, rail)
+            for (node, rail), by in self._failed.items()
+            if (node, rail) not in self._reached
+            and len(by) >= min(_GIVEN_UP_AFTER, len(self._rails[rail]) - 1)
+        }
 
     @property
     def reached(self) -> set[End]:

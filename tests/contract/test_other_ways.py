@@ -157,6 +157,8 @@ class Agent:
     thread: ClusterThread
     port: int
     asides: list[object]
+    dialled: list[Callable[..., None]]
+    """Called once each, when another agent was reached."""
 
     def notes(self, kind: str) -> list[Note]:
         self._all.extend(iter(self.brain.next_order, None))
@@ -175,6 +177,7 @@ def agent(stack: ExitStack, lead: Lead) -> Agent:
         ME, settings, Policy(None, 3, 3600.0, 0.5, 60.0, 3, 30.0, 2.0), kept=None, took_effect=False
     )
     asides: list[object] = []
+    dialled: list[Callable[..., None]] = []
     thread = brain.thread = ClusterThread(
         brain,
         identity(ME.node_id, ME.incarnation),
@@ -183,11 +186,11 @@ def agent(stack: ExitStack, lead: Lead) -> Agent:
         wake_hands=lambda: None,
         hold_now=lambda _: None,
         aside=lambda _, message: asides.append(message),
-        dialled=lambda *_: None,
+        dialled=lambda *who: dialled.pop()(*who) if dialled else None,
     )
     thread.start()
     stack.callback(thread.close)
-    return Agent(brain, thread, int(listener.getsockname()[1]), asides)
+    return Agent(brain, thread, int(listener.getsockname()[1]), asides, dialled)
 
 
 @pytest.fixture
@@ -206,13 +209,10 @@ def stop_reading(agent: Agent) -> float:
 
 
 def test_a_bug_in_a_call_does_not_make_a_node_undiallable(agent: Agent, lead: Lead) -> None:
-    works = agent.thread._dialled_at
-
     def fails(*_: object) -> None:
-        agent.thread._dialled_at = works
         raise ValueError("planted")
 
-    agent.thread._dialled_at = fails
+    agent.dialled.append(fails)
     lead.accept(FIRST)
     second = lead.accept(FIRST)
     second.send(Prepare(0, lead.card, "the run begins", (-1, 0)))

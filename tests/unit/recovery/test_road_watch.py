@@ -11,7 +11,7 @@ from ftrun.network.leaves import Leaves
 from ftrun.network.probe_rounds import Road
 from ftrun.network.rails import Rail, RoadFound, RoadsPlan
 from ftrun.network.road_planning import Situation, survey_of
-from ftrun.recovery import road_watch
+from ftrun.recovery import road_map, road_watch
 from ftrun.recovery.attendance import Peers
 from ftrun.recovery.commands import Command, Note, Send
 from ftrun.recovery.places import Assignment
@@ -399,7 +399,7 @@ def test_a_bug_in_the_plan_costs_the_plan_and_is_told(monkeypatch: pytest.Monkey
         raise ZeroDivisionError("a bug")
 
     monkeypatch.setattr(road_watch, "plan_roads", breaks)
-    monkeypatch.setattr(road_watch, "survey_of", breaks)
+    monkeypatch.setattr(road_map, "survey_of", breaks)
     world = World()
     places = world.ballot()
     assert places == Assignment(tuple(world.cards), ())
@@ -407,7 +407,7 @@ def test_a_bug_in_the_plan_costs_the_plan_and_is_told(monkeypatch: pytest.Monkey
 
 
 def test_of_very_many_roads_the_worst_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(road_watch, "MOST_TOLD", 2)
+    monkeypatch.setattr(road_map, "MOST_TOLD", 2)
     world = World()
     world.rate = lambda road: 1e6 if road.source == "b" else 1e9
     world.ballot()
@@ -426,7 +426,7 @@ def test_what_was_judged_is_not_judged_again_before_more_is_found(
         asked.append(situation)
         return survey_of(situation)
 
-    monkeypatch.setattr(road_watch, "survey_of", counted)
+    monkeypatch.setattr(road_map, "survey_of", counted)
     world = World("abcd", mode="report")
     world.ballot()
     world.roads.begin()
@@ -559,6 +559,24 @@ def test_what_is_dead_is_looked_at_shortly_and_ever_more_seldom_and_told_once() 
     world.rate = lambda road: 1e9
     world.pass_by(running, 300.0)
     assert not all(one.is_short for one in world.asked), "what is mended is measured"
+
+
+def test_of_two_nodes_what_is_dead_is_looked_at_again_and_used_when_it_is_mended() -> None:
+    world = World("ab")
+    running = world.begin()
+    world.falls_silent("a", "eth1")
+    world.pass_by(running, 1.0)
+    assert [one.kind for one in world.notes].count("RoadFinding") > 0
+    world.asked.clear()
+    world.pass_by(running, 100.0)
+    assert {one.rail for one in world.asked} == {"eth1"}
+    assert all(one.is_short for one in world.asked)
+    world.rate = lambda road: 1e9
+    world.pass_by(running, 200.0)
+    assert not all(one.is_short for one in world.asked), "what is mended is measured"
+    status = world.roads.status(running, now_s=world.now_s)
+    assert status is not None
+    assert {one["bytes_per_s"] for one in status["roads"]} == {1e9}
 
 
 def test_a_plan_is_noted_only_where_it_differs() -> None:
