@@ -73,6 +73,7 @@ def test_the_batches_that_led_to_it_are_left_out(
     assert digests(run.text) == digests(plain.stdout)
 
 
+@pytest.mark.full
 def test_without_the_policy_it_is_told_and_the_run_goes_on(
     start: Start, script: Callable[..., str]
 ) -> None:

@@ -42,6 +42,7 @@ def test_sigterm_saves_the_last_step_and_the_next_run_goes_on(
     undisturbed.check(again)
 
 
+@pytest.mark.full
 def test_what_was_sent_to_a_url_is_gone_on_from(
     start: Start, train: tuple[str, ...], undisturbed: Checked, tmp_path: Path
 ) -> None:

@@ -1,7 +1,7 @@
 """A kill at any named point of capture, seal, commit, restart and restore changes no bit.
 
 One run counts which points it passes; then there is one run for each of them, killed there; for
-every eighth of them where not all is run. So a point that somebody adds is tested without a word
+every sixteenth of them where not all is run. So a point that somebody adds is tested without a word
 here.
 """
 
@@ -43,7 +43,7 @@ def points_passed(folder: Path) -> list[str]:
 
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize(
-    "every", [pytest.param(8, id="eighth"), pytest.param(1, id="point", marks=pytest.mark.full)]
+    "every", [pytest.param(16, id="sixteenth"), pytest.param(1, id="point", marks=pytest.mark.full)]
 )
 def test_kill_at_any_point_changes_no_bit(
     tmp_path_factory: pytest.TempPathFactory, undisturbed: Checked, every: int

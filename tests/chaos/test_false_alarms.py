@@ -37,12 +37,12 @@ def check_undisturbed(run: Run) -> None:
     assert run.text.count("generation=0") == 2
 
 
-ALWAYS = ("eval-here", "checkpoint")
+ALWAYS = ("eval-here",)
 """The others in scripts/test --full."""
 
 ONLY_IN_FULL = (
-    "slow-data", "slow-start", "first-step", "eval-everywhere", "eval-said", "long-batch",
-    "busy-thread", "download", "other-process", "uneven", "unattached", "compile",
+    "checkpoint", "slow-data", "slow-start", "first-step", "eval-everywhere", "eval-said",
+    "long-batch", "busy-thread", "download", "other-process", "uneven", "unattached", "compile",
 )  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from tests.integration.conftest import Run, Start, is_gone
 
 PARTS = ("rank", "smp", "zygote", "agent")
 KILL_AT = 30
-ALWAYS = {("agent",), ("smp", "agent")}
+ALWAYS = {("smp", "agent")}
 """The others in scripts/test --full."""
 
 TOGETHER = [
@@ -51,6 +51,7 @@ def test_killed_parts_cost_no_step_and_no_bit(
         assert int(begun[-1].rpartition("=")[2]) >= KILL_AT, "it did not resume from memory"
 
 
+@pytest.mark.full
 def test_snapshots_go_on_with_a_new_smp(start: Start, train: tuple[str, ...]) -> None:
     run = start(*train)
     run.wait_for_step(KILL_AT)
@@ -65,6 +66,7 @@ def test_snapshots_go_on_with_a_new_smp(start: Start, train: tuple[str, ...]) ->
     assert run.pid_of("smp") != before
 
 
+@pytest.mark.full
 def test_the_agent_dies_before_a_new_smp_has_the_memory(
     tmp_path: Path, train: tuple[str, ...], undisturbed: Checked
 ) -> None:

@@ -47,10 +47,9 @@ def test_a_wrong_secret_is_no_probe() -> None:
     assert found.rtt_s == 0
 
 
-def test_who_does_not_answer_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(link_probe, "PROBE_S", 0.2)
+def test_who_does_not_answer_is_given_up() -> None:
     with agent(is_mute=True) as order:
-        found = probe(order, who("here", "probe"), SECRET)
+        found = probe(order, who("here", "probe"), SECRET, limit_s=0.2)
     assert "did not come to its end" in found.problem
     assert found.to_bytes_per_s == 0
 

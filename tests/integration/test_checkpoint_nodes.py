@@ -515,7 +515,13 @@ def passed(count: Path) -> list[str]:
 @pytest.mark.chaos
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("comes_last", [False, True], ids=["comes first", "comes last"])
+@pytest.mark.parametrize(
+    "comes_last",
+    [
+        pytest.param(False, id="comes first"),
+        pytest.param(True, id="comes last", marks=pytest.mark.full),
+    ],
+)
 def test_an_smp_killed_at_any_point_writes_again_and_one_of_them_finishes(
     make: Make, tmp_path: Path, comes_last: bool
 ) -> None:

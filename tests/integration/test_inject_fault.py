@@ -307,6 +307,7 @@ def test_a_collective_is_skipped_and_numbers_go_bad(start: Start, script: Script
     assert lines(run, "FaultEnded", never)[0]["why"] == "it has not fired"
 
 
+@pytest.mark.full
 def test_an_explicit_collective_is_skipped(start: Start, script: Script) -> None:
     run = start(*QUICK, script(ALONE))
     goes_on(run, 0, 0)
@@ -315,6 +316,7 @@ def test_an_explicit_collective_is_skipped(start: Start, script: Script) -> None
     run.wait_until("skipped", lambda: "alone rank=1" in run.text)
 
 
+@pytest.mark.full
 def test_what_a_rank_cannot_do_harms_nobody_and_is_told(start: Start, script: Script) -> None:
     run = start("--allow-faults", "--nproc-per-node", "1", script(EMPTY))
     goes_on(run, 0, 0)

@@ -215,6 +215,7 @@ def test_variable_set_before_import_torch_is_reported(start: Start, script: Scri
     assert "OMP_NUM_THREADS set by the script has no effect" in run.text
 
 
+@pytest.mark.full
 def test_torch_compile_works_in_a_warm_worker(start: Start, script: Script, tmp_path: Path) -> None:
     name = script(
         "import torch\n"

@@ -154,7 +154,7 @@ def piped(start: Start, folder: Path, way: Way, steps: int, *more: str, saved: s
 @pytest.mark.parametrize(
     ("first", "others"),
     [
-        ((2, 1, "3,2"), [(3, 1, "2,1,2")]),
+        pytest.param((2, 1, "3,2"), [(3, 1, "2,1,2")], marks=pytest.mark.full),
         pytest.param((2, 2, "1,4"), [(1, 4, "5"), (2, 2, "1,2,1,1")], marks=pytest.mark.full),
         pytest.param((2, 1, "1,1,2,1"), [(3, 1, "1,1,3"), (1, 2, "2,3")], marks=pytest.mark.full),
     ],

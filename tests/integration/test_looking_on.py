@@ -259,6 +259,7 @@ def _look_at_hooks(run: Run) -> None:
     assert "hooks.on_incident failed for incident 1" in run.text
 
 
+@pytest.mark.full
 def test_what_cannot_be_served_or_shown_is_said_and_the_run_goes_on(
     start: Start, script: Callable[..., str], tmp_path: Path
 ) -> None:

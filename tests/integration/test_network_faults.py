@@ -73,6 +73,7 @@ def tc(run: NodesRun, node: int, *words: str) -> str:
     return str(process.communicate(timeout=LIMIT_S)[0])
 
 
+@pytest.mark.full
 def test_a_node_is_cut_off_by_an_order_from_another_and_comes_back(run: NodesRun) -> None:
     before = run.generation
     fault_id = order(run, 0, "partition", "--node", "node1", "--for", "8s")

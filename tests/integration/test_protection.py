@@ -988,6 +988,7 @@ def test_a_survivor_killed_while_it_gives_is_done_without(cluster: Cluster, poin
     cluster.check_bytes(3, victim.arenas[3], at)
 
 
+@pytest.mark.full
 def test_a_frozen_survivor_is_done_without(cluster: Cluster) -> None:
     cluster.parity = 2
     cluster.start(4)

@@ -359,7 +359,7 @@ def test_what_the_user_has_set_is_told_and_counts_as_busy() -> None:
     ),
     st.integers(0, 99),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_every_plan_is_whole(
     sizes: list[int], num_rails: int, faults: list[tuple[int, int, float]], seed: int
 ) -> None:
