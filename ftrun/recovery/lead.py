@@ -209,7 +209,7 @@ class Lead:
         found: list[Command] = [Note("NodeLost", text, {"member": was_member}, say=True)]
         self.oversight.note_failure(node_id, now_s=now_s)
         if self.ending is not None:
-            return found
+            return found if not peer.refused else []  # it was told of the end, and has gone
         if was_member:
             self._untold[node_id] = why
         if self.ballot is not None:

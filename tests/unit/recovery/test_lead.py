@@ -460,6 +460,9 @@ def test_the_lead_does_not_wait_for_ever_for_those_who_do_not_hear_the_end() -> 
     made["c"].is_frozen = True
     made.passes(1.0)
     assert made["b"].told(EndRun)
+    made.kill("b")
+    made.passes(0.5)
+    assert notes(made, "a", "NodeLost") == [], "it has gone because it was told to"
     made.passes(8.0)
     assert made["a"].told(EndRun)
 
