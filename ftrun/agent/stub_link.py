@@ -39,13 +39,13 @@ class StubLink:
         now = (tuple(fds), state)
         if self._socket is None or (now[0] == self._sent[0] and state is self._sent[1]):
             return
-        self._sent = now
         with suppress(OSError):  # a stub that is gone takes us along anyway
             fd = os.memfd_create("ftrun-kept-state")
             with open(fd, "wb") as file:
                 file.write(state.encode())
                 file.flush()
                 socket.send_fds(self._socket, [b"\0"], [fd, *fds])
+            self._sent = now
 
 
 def kept() -> tuple[list[int], KeptState]:

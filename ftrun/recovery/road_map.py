@@ -42,7 +42,7 @@ class RoadMap:
         self.dead: set[End] = set()
         """Nodes' rails that answered nobody in the newest survey of them."""
         self.coverage = 1.0
-        """The part of all roads that the newest survey of all nodes has probed."""
+        """The part of all roads that the newest survey before a generation has probed."""
         self.findings = Findings()
         self._settings = settings
         self._found: dict[Road, RoadFound] = {}
@@ -72,7 +72,9 @@ class RoadMap:
         return [rail for rail in card.rails if not named or rail.name in named] or card.rails[:1]
 
     def lost(self, node_id: str) -> None:
-        self.dead = {end for end in self.dead if end[0] != node_id}
+        """This node is; and of a rail with one node left on it nothing can be told."""
+        left = {rail for rail, on in self.matched.items() if len(on.keys() - {node_id}) > 1}
+        self.dead = {end for end in self.dead if end[0] != node_id and end[1] in left}
 
     # --- what was found -----------------------------------------------------------------------
 

@@ -140,7 +140,7 @@ class Survey:
 
     @property
     def given_up(self) -> set[End]:
-        """Interfaces that answered nobody; of two nodes alone, not the only other one either."""
+        """Interfaces that answered nobody: two others, or the one other where there is one."""
         return {
             (node, rail)
             for (node, rail), by in self._failed.items()
@@ -165,7 +165,8 @@ class Survey:
         """A node has tried a road."""
         found = body.found
         road = Road.of(found)
-        if body.survey != self._number or found.source != sender or self.is_over:
+        is_ours = body.survey == self._number and found.source == sender
+        if not is_ours or self.is_over or road.rail not in self._rails:
             return []
         self._waits.discard(road)
         self._mute.discard(sender)

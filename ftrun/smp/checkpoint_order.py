@@ -220,6 +220,8 @@ def told(order: WriteOrder) -> Iterator[None]:
 def keep(chosen: Chosen, means: Means, *, gap_s: float) -> None:
     """Have the shards copied where memory allows, so that they may be overwritten.
 
+    Each try to write begins with this: copies of the one before are read no more.
+
     Args:
         chosen: about to be written.
         means: what to write with.
@@ -228,6 +230,7 @@ def keep(chosen: Chosen, means: Means, *, gap_s: float) -> None:
     Raises:
         Overwritten: one was already.
     """
+    means.room.begin()
     late = LateCopy(chosen.version, chosen.shards, means.room, gap_s=gap_s)
     if chosen.is_tight or late.is_tight:
         late.copy()

@@ -56,7 +56,7 @@ class Sink(Protocol):
         """Memory for the bytes that come next, at least one.
 
         Args:
-            source: all bytes of the file, where they lie in memory for good.
+            source: all bytes of the file, where they lie in memory until it is closed.
         """
 
     def take(self, num_bytes: int) -> None:
@@ -84,6 +84,11 @@ class Shard:
     @property
     def is_copied(self) -> bool:
         return self.copy is not None
+
+    @property
+    def is_committed(self) -> bool:
+        """All ranks have sealed this version."""
+        return True
 
     @property
     def is_sound(self) -> bool:
@@ -202,10 +207,11 @@ class Shard:
 
 
 def copy_where_it_fits(shards: Sequence[Shard], room: CopyRoom) -> bool:
-    """Copy all of them, or none; False: a slot was overwritten meanwhile."""
-    blocks = room.lend([shard.shape.image_bytes for shard in shards])
+    """Copy all that are there, or none; False: a slot was overwritten meanwhile."""
+    ready = [shard for shard in shards if shard.is_committed]
+    blocks = room.lend([shard.shape.image_bytes for shard in ready])
     if blocks is not None:
-        for shard, block in zip(shards, blocks, strict=True):
+        for shard, block in zip(ready, blocks, strict=True):
             shard.copy_to(block)
     return all(shard.is_unchanged() for shard in shards)
 

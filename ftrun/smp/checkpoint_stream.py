@@ -98,7 +98,8 @@ class Capturing:
         self._gap_s = gap_s
         self._room = room
         self._stop = stop
-        self._are_sealed = False
+        self.are_sealed = False
+        """All ranks have; before that nothing is overwritten, and so nothing copied."""
 
     @property
     def ahead_s(self) -> float:
@@ -137,9 +138,9 @@ class Capturing:
         Raises:
             Overwritten: another rank has taken its seal back.
         """
-        if self._are_sealed or not all(one.look() for one in self.shards):
+        if self.are_sealed or not all(one.look() for one in self.shards):
             return
-        self._are_sealed = True
+        self.are_sealed = True
         left = [one for one in self.shards if not one.is_sound]
         late = LateCopy(self.version, left, self._room, gap_s=self._gap_s)
         if late.is_tight:
@@ -163,6 +164,10 @@ class LiveShard(Shard):
         self._since_s = clock.now_s()
 
     @property
+    def is_committed(self) -> bool:
+        return self._capturing.are_sealed
+
+    @property
     def is_sound(self) -> bool:
         return self._is_compared
 
@@ -179,11 +184,6 @@ class LiveShard(Shard):
                 raise self._capturing.lost("its capture was given up")
             self.header = found
         return self.header.state is SlotState.SEALED
-
-    def copy_to(self, copy: memoryview) -> None:
-        """Nothing until it is sealed; see `Capturing.has_sealed`."""
-        if self.header.state is SlotState.SEALED:
-            super().copy_to(copy)
 
     def is_unchanged(self) -> bool:
         """Nor is it overwritten before."""

@@ -137,7 +137,7 @@ class Checkpoints:
             return partial(self._tell, asker, checkpoint_messages.CheckpointRefused(str(error)))
         finally:
             _close(fds.values())
-            self._room.tidy()
+            self._room_is_free()
         return partial(self._tell, asker, _answer(done, clock.now_s() - started_s))
 
     def _tell(self, asker: Asker, done: messages.AnyMessage) -> None:
@@ -146,12 +146,16 @@ class Checkpoints:
 
     def _tidy(self) -> None:
         """Long after a checkpoint was written: its memory may be of use to others."""
-        self._tidying.stop()
         self._jobs.submit("disk", self._tidied, failed=_nothing)
 
     def _tidied(self) -> Finish:
-        self._room.tidy()
-        return _nothing
+        self._room_is_free()
+        return _nothing if self._room.num_bytes else self._tidying.stop
+
+    def _room_is_free(self) -> None:
+        """Nothing is being written."""
+        with suppress(OSError):  # how much memory is free cannot be told just now
+            self._room.begin()
 
     def _written(self, order: WriteOrder, fds: ArenaFds) -> Written:
         if is_url(order.where):
@@ -161,6 +165,7 @@ class Checkpoints:
         return self._parts.write(fds, order, order.version)
 
     def _load(self, asker: Asker, body: checkpoint_messages.LoadCheckpoint) -> Finish:
+        self._room.drop()
         try:
             loaded = self._loaded_from(body)
         except (CheckpointError, MemoryTooSmall) as error:

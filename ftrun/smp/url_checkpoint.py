@@ -168,7 +168,8 @@ class UrlWriter:
             return send_part(store, name, chosen, blank)
         except CheckpointError:
             if is_alone:  # what is paid for by the byte, or has a quota, is not left lying there
-                # Over another connection: on this one the answer to what failed may still come.
+                # Over another connection: on this one the answer to what failed may still come, or
+                # it hangs. What is stored even later `sweep_before` finds.
                 with suppress(CheckpointError), store.anew() as fresh:
                     remove(fresh, [name])
             raise

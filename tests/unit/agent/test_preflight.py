@@ -67,8 +67,8 @@ def test_loopback_and_clock_are_there() -> None:
     [
         (0, 9.0, False),  # nothing was measured yet
         (1, 0.33, False),  # the processor was others' once
-        (7, 1.4, False),
-        (1, 1.6, True),  # it is slow indeed, and a start waits
+        (7, 0.7, False),
+        (1, 0.9, True),  # it is slow indeed, and a start waits
         (8, 0.2, False),
         (8, 0.31, True),
         (64, 0.02, True),

@@ -28,14 +28,31 @@ def test_each_copy_has_its_size_and_memory_of_its_own() -> None:
 def test_memory_is_lent_again_and_what_does_not_fit_any_more_goes() -> None:
     made = room()
     fill(made.lend([10, 20]), b"x")
+    made.begin()
     again = made.lend([20, 10, 30])
     assert again is not None
     assert [bytes(block[:1]) for block in again] == [b"x", b"x", b"\0"]
     assert made.num_bytes == 60
+    made.begin()
     assert [bytes(block[:1]) for block in made.lend([10]) or []] == [b"x"]
     assert made.num_bytes == 60, "the others are copied again the next time"
+    made.begin()
     assert made.lend([11]) is not None
     assert made.num_bytes == 11, "of another world"
+
+
+def test_what_is_lent_is_nobody_elses_before_the_next_try() -> None:
+    made = room()
+    fill(made.lend([10, 10]), b"x")
+    made.begin()
+    first = made.lend([10])
+    fill(first, b"1")
+    fill(made.lend([10, 10]), b"2")
+    made.tidy()
+    fill(made.lend([10]), b"3")
+    assert first is not None
+    assert bytes(first[0][:1]) == b"1"
+    assert made.num_bytes == 40
 
 
 def test_what_is_there_already_asks_for_no_free_memory() -> None:
@@ -43,11 +60,22 @@ def test_what_is_there_already_asks_for_no_free_memory() -> None:
     made = CopyRoom(lambda: free[0])
     assert made.lend([30, 1]) is None
     assert made.num_bytes == 0
-    assert made.lend([10, 20]) is not None
-    free[0] = 0
-    assert made.lend([20, 10]) is not None
-    assert made.lend([20, 10, 1]) is None
+    assert made.lend([1, 2]) is not None
+    made.begin()
+    free[0] = 12
+    made.begin()
+    assert made.lend([2, 1]) is not None, "four times as much is free"
+    made.begin()
+    assert made.lend([2, 1, 13]) is None
     assert made.num_bytes == 0, "who has no room for all has nothing"
+
+
+def test_memory_that_the_kernel_refuses_is_not_there() -> None:
+    made = room()
+    assert made.lend([1 << 60]) is None
+    assert made.lend([10]) is not None
+    made.drop()
+    assert made.num_bytes == 0
 
 
 @pytest.mark.parametrize(
@@ -63,5 +91,5 @@ def test_it_goes_back_after_a_while_or_where_it_is_missed(
     made.tidy()
     assert made.lend([60, 40]) is not None
     now_s[0] += passed_s
-    made.tidy()
+    made.begin()
     assert made.num_bytes == kept
