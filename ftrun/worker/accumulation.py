@@ -7,10 +7,12 @@ Gives:    yes or no; gradients are no part of a snapshot, so nothing is taken in
 
 An optimizer is in the middle when it has not stepped in this turn and gradients have been
 added since its last step. That is read off identity and version counter of a few gradients:
-a backward adds to all of them. A step that GradScaler skips looks the same, and costs no more
+a backward adds to all of them. An id alone is no identity: a gradient that was freed leaves its
+own to the next one. A step that GradScaler skips looks the same, and costs no more
 than waiting for the next boundary.
 """
 
+import weakref
 from collections.abc import Iterable
 from typing import Any, Protocol, runtime_checkable
 
@@ -21,7 +23,8 @@ from ftrun.worker.tensors import version_of
 
 _SAMPLED = 16
 
-Signature = tuple[tuple[int, int], ...]
+Signature = tuple[tuple["weakref.ref[torch.Tensor]", int], ...]
+"""Gradients as they stood, with their versions."""
 
 
 @runtime_checkable
@@ -72,17 +75,29 @@ class Accumulation:
         before, self._versions[key] = self._versions.get(key, versions), versions
         if key in self._stepped:
             return False
-        now = _signature(optimizer)
         if versions != before:
             # A compiled step has no hook; the parameters show that it has been.
-            self._at_step[key] = now
+            self._at_step[key] = _signature(optimizer)
             return False
-        return bool(now) and now != self._at_step.get(key)
+        grads = _grads(optimizer)
+        return bool(grads) and not _are_those(grads, self._at_step.get(key, ()))
+
+
+def _grads(optimizer: Optimizer) -> list[torch.Tensor]:
+    grads = (parameter.grad for parameter in _sample(optimizer))
+    return [grad for grad in grads if grad is not None]
 
 
 def _signature(optimizer: Optimizer) -> Signature:
-    grads = (parameter.grad for parameter in _sample(optimizer))
-    return tuple((id(grad), version_of(grad)) for grad in grads if grad is not None)
+    return tuple((weakref.ref(grad), version_of(grad)) for grad in _grads(optimizer))
+
+
+def _are_those(grads: list[torch.Tensor], before: Signature) -> bool:
+    """The very same gradients, and nothing was added to them."""
+    return len(grads) == len(before) and all(
+        then() is grad and version == version_of(grad)
+        for grad, (then, version) in zip(grads, before, strict=True)
+    )
 
 
 def _sample(optimizer: Optimizer) -> list[torch.Tensor]:

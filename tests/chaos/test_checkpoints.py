@@ -187,6 +187,7 @@ def test_processes_that_end_while_the_last_checkpoint_is_written_are_no_wish(
     assert run.journal("CheckpointWritten")[-1]["step"] == 2
 
 
+@pytest.mark.full
 def test_where_none_can_be_written_the_run_goes_on_and_status_says_so(
     start: Start, train: tuple[str, ...], undisturbed: Checked
 ) -> None:

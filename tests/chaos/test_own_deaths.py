@@ -160,6 +160,7 @@ def test_another_number_of_ranks_goes_on_from_memory(start: Start, train: tuple[
     assert int(begun[-1].split("step=")[1]) >= KILL_AT - 2, run.text
 
 
+@pytest.mark.full
 def test_changed_script_is_refused_and_costs_nothing(
     start: Start, train: tuple[str, ...], undisturbed: Checked
 ) -> None:

@@ -425,6 +425,7 @@ def test_a_poisoned_batch_ends_the_run(start: Start, script: Script) -> None:
     assert len({line["step"] for line in told}) == 1
 
 
+@pytest.mark.full
 def test_parts_of_ftrun_are_hit(run: Run) -> None:
     number, pids = now_at(run)
     ups = len(run.journal("smp_up"))

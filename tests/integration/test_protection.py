@@ -1157,6 +1157,7 @@ def test_too_few_nodes_train_unprotected_and_say_so(cluster: Cluster) -> None:
     assert "protect nothing" in cluster.readiness(cluster.nodes[0], at)[0].why
 
 
+@pytest.mark.full
 def test_a_rank_that_has_moved_is_fetched_from_where_it_was(cluster: Cluster) -> None:
     cluster.start(3)
     cluster.begin()

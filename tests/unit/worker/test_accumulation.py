@@ -52,6 +52,24 @@ def test_after_a_step_the_next_backward_is_pending_again(pair: Pair, set_to_none
     assert accumulation.boundary()
 
 
+def test_a_gradient_at_the_place_of_one_that_was_freed_is_another() -> None:
+    model = nn.Linear(3, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    accumulation = Accumulation([optimizer])
+    backward(model)
+    optimizer.step()
+    assert not accumulation.boundary()
+    place = id(model.weight.grad)
+    optimizer.zero_grad()
+    elsewhere = []
+    while id(grad := torch.ones(1, 3)) != place:
+        elsewhere.append(grad)
+        assert len(elsewhere) < 10_000, "the freed place is not given out again"
+    model.weight.grad = grad
+    assert accumulation.boundary()
+    accumulation.close()
+
+
 def test_one_of_several_optimizers_in_the_middle_is_enough(pair: Pair) -> None:
     model, optimizer, accumulation = pair
     other = nn.Linear(3, 1)
