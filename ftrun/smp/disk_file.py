@@ -79,9 +79,9 @@ class DiskFile:
         if self._filled == 0:
             self._wait_for(self._turn)
             end = self._size + BUFFER_BYTES
-            self.is_in_place = source is not None and end <= len(source)
-            here = source[self._size : end] if source is not None and self.is_in_place else None
-            self._part = here if here is not None else self._views[self._turn]
+            self._part, self.is_in_place = self._views[self._turn], False
+            if source is not None and end <= len(source):
+                self._part, self.is_in_place = source[self._size : end], True
         return self._part[self._filled :]
 
     def take(self, num_bytes: int) -> None:

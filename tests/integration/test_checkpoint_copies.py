@@ -1,5 +1,6 @@
 """A rank's copy is written from where it lies, while others are still captured and copied."""
 
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -67,6 +68,7 @@ def workers() -> Iterator[list[Worker]]:
     yield made
     for one in made:
         one.arena.close()
+        os.close(one.fd)
 
 
 @pytest.mark.slow
@@ -89,8 +91,8 @@ def test_whichever_rank_seals_first_or_last_each_file_is_its_own(
         for one in workers:
             if one.rank not in (first, last):
                 one.seal()
-        give_up_s = time.monotonic() + 30
-        while not list(tmp_path.glob(".tmp-*/.rank-00001*")) and time.monotonic() < give_up_s:
+        give_up_s = time.monotonic() + 20
+        while not list(tmp_path.glob(".tmp-*/*rank-00001*")) and time.monotonic() < give_up_s:
             time.sleep(0.005)
         workers[last].seal()
         path = Path(writing.result(30).path)

@@ -1,6 +1,7 @@
 """A checkpoint is whole or it is set aside, and the one before it is used."""
 
 import fcntl
+import gc
 import os
 import threading
 import time
@@ -77,12 +78,14 @@ class Arenas:
 
 @pytest.fixture
 def arenas() -> Iterator[Arenas]:
+    gc.collect()  # what other tests have left is not to be counted
     before = len(os.listdir("/proc/self/fd"))
     found = Arenas()
     yield found
     for some in found.fds.values():
         for fd in some:
             os.close(fd)
+    gc.collect()
     assert len(os.listdir("/proc/self/fd")) == before
 
 

@@ -3,6 +3,7 @@
 The test is the worker: it copies piece by piece, as fast and as right as it likes.
 """
 
+import gc
 import os
 import random
 import select
@@ -136,11 +137,13 @@ class Writing:
 
 @pytest.fixture
 def workers() -> Iterator[list[Worker]]:
+    gc.collect()  # what other tests have left is not to be counted
     before = len(os.listdir("/proc/self/fd"))
     found = [Worker(rank) for rank in RANKS]
     yield found
     for one in found:
         one.close()
+    gc.collect()
     assert len(os.listdir("/proc/self/fd")) == before
 
 

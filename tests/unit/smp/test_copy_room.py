@@ -71,7 +71,7 @@ def test_what_is_there_already_asks_for_no_free_memory() -> None:
 
 
 def test_memory_that_the_kernel_refuses_is_not_there() -> None:
-    made = room()
+    made = room(1 << 62)
     assert made.lend([1 << 60]) is None
     assert made.lend([10]) is not None
     made.drop()
