@@ -6,7 +6,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -35,11 +36,23 @@ def state(pid: int) -> str:
 
 
 @pytest.fixture
-def sleeper() -> "subprocess.Popen[bytes]":
+def sleeper() -> "Iterator[subprocess.Popen[bytes]]":
     process = subprocess.Popen(["sleep", "1000"])
     yield process
     process.kill()
     process.wait()
+
+
+@contextmanager
+def shell_of(words: str) -> "Iterator[subprocess.Popen[bytes]]":
+    """A shell and all that it starts, which end with this, also where the test fails."""
+    shell = subprocess.Popen(["sh", "-c", words], stdout=subprocess.DEVNULL, start_new_session=True)
+    try:
+        yield shell
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(shell.pid, signal.SIGKILL)
+        shell.wait()
 
 
 def test_a_healer_undoes_when_the_time_is_over(tmp_path: Path) -> None:
@@ -95,18 +108,18 @@ def test_a_process_is_stopped_in_turns(sleeper: "subprocess.Popen[bytes]") -> No
     wait_for(lambda: state(sleeper.pid) == "T")
     wait_for(lambda: state(sleeper.pid) == "S")
     healing.end()
-    assert state(sleeper.pid) == "S"
+    wait_for(lambda: state(sleeper.pid) == "S")
 
 
 def test_a_process_and_its_children_are_ended_together() -> None:
-    shell = subprocess.Popen(["sh", "-c", "sleep 1000 & sleep 1000"])
-    wait_for(lambda: len(children(shell.pid)) == 2)
-    pids = [shell.pid, *children(shell.pid)]
-    Healing([["tree", signal.SIGSTOP, shell.pid]], [["tree", signal.SIGCONT, shell.pid]]).end()
-    healing = Healing([["tree", signal.SIGKILL, shell.pid]], [])
-    healing.end()
-    shell.wait()
-    wait_for(lambda: not any(start_time(pid) for pid in pids))
+    with shell_of("sleep 1000 & sleep 1000") as shell:
+        wait_for(lambda: len(children(shell.pid)) == 2)
+        pids = [shell.pid, *children(shell.pid)]
+        stop, go = (["tree", one, shell.pid] for one in (signal.SIGSTOP, signal.SIGCONT))
+        Healing([stop], [go]).end()
+        Healing([["tree", signal.SIGKILL, shell.pid]], []).end()
+        shell.wait()
+        wait_for(lambda: not any(start_time(pid) for pid in pids))
 
 
 def test_healers_take_back_what_they_did_before_all_is_killed(tmp_path: Path) -> None:
@@ -114,20 +127,18 @@ def test_healers_take_back_what_they_did_before_all_is_killed(tmp_path: Path) ->
     order = {"do": [["write", str(path), "here"]], "undo": [["unlink", str(path)]]}
     healer = f"{sys.executable} -m ftrun.agent.healer '{json.dumps(order)}'"
     # A shell that waits for nobody, as an agent that is busy.
-    shell = subprocess.Popen(
-        ["sh", "-c", f"(echo go; exec sleep 1000) | {healer} & exec sleep 1000"],
-        stdout=subprocess.DEVNULL,
-    )
-    wait_for(lambda: path.exists() and path.read_text())
-    stopping = Healing([["tree", signal.SIGSTOP, shell.pid]], [["tree", signal.SIGCONT, shell.pid]])
-    assert state(shell.pid) == "T"
-    (other,) = [pid for pid in children(shell.pid) if comm(pid) == "ftrun-healer"]
-    assert state(other) != "T"
-    stopping.end()
-    Healing([["tree", signal.SIGKILL, shell.pid]], []).end()
-    shell.wait()
-    assert not path.exists()
-    wait_for(lambda: not start_time(other))
+    with shell_of(f"(echo go; exec sleep 1000) | {healer} & exec sleep 1000") as shell:
+        wait_for(lambda: path.exists() and path.read_text())
+        stop, go = (["tree", one, shell.pid] for one in (signal.SIGSTOP, signal.SIGCONT))
+        stopping = Healing([stop], [go])
+        wait_for(lambda: state(shell.pid) == "T")
+        (other,) = [pid for pid in children(shell.pid) if comm(pid) == "ftrun-healer"]
+        assert state(other) != "T"
+        stopping.end()
+        Healing([["tree", signal.SIGKILL, shell.pid]], []).end()
+        shell.wait()
+        assert not path.exists()
+        wait_for(lambda: not start_time(other))
 
 
 def comm(pid: int) -> str:
