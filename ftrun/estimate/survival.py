@@ -15,6 +15,7 @@ The state is lost where one more loss makes it more of a group than the code bea
     a domain    takes c of a group at once, and finds m + 1 - c others gone by themselves
     a domain    finds another one gone, and both together have more than m of some group
 
+A domain whose loss alone is the loss of the state is not counted as gone for the others as well.
 Three domains within a window are not counted. What several nodes hold alike (replicas) survives
 more than this says.
 """
@@ -48,13 +49,14 @@ class Placement:
     """Groups, and what the loss of a domain takes of them.
 
     Args:
-        groups: how many there are of (m, nodes of it in each of its domains).
+        groups: how many there are of (m, nodes of it in each domain whose loss the state
+            survives, the same for each domain whose loss it does not survive).
         domains: of each kind of domain, how many there are of it, and what its loss takes: how
             many groups of (nodes, m, nodes of it that are in the domain).
-        pairs: of domains that a code bears alone, and not both together.
+        pairs: of domains whose loss the state survives, and not of both together.
     """
 
-    groups: Mapping[tuple[int, tuple[int, ...]], int]
+    groups: Mapping[tuple[int, tuple[int, ...], tuple[int, ...]], int]
     domains: Sequence[tuple[int, Mapping[tuple[int, int, int], int]]]
     pairs: int
 
@@ -92,8 +94,8 @@ def loss_per_s(placement: Placement, losses: Losses) -> float:
     gone = _within(losses.node_per_s, losses.window_s)
     domain_gone = _within(domain_per_s, losses.window_s)
     by_node = math.fsum(
-        count * _met(parity, parts, gone, domain_gone)
-        for (parity, parts), count in placement.groups.items()
+        count * _met(parity, borne, fatal, gone, domain_gone)
+        for (parity, borne, fatal), count in placement.groups.items()
     )
     by_domain = math.fsum(count * _hit(hit, gone) for count, hit in placement.domains)
     by_domain += 2 * placement.pairs * domain_gone
@@ -120,27 +122,31 @@ def _within(per_s: float, over_s: float) -> float:
     return -math.expm1(-per_s * over_s)
 
 
-def _met(parity: int, parts: Sequence[int], gone: float, domain_gone: float) -> float:
+def _met(
+    parity: int, borne: Sequence[int], fatal: Sequence[int], gone: float, domain_gone: float
+) -> float:
     """How many nodes of a group would find m others gone, were they lost now (the expectation).
 
     Args:
         parity: m.
-        parts: nodes of the group in each of its domains.
+        borne: nodes of the group in each of its domains whose loss the state survives.
+        fatal: the same in the others. They count as gone by themselves only: the loss of such a
+            domain was the loss of the state.
         gone: of a node by itself, the probability.
-        domain_gone: of a domain. One that takes more than m does not count here: its own loss
-            was the loss of the state.
+        domain_gone: of a domain.
     """
     found = 0.0
-    for taken, count in Counter(parts).items():
-        numbers = _gone(taken - 1, gone)
-        for other, others in (Counter(parts) - Counter([taken])).items():
+    parts = Counter([*((taken, True) for taken in borne), *((taken, False) for taken in fatal)])
+    for mine, count in parts.items():
+        numbers = _gone(mine[0] - 1, gone)
+        for (other, may_be_gone), others in (parts - Counter([mine])).items():
             apart = _gone(other, gone)
-            if other <= parity:
+            if may_be_gone:
                 apart = [(1.0 - domain_gone) * one for one in apart]
                 apart[-1] += domain_gone
             for _ in range(others):
                 numbers = _added(numbers, apart)
-        found += count * taken * math.fsum(numbers[parity:])
+        found += count * mine[0] * math.fsum(numbers[parity:])
     return found
 
 
@@ -172,18 +178,21 @@ def _domains(nodes: int, domain_nodes: int) -> dict[str, str]:
 
 def _seen(groups: Sequence[Group], domains: Mapping[str, str]) -> Placement:
     taken: dict[str, Counter[tuple[int, int, int]]] = {}
-    kinds: Counter[tuple[int, tuple[int, ...]]] = Counter()
+    parts = [Counter(domains[node] for node in group.nodes) for group in groups]
+    for group, counts in zip(groups, parts, strict=True):
+        for domain, count in counts.items():
+            taken.setdefault(domain, Counter())[len(group.nodes), group.parity, count] += 1
+    is_fatal = {
+        domain: any(count > parity for _, parity, count in hit) for domain, hit in taken.items()
+    }
+    kinds: Counter[tuple[int, tuple[int, ...], tuple[int, ...]]] = Counter()
     pairs: set[tuple[str, str]] = set()
-    for group in groups:
-        nodes, parity = len(group.nodes), group.parity
-        parts = sorted(Counter(domains[node] for node in group.nodes).items())
-        kinds[parity, tuple(sorted(count for _, count in parts))] += 1
-        for domain, count in parts:
-            taken.setdefault(domain, Counter())[nodes, parity, count] += 1
+    for group, counts in zip(groups, parts, strict=True):
+        borne = sorted((domain, n) for domain, n in counts.items() if not is_fatal[domain])
+        fatal = sorted(n for domain, n in counts.items() if is_fatal[domain])
+        kinds[group.parity, tuple(sorted(n for _, n in borne)), tuple(fatal)] += 1
         pairs.update(
-            (one, other)
-            for (one, a), (other, b) in combinations(parts, 2)
-            if a + b > parity >= max(a, b)
+            (one, other) for (one, a), (other, b) in combinations(borne, 2) if a + b > group.parity
         )
     hits = Counter(tuple(sorted(hit.items())) for hit in taken.values())
     return Placement(kinds, [(count, dict(hit)) for hit, count in hits.items()], len(pairs))
