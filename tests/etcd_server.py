@@ -11,6 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tests.stopping import stop
+
 START_S = 20.0
 
 Run = Callable[..., "subprocess.Popen[Any]"]
@@ -137,7 +139,7 @@ class EtcdServer:
     def pause(self) -> None:
         """It takes connections and answers nothing."""
         if self._process is not None:
-            self._process.send_signal(signal.SIGSTOP)
+            stop(self._process.pid)
 
     def go_on(self) -> None:
         if self._process is not None:

@@ -13,6 +13,7 @@ Rule 2: once its hour has passed, a node that was set aside must have made a who
         was last seen set aside. An agent that was started again has made one, or is asked for it.
 """
 
+import re
 from collections.abc import Collection, Sequence
 
 import msgspec
@@ -26,6 +27,7 @@ from ftrun.wire.heartbeats import LeadBeat
 from ftrun.wire.plan import NodeCard, Plan
 
 _LEAVES = "it was asked to leave"
+_FIGURE = re.compile(r"[\d.,]*\d")
 _Check = tuple[int, int]
 """Incarnation of an agent, and the number of a check among its own."""
 
@@ -45,7 +47,7 @@ class Screening:
 
     @property
     def told(self) -> dict[str, str]:
-        """Who may not run ranks and why, as it was said last; replaced whole."""
+        """Who may not run ranks and why, with the newest figures; replaced whole."""
         return self._told
 
     def unfit(self, aside: Collection[str]) -> dict[str, str]:
@@ -92,7 +94,7 @@ class Screening:
         found = [
             Note("Unfit", f"node {one} may not run ranks: {why}", {"about": one}, say=True)
             for one, why in sorted(unfit.items())
-            if self._told.get(one) != why
+            if _without_figures(self._told.get(one, "")) != _without_figures(why)
         ]
         found += [
             Note("FitAgain", f"node {one} is fit to run ranks", {"about": one}, say=True)
@@ -142,3 +144,8 @@ class Screening:
 
 def _number(peer: Peer) -> int:
     return peer.fitness.number if peer.fitness is not None else 0
+
+
+def _without_figures(why: str) -> str:
+    """An unfit node checks itself again and again; the same with other figures is no news."""
+    return _FIGURE.sub("", why)

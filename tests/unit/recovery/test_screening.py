@@ -68,6 +68,18 @@ def test_it_is_said_once_and_so_is_that_it_is_over() -> None:
     assert screening.told == {}
 
 
+def test_the_same_with_other_figures_is_known_and_not_said_again() -> None:
+    screening, peers = made_of(b=UNFIT)
+    screening.look(set())
+    for problems in (("memory is copied at 2.5 MB/s",), ("memory is copied at 1,002.0 MB/s",)):
+        peers.by_id["b"].fitness = msgspec.structs.replace(UNFIT, problems=problems)
+        assert screening.look(set()) == []
+        assert screening.told == {"b": problems[0]}
+    problems = ("memory is copied at 3 MB/s", "8 open files are allowed")
+    peers.by_id["b"].fitness = msgspec.structs.replace(UNFIT, problems=problems)
+    assert len(screening.look(set())) == 1
+
+
 def test_a_node_that_is_forgotten_is_not_fit_again() -> None:
     screening, peers = made_of(b=UNFIT)
     screening.look(set())
