@@ -1,5 +1,6 @@
-"""An agent that answers one stranger, or hears it out and says nothing."""
+"""An agent that answers one stranger, or hears it out and says nothing; and nobody at all."""
 
+import select
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -11,7 +12,7 @@ from ftrun.wire.identity import PeerIdentity
 from ftrun.wire.secret import Secret
 from ftrun.wire.tcp import listen_tcp
 
-WAIT_S = 10.0
+WAIT_S = 60.0
 
 
 @contextmanager
@@ -37,7 +38,7 @@ def answering(
         with suppress(OSError, PeerError):
             sock, _ = listener.accept()
             with sock:
-                accept_handshake(sock, own, secret)
+                accept_handshake(sock, own, secret, deadline_s=WAIT_S)
                 if is_mute:
                     done.wait(WAIT_S)
                 else:
@@ -54,3 +55,16 @@ def answering(
             listener.shutdown(socket.SHUT_RDWR)
         listener.close()
         server.join(WAIT_S)
+
+
+@contextmanager
+def nobody_at(host: str = "127.0.0.1") -> Iterator[int]:
+    """A port that refuses: it is taken, so that no other process gets it, and nobody listens."""
+    with socket.socket() as sock:
+        sock.bind((host, 0))
+        yield sock.getsockname()[1]
+
+
+def wait_until_full(listener: socket.socket) -> None:
+    """Until a queue for one connection has it; the kernel may take a moment on a busy machine."""
+    assert select.select([listener], [], [], WAIT_S)[0]

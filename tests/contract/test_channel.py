@@ -1,5 +1,6 @@
 """Messages and descriptors arrive whole, in order and from this run, or not at all."""
 
+import gc
 import os
 import socket
 import struct
@@ -17,17 +18,19 @@ from ftrun.wire.messages import Done, Envelope, Hello, Refused
 from ftrun.wire.pages import Beat, Page, create_page
 from ftrun.wire.smp_messages import HandedOver, HandOver, KeepRunState
 
-PATIENCE_S = 10.0
+PATIENCE_S = 30.0
 
 
 @pytest.fixture
 def ends() -> Iterator[tuple[Channel, Channel]]:
+    gc.collect()  # what other tests have left is not to be counted
     before = len(os.listdir("/proc/self/fd"))
     a, b = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     left, right = Channel(a, run_id="run", peer="b"), Channel(b, run_id="run", peer="a")
     yield left, right
     left.close()
     right.close()
+    gc.collect()
     assert len(os.listdir("/proc/self/fd")) == before
 
 

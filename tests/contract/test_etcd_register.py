@@ -5,6 +5,7 @@ the client library make of them.
 """
 
 import http.server
+import re
 import shutil
 import socket
 import threading
@@ -14,41 +15,79 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from etcd_server import Certificates, EtcdServer, available, free_port
+from etcd_server import Certificates, EtcdServer, available
 
 from ftrun import clock
-from ftrun.agent.etcd_register import ANSWER_S, EtcdAway, EtcdRegister
+from ftrun.agent import etcd_register, witness_thread
+from ftrun.agent.etcd_register import ANSWER_S, TRY_S, EtcdAway, EtcdRegister
 from ftrun.agent.witness_thread import WitnessThread
 from ftrun.config import EtcdTls
 from ftrun.errors import ExitCode, UsageError
 from ftrun.recovery.commands import AskWitness, Wish
 from ftrun.recovery.happenings import WitnessSaid
 from ftrun.wire.plan import NodeCard
+from tests.contract.answering import nobody_at
 from tests.unit.recovery.made import card, plan
 
 if reason := available():
     pytest.skip(f"needs etcd: {reason}", allow_module_level=True)
 
-LEASE_S = 2.0
+WAIT_S = 60.0
+LEASE_S = 60.0
+"""It does not end while a test runs, however busy the machine is."""
+SHORT_S = 2.0
+"""Of a lease that is to end."""
+TRIES = 5
+"""The quickest of some, so that it is the client's time and not the machine's."""
 JOB = "/home/user/train.py with --nnodes/--spares 2"
+
+
+@contextmanager
+def started(folder: Path, tls: Certificates | None = None) -> Iterator[EtcdServer]:
+    """Another process may take one of its ports just before it does: then once more."""
+    for left in (2, 1, 0):
+        server = EtcdServer(folder / f"etcd-{left}", tls=tls)
+        try:
+            server.start()
+        except RuntimeError:
+            server.kill()
+            if not left:
+                raise
+        else:
+            break
+    try:
+        yield server
+    finally:
+        server.go_on()
+        server.kill()
 
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdServer]:
-    server = EtcdServer(tmp_path_factory.mktemp("etcd"))
-    server.start()
-    yield server
-    server.kill()
+    with started(tmp_path_factory.mktemp("shared")) as server:
+        yield server
 
 
 @pytest.fixture
 def own(tmp_path: Path) -> Iterator[EtcdServer]:
     """One that a test may break."""
-    server = EtcdServer(tmp_path)
-    server.start()
-    yield server
-    server.go_on()
-    server.kill()
+    with started(tmp_path) as server:
+        yield server
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An etcd on a busy disk takes its time to write."""
+    monkeypatch.setattr(etcd_register, "TRY_S", WAIT_S)
+    for module in (etcd_register, witness_thread):
+        monkeypatch.setattr(module, "ANSWER_S", WAIT_S)
+
+
+@pytest.fixture
+def haste(patience: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a run: for tests of how long it takes to give up."""
+    monkeypatch.setattr(etcd_register, "TRY_S", TRY_S)
+    monkeypatch.setattr(etcd_register, "ANSWER_S", ANSWER_S)
 
 
 @pytest.fixture
@@ -56,9 +95,11 @@ def run_id(request: pytest.FixtureRequest) -> str:
     return str(request.node.name).replace("[", "-").replace("]", "")
 
 
-def register(*servers: EtcdServer, run_id: str, job: str = JOB) -> EtcdRegister:
+def register(
+    *servers: EtcdServer, run_id: str, job: str = JOB, lease_s: float = LEASE_S
+) -> EtcdRegister:
     at = [(one.host, one.port) for one in servers]
-    return EtcdRegister(at, run_id, job=job, lease_s=LEASE_S)
+    return EtcdRegister(at, run_id, job=job, lease_s=lease_s)
 
 
 class Node:
@@ -73,8 +114,9 @@ class Node:
         return self.register.ask(asked, self.card)
 
 
-def two(server: EtcdServer, run_id: str) -> tuple[Node, Node]:
-    return Node("a", register(server, run_id=run_id)), Node("b", register(server, run_id=run_id))
+def two(server: EtcdServer, run_id: str, lease_s: float = LEASE_S) -> tuple[Node, Node]:
+    a, b = (Node(one, register(server, run_id=run_id, lease_s=lease_s)) for one in "ab")
+    return a, b
 
 
 def test_first_to_claim_is_the_one_the_others_come_to(shared: EtcdServer, run_id: str) -> None:
@@ -103,13 +145,13 @@ def test_number_is_promised_once_and_a_plan_is_remembered(shared: EtcdServer, ru
 def test_lease_that_is_not_renewed_ends_and_the_counter_stays(
     shared: EtcdServer, run_id: str
 ) -> None:
-    a, b = two(shared, run_id)
-    assert a.ask(Wish.PROMISE, 4).granted
+    a, b = two(shared, run_id, SHORT_S)
     begun_s = time.monotonic()
+    assert a.ask(Wish.PROMISE, 4).granted
     while not (said := b.ask(Wish.PROMISE, 5)).granted:
-        assert time.monotonic() - begun_s < LEASE_S + 3.0
+        assert time.monotonic() - begun_s < WAIT_S
         time.sleep(0.05)
-    assert time.monotonic() - begun_s > LEASE_S - 0.2
+    assert time.monotonic() - begun_s > SHORT_S - 0.2
     assert said.lead == b.card
     late = a.ask(Wish.ACCEPT, 4, plan=plan(4, "a"))
     assert (late.granted, late.lead) == (False, b.card)
@@ -117,9 +159,10 @@ def test_lease_that_is_not_renewed_ends_and_the_counter_stays(
 
 
 def test_lease_that_is_renewed_stays(shared: EtcdServer, run_id: str) -> None:
-    a, b = two(shared, run_id)
+    lease_s = 2 * SHORT_S
+    a, b = two(shared, run_id, lease_s)
     assert a.ask(Wish.PROMISE, 4).granted
-    end_s = time.monotonic() + 2 * LEASE_S
+    end_s = time.monotonic() + 2 * lease_s
     while time.monotonic() < end_s:
         assert a.ask(Wish.KEEP, 4).granted
         assert not b.ask(Wish.PROMISE, 5).granted
@@ -134,10 +177,10 @@ def test_of_many_who_ask_at_once_one_gets_each_number(shared: EtcdServer, run_id
     def ask(node_id: str) -> None:
         node = Node(node_id, register(shared, run_id=run_id))
         for number in range(rounds):
-            gate.wait(20.0)
+            gate.wait(WAIT_S)
             if node.ask(Wish.PROMISE, number).granted:
                 took[number].append(node_id)
-            gate.wait(20.0)
+            gate.wait(WAIT_S)
             if node_id in took[number]:
                 node.register._clients[0].delete(f"/ftrun/{run_id}/lead")
 
@@ -146,7 +189,7 @@ def test_of_many_who_ask_at_once_one_gets_each_number(shared: EtcdServer, run_id
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60.0)
+        thread.join(WAIT_S)
     assert [len(who) for who in took[:-1]] == [1] * (rounds - 1), took
 
 
@@ -154,9 +197,8 @@ def test_killed_and_started_again_it_remembers(own: EtcdServer, run_id: str) -> 
     a, b = two(own, run_id)
     assert a.ask(Wish.PROMISE, 4).granted
     own.kill()
-    begun_s = time.monotonic()
-    said = a.ask(Wish.KEEP, 4)
-    assert time.monotonic() - begun_s < ANSWER_S + 0.5
+    said, took_s = quickest(a)
+    assert took_s < ANSWER_S + 0.5
     assert not said.is_reached
     assert "the connection is refused" in said.why
     assert own.endpoint in said.why
@@ -165,13 +207,25 @@ def test_killed_and_started_again_it_remembers(own: EtcdServer, run_id: str) -> 
     assert not b.ask(Wish.PROMISE, 5).granted
 
 
-def test_one_that_does_not_answer_is_given_up_in_time(own: EtcdServer, run_id: str) -> None:
+def quickest(node: Node) -> tuple[WitnessSaid, float]:
+    """What is said of an etcd that is away, and after how long."""
+    took_s = []
+    while not took_s or (min(took_s) > ANSWER_S + 0.5 and len(took_s) < TRIES):
+        begun_s = time.monotonic()
+        said = node.ask(Wish.KEEP, 4)
+        took_s.append(time.monotonic() - begun_s)
+    return said, min(took_s)
+
+
+def test_one_that_does_not_answer_is_given_up_in_time(
+    own: EtcdServer, run_id: str, request: pytest.FixtureRequest
+) -> None:
     a, _ = two(own, run_id)
     assert a.ask(Wish.PROMISE, 4).granted
     own.pause()
-    begun_s = time.monotonic()
-    said = a.ask(Wish.KEEP, 4)
-    assert time.monotonic() - begun_s < ANSWER_S + 1.5
+    request.getfixturevalue("haste")
+    said, took_s = quickest(a)
+    assert took_s < ANSWER_S + 1.5
     assert (said.is_reached, "in time" in said.why) == (False, True), said.why
 
 
@@ -189,26 +243,29 @@ def test_another_register_after_it_lost_its_memory_has_another_life(
 
 
 def test_next_endpoint_is_tried_where_one_is_dead(shared: EtcdServer, run_id: str) -> None:
-    dead = [("127.0.0.1", free_port())]
-    made = EtcdRegister([*dead, (shared.host, shared.port)], run_id, job=JOB, lease_s=LEASE_S)
-    made.check()
-    assert Node("a", made).ask(Wish.CLAIM).granted
+    with nobody_at("127.0.0.1") as port:
+        at = [("127.0.0.1", port), (shared.host, shared.port)]
+        made = EtcdRegister(at, run_id, job=JOB, lease_s=LEASE_S)
+        made.check()
+        assert Node("a", made).ask(Wish.CLAIM).granted
 
 
 # --- what is known before training starts -----------------------------------------------------
 
 
 def test_nobody_there_is_told_with_where_and_after_how_long(run_id: str) -> None:
-    port = free_port()
-    made = EtcdRegister([("127.0.0.1", port)], run_id, job=JOB, lease_s=LEASE_S)
-    with pytest.raises(EtcdAway) as caught:
-        made.check(0.5)
+    with nobody_at("127.0.0.1") as port:
+        made = EtcdRegister([("127.0.0.1", port)], run_id, job=JOB, lease_s=LEASE_S)
+        with pytest.raises(EtcdAway) as caught:
+            made.check(0.5)
     said = str(caught.value)
-    assert f"no etcd answers within 1 s at 127.0.0.1:{port}: the connection is refused" in said
+    at = re.escape(f"at 127.0.0.1:{port}: the connection is refused")
+    assert re.search(rf"no etcd answers within [1-9]\d* s {at}", said)
     assert "etcdctl endpoint health" in said
     assert caught.value.exit_code == ExitCode.TRY_AGAIN
 
 
+@pytest.mark.usefixtures("haste")
 def test_somebody_who_is_silent_is_told(run_id: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         at = silent.getsockname()
@@ -244,8 +301,10 @@ def http_server(version: str) -> Iterator[tuple[str, int]]:
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         thread = threading.Thread(target=server.serve_forever, daemon=True)
         thread.start()
-        yield "127.0.0.1", server.server_address[1]
-        server.shutdown()
+        try:
+            yield "127.0.0.1", server.server_address[1]
+        finally:
+            server.shutdown()
 
 
 @pytest.mark.parametrize(
@@ -262,7 +321,7 @@ def test_what_is_no_etcd_v3_is_told_at_once(version: str, said: str, run_id: str
         begun_s = time.monotonic()
         with pytest.raises(UsageError) as caught:
             made.check(30.0)
-        assert time.monotonic() - begun_s < 5.0
+        assert time.monotonic() - begun_s < 15.0
     assert said in str(caught.value)
 
 
@@ -295,10 +354,8 @@ def secured(
     certificates: Certificates, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[EtcdServer]:
     """It speaks TLS only, and asks for a certificate of whoever comes."""
-    server = EtcdServer(tmp_path_factory.mktemp("secured"), tls=certificates)
-    server.start()
-    yield server
-    server.kill()
+    with started(tmp_path_factory.mktemp("secured"), certificates) as server:
+        yield server
 
 
 def test_both_show_their_certificates(
@@ -336,7 +393,7 @@ def test_whoever_is_not_known_is_told_at_once(
     begun_s = time.monotonic()
     with pytest.raises(UsageError) as caught:
         made.check(30.0)
-    assert time.monotonic() - begun_s < 5.0
+    assert time.monotonic() - begun_s < 15.0
     assert said in str(caught.value)
 
 
@@ -348,9 +405,13 @@ def test_tls_on_one_side_only_is_told(
         (shared, EtcdTls(ca=certificates.ca), "as an etcd without TLS does"),
     ):
         at = [(server.host, server.port)]
-        made = EtcdRegister(at, run_id, job=JOB, lease_s=LEASE_S, tls=tls)
-        with pytest.raises(EtcdAway) as caught:
-            made.check(0.5)
+        # Where the rest of a question comes after the end, it is a reset that is seen.
+        for _ in range(TRIES):
+            made = EtcdRegister(at, run_id, job=JOB, lease_s=LEASE_S, tls=tls)
+            with pytest.raises(EtcdAway) as caught:
+                made.check(0.5)
+            if "ConnectionResetError" not in str(caught.value):
+                break
         assert said in str(caught.value)
 
 

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from typing import Any
 
 import msgspec
 import pytest
@@ -27,7 +28,7 @@ from ftrun.wire.identity import PeerIdentity
 from ftrun.wire.secret import Secret, make_secret
 from ftrun.wire.tcp import listen_tcp
 
-PATIENCE_S = 10.0
+PATIENCE_S = 30.0
 SECRET = Secret(b"canary-canary-canary-canary-0123")
 Outcome = Session | Exception
 Side = Callable[[socket.socket], Session]
@@ -79,11 +80,13 @@ def between(
 
 
 def dialler(own: PeerIdentity = A, secret: Secret | None = SECRET, **more: object) -> Side:
-    return lambda sock: dial_handshake(sock, own, secret, **more)  # type: ignore[arg-type]
+    how: dict[str, Any] = {"deadline_s": PATIENCE_S, **more}
+    return lambda sock: dial_handshake(sock, own, secret, **how)
 
 
 def acceptor(own: PeerIdentity = B, secret: Secret | None = SECRET, **more: object) -> Side:
-    return lambda sock: accept_handshake(sock, own, secret, **more)  # type: ignore[arg-type]
+    how: dict[str, Any] = {"deadline_s": PATIENCE_S, **more}
+    return lambda sock: accept_handshake(sock, own, secret, **how)
 
 
 def sessions(left: Outcome, right: Outcome) -> tuple[Session, Session]:
@@ -236,7 +239,7 @@ def test_what_we_say_cannot_be_said_back_to_us() -> None:
         other = threading.Thread(target=mirror, args=(right,))
         other.start()
         with pytest.raises(ProtocolError):
-            dial_handshake(left, A, SECRET)
+            dial_handshake(left, A, SECRET, deadline_s=PATIENCE_S)
         left.close()
         other.join(PATIENCE_S)
         assert not other.is_alive()

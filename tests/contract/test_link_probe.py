@@ -13,8 +13,7 @@ from ftrun.agent.link_probe import ProbeDesk, probe, serve_probe
 from ftrun.wire.cluster import AskProbe, ProbeFound
 from ftrun.wire.identity import PeerIdentity, Purpose, unfit
 from ftrun.wire.secret import Secret, make_secret
-from ftrun.wire.tcp import listen_tcp
-from tests.contract.answering import WAIT_S, answering
+from tests.contract.answering import WAIT_S, answering, nobody_at
 
 SECRET = make_secret()
 
@@ -55,9 +54,8 @@ def test_who_does_not_answer_is_given_up() -> None:
 
 
 def test_nobody_there() -> None:
-    with listen_tcp("127.0.0.1", 0) as listener:
-        port = listener.getsockname()[1]
-    found = probe(AskProbe(3, "there", "127.0.0.1", port), who("here", "probe"), None)
+    with nobody_at("127.0.0.1") as port:
+        found = probe(AskProbe(3, "there", "127.0.0.1", port), who("here", "probe"), None)
     assert found.number == 3
     assert "refuses" in found.problem or found.problem
 
@@ -69,7 +67,8 @@ def test_a_prober_that_goes_away_is_an_error_of_the_server() -> None:
         serve_probe(right)
 
 
-def test_one_probe_at_a_time_and_a_pause_between_two() -> None:
+def test_one_probe_at_a_time_and_a_pause_between_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link_probe, "PAUSE_S", WAIT_S)  # it is not over, however busy the machine
     desk = ProbeDesk(who("here"), SECRET)
     found: list[ProbeFound] = []
     came, may_end = threading.Event(), threading.Event()
@@ -85,7 +84,6 @@ def test_one_probe_at_a_time_and_a_pause_between_two() -> None:
         assert not desk.take(order, answer)
         may_end.set()
     assert [one.problem for one in found] == [""]
-    desk._last_s = link_probe.clock.now_s()
     with desk._busy:
         pass
     assert not desk.take(order, answer)

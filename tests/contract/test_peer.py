@@ -1,5 +1,6 @@
 """Messages between nodes arrive whole, in order and from this session, or not at all."""
 
+import gc
 import os
 import select
 import socket
@@ -25,7 +26,7 @@ from ftrun.wire.secret import Secret, make_secret
 from ftrun.wire.smp_messages import KeepRunState
 from ftrun.wire.tcp import listen_tcp
 
-PATIENCE_S = 10.0
+PATIENCE_S = 30.0
 A, B = (PeerIdentity("run", "agent", name, number) for name, number in (("a", 5), ("b", 6)))
 Connection = PeerConnection[Envelope]
 
@@ -42,18 +43,21 @@ def met(secret: Secret | None) -> tuple[socket.socket, Session, socket.socket, S
     """Two sockets with a handshake behind them."""
     left, right = tcp_sockets()
     with ThreadPoolExecutor(1) as pool:
-        accepted = pool.submit(accept_handshake, right, B, secret)
-        return left, dial_handshake(left, A, secret), right, accepted.result(PATIENCE_S)
+        accepted = pool.submit(accept_handshake, right, B, secret, deadline_s=PATIENCE_S)
+        dialled = dial_handshake(left, A, secret, deadline_s=PATIENCE_S)
+        return left, dialled, right, accepted.result(PATIENCE_S)
 
 
 @contextmanager
 def ends(secret: Secret | None) -> Iterator[tuple[Connection, Connection]]:
+    gc.collect()  # what other tests have left is not to be counted
     before = len(os.listdir("/proc/self/fd"))
     left, mine, right, theirs = met(secret)
     a, b = PeerConnection(left, mine, Envelope), PeerConnection(right, theirs, Envelope)
     yield a, b
     a.close()
     b.close()
+    gc.collect()
     assert len(os.listdir("/proc/self/fd")) == before
 
 

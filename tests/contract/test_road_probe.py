@@ -16,10 +16,16 @@ from ftrun.recovery.happenings import Happening, Heard
 from ftrun.wire.cluster import AnyClusterMessage, AskRoad, RoadTried
 from ftrun.wire.identity import PeerIdentity, Purpose
 from ftrun.wire.secret import Secret, make_secret
-from ftrun.wire.tcp import listen_tcp
-from tests.contract.answering import WAIT_S, answering
+from tests.contract.answering import WAIT_S, answering, nobody_at
 
 SECRET = make_secret()
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half a second is a limit for networks, and not for machines that are busy."""
+    for name in ("DIAL_S", "SHORT_DIAL_S", "TRY_S", "SHORT_TRY_S", "SERVE_S"):
+        monkeypatch.setattr(road_probe, name, WAIT_S)
 
 
 def who(node_id: str, purpose: Purpose = "agent") -> PeerIdentity:
@@ -34,12 +40,16 @@ def agent(secret: Secret | None = SECRET, *, is_mute: bool = False) -> Iterator[
 
 
 def test_a_road_has_a_round_trip_and_a_rate() -> None:
-    with agent() as order:
-        found = try_road(order, "here", who("here", "road"), SECRET)
+    # The quickest of some, so that it is the road's rate and not the machine's.
+    for _ in range(5):
+        with agent() as order:
+            found = try_road(order, "here", who("here", "road"), SECRET)
+        assert found.problem == ""
+        if found.bytes_per_s > 1e6 and found.rtt_s < 1:
+            break
     assert (found.source, found.destination, found.rail) == ("here", "there", "rail0")
     assert 0 < found.rtt_s < 1
     assert found.bytes_per_s > 1e6
-    assert found.problem == ""
 
 
 def test_a_short_try_sends_nothing_but_pings() -> None:
@@ -51,10 +61,9 @@ def test_a_short_try_sends_nothing_but_pings() -> None:
 
 
 def test_nobody_there_is_a_dead_road() -> None:
-    with listen_tcp("127.0.0.1", 0) as listener:
-        port = listener.getsockname()[1]
-    order = AskRoad(3, "there", "rail0", "lo", "127.0.0.1", "127.0.0.1", port)
-    found = try_road(order, "here", who("here", "road"), SECRET)
+    with nobody_at("127.0.0.1") as port:
+        order = AskRoad(3, "there", "rail0", "lo", "127.0.0.1", "127.0.0.1", port)
+        found = try_road(order, "here", who("here", "road"), SECRET)
     assert found.rtt_s == 0
     assert "refuses" in found.problem
 
@@ -74,7 +83,7 @@ def test_who_does_not_answer_is_given_up_in_time(monkeypatch: pytest.MonkeyPatch
     with agent(is_mute=True) as order:
         begun_s = time.monotonic()
         found = try_road(order, "here", who("here", "road"), SECRET)
-        assert time.monotonic() - begun_s < 3
+        assert time.monotonic() - begun_s < WAIT_S / 2
     assert found.rtt_s == 0
     assert "did not come to its end" in found.problem
 

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import threading
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,7 @@ from ftrun.wire.secret import (
     shared_secret_file,
 )
 
-PATIENCE_S = 30.0
+PATIENCE_S = 60.0
 CANARY = b"canary-canary-canary-canary-0123"
 
 
@@ -148,15 +149,19 @@ def test_many_that_come_at_once_agree(tmp_path: Path) -> None:
         "print(shared_secret_file(pathlib.Path(sys.argv[1]), 'k').read_text().strip())"
     )
     command = [sys.executable, "-c", code, str(tmp_path / "folder")]
-    made = [
-        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        for _ in range(6)
-    ]
-    for process in made:
-        assert process.stdin is not None
-        process.stdin.write("go\n")
-        process.stdin.flush()
-    said = {process.communicate(timeout=PATIENCE_S)[0].strip() for process in made}
+    with ExitStack() as ends:
+        made = []
+        for _ in range(6):
+            process = ends.enter_context(
+                subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            )
+            ends.callback(process.kill)
+            made.append(process)
+        for process in made:
+            assert process.stdin is not None
+            process.stdin.write("go\n")
+            process.stdin.flush()
+        said = {process.communicate(timeout=PATIENCE_S)[0].strip() for process in made}
     assert len(said) == 1
     assert re.fullmatch(r"[0-9a-f]{64}", said.pop())
 

@@ -19,8 +19,9 @@ from ftrun.wire.tcp import (
     listen_tcp,
     tune,
 )
+from tests.contract.answering import nobody_at, wait_until_full
 
-PATIENCE_S = 10.0
+PATIENCE_S = 30.0
 
 
 @pytest.fixture
@@ -38,6 +39,7 @@ def full() -> Iterator[int]:
         for client in (one, two):
             client.setblocking(False)
             client.connect_ex(sock.getsockname())
+        wait_until_full(sock)
         yield sock.getsockname()[1]
 
 
@@ -83,10 +85,9 @@ def test_an_address_of_another_machine_is_refused() -> None:
         listen_tcp("no-such-host.invalid", 0)
 
 
-def test_nobody_there_is_refused(listener: socket.socket) -> None:
-    port = port_of(listener)
-    listener.close()
-    assert lost("127.0.0.1", port) == "refused"
+def test_nobody_there_is_refused() -> None:
+    with nobody_at("127.0.0.1") as port:
+        assert lost("127.0.0.1", port) == "refused"
 
 
 def test_a_socket_that_is_connected_to_itself_is_refused() -> None:

@@ -14,6 +14,10 @@ from ftrun.wire.identity import PeerIdentity
 from ftrun.wire.transfer import BlockOf, LinkHello, Stored, TransferEnvelope
 from ftrun.wire.transfer_socket import TransferSocket, digest_of
 
+PATIENCE_S = 60.0
+SHORT_S = 0.5
+"""Where the patience of one side is to end."""
+
 KEY = bytes(range(32))
 Ends = tuple[TransferSocket, TransferSocket, socket.socket]
 
@@ -28,14 +32,18 @@ def replace_name(identity: PeerIdentity, name: str) -> PeerIdentity:
 
 
 @pytest.fixture
-def ends() -> Iterator[Ends]:
+def ends(request: pytest.FixtureRequest) -> Iterator[Ends]:
     """The sender, the receiver, and the raw socket under the sender."""
+    patience_s = getattr(request, "param", PATIENCE_S)
     ours, theirs = socket.socketpair()
-    sender = TransferSocket(ours, session("a", "b"), patience_s=0.5)
-    receiver = TransferSocket(theirs, session("b", "a"), patience_s=0.5)
+    sender = TransferSocket(ours, session("a", "b"), patience_s=patience_s)
+    receiver = TransferSocket(theirs, session("b", "a"), patience_s=patience_s)
     yield sender, receiver, ours
     sender.close()
     receiver.close()
+
+
+impatient = pytest.mark.parametrize("ends", [SHORT_S], indirect=True, ids=["impatient"])
 
 
 def test_bytes_go_from_many_buffers_to_many_others(ends: Ends) -> None:
@@ -89,8 +97,8 @@ def test_bytes_that_do_not_match_cost_the_bytes_and_not_the_link(ends: Ends) -> 
 def test_a_flipped_bit_in_a_message_ends_the_link(at: int) -> None:
     ours, theirs = socket.socketpair()
     between, last = socket.socketpair()
-    sender = TransferSocket(ours, session("a", "b"), patience_s=0.5)
-    receiver = TransferSocket(last, session("b", "a"), patience_s=0.5)
+    sender = TransferSocket(ours, session("a", "b"), patience_s=PATIENCE_S)
+    receiver = TransferSocket(last, session("b", "a"), patience_s=PATIENCE_S)
     try:
         sender.send(0, LinkHello(0, "protect", 5))
         data = bytearray(theirs.recv(1000))
@@ -106,8 +114,8 @@ def test_a_flipped_bit_in_a_message_ends_the_link(at: int) -> None:
 
 def test_a_repeated_frame_and_a_strange_key_end_the_link(ends: Ends) -> None:
     ours, theirs = socket.socketpair()
-    stranger = TransferSocket(ours, session("a", "b", bytes(32)), patience_s=0.5)
-    receiver = TransferSocket(theirs, session("b", "a"), patience_s=0.5)
+    stranger = TransferSocket(ours, session("a", "b", bytes(32)), patience_s=PATIENCE_S)
+    receiver = TransferSocket(theirs, session("b", "a"), patience_s=PATIENCE_S)
     stranger.send(0, Stored(0, 1, 1))
     with pytest.raises(ProtocolError):
         receiver.receive()
@@ -116,12 +124,13 @@ def test_a_repeated_frame_and_a_strange_key_end_the_link(ends: Ends) -> None:
     sender, receiver, raw = ends
     sender.send(0, Stored(0, 1, 1))
     assert receiver.receive().body == Stored(0, 1, 1)
-    again = TransferSocket(raw, session("a", "b"), patience_s=0.5)
+    again = TransferSocket(raw, session("a", "b"), patience_s=PATIENCE_S)
     again.send(0, Stored(0, 1, 1))
     with pytest.raises(ProtocolError):
         receiver.receive()
 
 
+@impatient
 def test_a_peer_that_stops_in_the_midst_of_a_frame_is_given_up(ends: Ends) -> None:
     _, receiver, raw = ends
     raw.sendall(b"\x20")
@@ -129,6 +138,7 @@ def test_a_peer_that_stops_in_the_midst_of_a_frame_is_given_up(ends: Ends) -> No
         receiver.receive()
 
 
+@impatient
 def test_a_peer_that_takes_nothing_is_given_up(ends: Ends) -> None:
     sender, _, _ = ends
     with pytest.raises(PeerTimeout):

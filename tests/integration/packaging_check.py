@@ -32,7 +32,7 @@ Path(f"restarted-{rank}").touch()
 give_up_s = time.monotonic() + 60
 while not Path("seen").exists() and time.monotonic() < give_up_s:
     time.sleep(0.02)
-print(f"rank {rank} generation {generation} total {total.item()}", flush=True)
+print(f"rank {rank} generation {generation} total {total.item()}\\n", end="", flush=True)
 dist.destroy_process_group()
 """
 DEADLINE_S = 120.0

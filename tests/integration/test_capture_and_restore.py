@@ -6,6 +6,7 @@ boundary; those of the second restore into fresh objects.
 """
 
 import dataclasses
+import itertools
 import os
 import signal
 import subprocess
@@ -13,6 +14,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,13 +29,14 @@ from ftrun.wire import messages, protected, smp_messages, worker_messages
 from ftrun.wire.arena import Arena, verify
 from ftrun.wire.channel import Received, connect
 from ftrun.wire.pages import Beat, Command, Page, create_command_page, create_page
-from ftrun.worker import early_restore, ready_memory
+from ftrun.worker import early_restore, memory_link, ready_memory
 from ftrun.worker.attached import Attached, by_name
 from ftrun.worker.context import SnapshotSettings, WorkerContext
-from ftrun.worker.copying import entry_view
+from ftrun.worker.copying import SlotCopy, entry_view
 from ftrun.worker.session import Session
 
 RUN = RunId("laziness")
+PATIENCE_S = 60.0
 WIDTH = 600  # 600 x 600 floats are large enough to be copied in pieces
 
 
@@ -58,17 +61,28 @@ class Run:
                 *("--socket", str(self.socket), "--orphan-s", "60"),
             ]
         )
-        give_up_s = clock.now_s() + 30
-        while not self.socket.exists() and clock.now_s() < give_up_s:
+        self.sessions: list[Session] = []
+        try:
+            self._meet()
+        except BaseException:
+            self._end_smp()
+            raise
+
+    def _meet(self) -> None:
+        give_up_s = clock.now_s() + PATIENCE_S
+        while not self.socket.exists():
+            assert clock.now_s() < give_up_s
             os.sched_yield()
         hello = messages.Hello(role="agent", pid=os.getpid())
-        self.agent = connect(self.socket, run_id=RUN, peer="the SMP", hello=hello, deadline_s=10)
+        self.agent = connect(
+            self.socket, run_id=RUN, peer="the SMP", hello=hello, deadline_s=PATIENCE_S
+        )
         self.command_fd = create_command_page()
         self.commands, self.page = Page(self.command_fd), Page(create_page("beat"))
         self.ask(smp_messages.BeginGeneration(0, 1, [0]), self.command_fd)
-        self.settings = SnapshotSettings(every=1, commit_wait_s=5)
+        # A boundary waits for the SMP, however busy the machine is: none is skipped by chance.
+        self.settings = SnapshotSettings(every=1, commit_wait_s=PATIENCE_S)
         self.group: list[protected.NodePlace] = []
-        self.sessions: list[Session] = []
 
     def attach(self, **given: object) -> Session:
         """The next generation's session; it restores what is committed, if anything is."""
@@ -136,7 +150,7 @@ class Run:
         """The lead's word, once this node is ready, and at which step to go on."""
         self.commands.set(Command.TAKE_FROM, take_from)
         self.agent.send(smp_messages.CommitVersion(generation, step))
-        give_up_s = clock.now_s() + 10
+        give_up_s = clock.now_s() + PATIENCE_S
         while self.commands.get(Command.COMMITTED_STEP) != step:
             assert clock.now_s() < give_up_s
             os.sched_yield()
@@ -145,14 +159,14 @@ class Run:
         """Ask the SMP; what it tells unasked is passed over."""
         self.agent.send(body, fds=fds)
         while True:
-            received = self.agent.receive(deadline_s=10)
+            received = self.agent.receive(deadline_s=PATIENCE_S)
             if not isinstance(received.body, _UNASKED):
                 return received
 
     def committed_version(self) -> Version:
         """The newest seal, once it is committed."""
         newest = version(self.page.get(Beat.SEALED_GENERATION), self.page.get(Beat.SEALED_STEP))
-        give_up_s = clock.now_s() + 10
+        give_up_s = clock.now_s() + PATIENCE_S
         while self.commands.get(Command.COMMITTED_STEP) != newest.step:
             assert clock.now_s() < give_up_s
             os.sched_yield()
@@ -172,11 +186,18 @@ class Run:
         return newest.step, {e.name: entry_view(whole, e).clone() for e in layout.entries}
 
     def close(self) -> None:
-        for one in self.sessions:
-            one.close()
-        self.agent.close()
+        try:
+            for one in self.sessions:
+                one.close()
+            self.agent.close()
+        finally:
+            self._end_smp()
+
+    def _end_smp(self) -> None:
         self.smp.kill()
-        self.smp.wait(20)
+        self.smp.wait(PATIENCE_S)
+        early_restore._begun = None  # what a test that has failed has not taken
+        ready_memory.over()
 
 
 @pytest.fixture
@@ -241,7 +262,7 @@ def wide() -> tuple[nn.Sequential, torch.optim.Optimizer]:
 def ended(name: str) -> None:
     for thread in threading.enumerate():
         if thread.name == name:
-            thread.join(60)
+            thread.join(PATIENCE_S)
             assert not thread.is_alive()
 
 
@@ -260,21 +281,33 @@ def test_a_plain_loop_discards_nothing_and_skips_nothing(run: Run) -> None:
     assert run.page.get(Beat.DISCARDED_COUNT) == run.page.get(Beat.SKIPPED_COUNT) == 0
 
 
-def test_an_smp_that_stands_still_costs_a_moment_once_in_a_while(run: Run) -> None:
+def test_an_smp_that_stands_still_costs_a_moment_once_in_a_while(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, optimizer = made()
     run.settings = SnapshotSettings(every=1, commit_wait_s=0.1)
+    asks, asked = memory_link.MemoryLink._ask, []
+
+    def ask(self: memory_link.MemoryLink, *given: Any, **how: Any) -> Received:
+        asked.append(given[0])
+        return asks(self, *given, **how)
+
+    monkeypatch.setattr(memory_link.MemoryLink, "_ask", ask)
     session = run.attach(model=model, optimizer=optimizer)
     for at in session.steps(60):
         if at == 4:
             run.smp.send_signal(signal.SIGSTOP)
-            stopped_s = clock.now_s()
+            stopped_s, before = clock.now_s(), len(asked)
         if at == 50:
-            stood_s = clock.now_s() - stopped_s
+            stood_s, num_asked = clock.now_s() - stopped_s, len(asked) - before
             run.smp.send_signal(signal.SIGCONT)
+            run.committed_version()  # it runs again, also where the machine is busy
         optimizer.zero_grad()
         model(torch.ones(4, WIDTH)).square().mean().backward()
         optimizer.step()
-    assert 2 < stood_s < 12, "it asked once and went on"
+    assert stood_s > memory_link._WITHDRAW_S
+    # Whatever else a busy machine takes, it asked once and went on.
+    assert 1 <= num_asked <= 1 + stood_s / memory_link._REST_S
     assert run.page.get(Beat.SKIPPED_COUNT) > 30
     assert run.saved()[0] > 50
 
@@ -288,15 +321,26 @@ def test_weights_clipped_through_data_before_the_forward_are_found(run: Run) -> 
     assert "model.0.weight" in run.page.note
 
 
-def test_weights_copied_under_no_grad_before_the_forward_are_found(run: Run) -> None:
+def test_weights_copied_under_no_grad_before_the_forward_are_found(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, optimizer = made()
     weight = model[0].weight
+    turns, is_changed, copy = itertools.count(), threading.Event(), SlotCopy.copy_lazy
 
     def change() -> None:
         with torch.no_grad():
             weight.copy_(weight * 0.9)
+        if next(turns) == 1:
+            is_changed.set()
 
-    run.settings = SnapshotSettings(every=1, commit_wait_s=5, proof_first=0)
+    def copy_late(self: SlotCopy, table: memoryview) -> None:
+        """The first copy, else it might be whole before the weight is changed."""
+        assert is_changed.wait(PATIENCE_S)
+        copy(self, table)
+
+    monkeypatch.setattr(SlotCopy, "copy_lazy", copy_late)
+    run.settings = SnapshotSettings(every=1, commit_wait_s=PATIENCE_S, proof_first=0)
     train(run, model, optimizer, before=change)
     assert 1 <= run.page.get(Beat.DISCARDED_COUNT) <= 2
     assert "model.0.weight" in run.page.note
@@ -574,7 +618,7 @@ def test_a_group_that_was_added_later_is_there_again(run: Run) -> None:
 
 
 def test_snapshot_takes_one_whatever_the_interval_says(run: Run) -> None:
-    run.settings = SnapshotSettings(every=100, commit_wait_s=5)
+    run.settings = SnapshotSettings(every=100, commit_wait_s=PATIENCE_S)
     model, optimizer = made()
     session = run.attach(model=model, optimizer=optimizer)
     for at in session.steps(4):
@@ -586,7 +630,7 @@ def test_snapshot_takes_one_whatever_the_interval_says(run: Run) -> None:
 
 
 def test_auto_obeys_the_agent_from_the_step_it_names(run: Run) -> None:
-    run.settings = SnapshotSettings(every="auto", commit_wait_s=5)
+    run.settings = SnapshotSettings(every="auto", commit_wait_s=PATIENCE_S)
     model, optimizer = made()
     session = run.attach(model=model, optimizer=optimizer)
     run.commands.set(Command.EVERY_FROM_STEP, 4)
@@ -598,23 +642,26 @@ def test_auto_obeys_the_agent_from_the_step_it_names(run: Run) -> None:
 
 
 def test_a_stop_takes_a_last_snapshot_and_waits_at_the_boundary(run: Run) -> None:
-    run.settings = SnapshotSettings(every=100, commit_wait_s=5)
+    run.settings = SnapshotSettings(every=100, commit_wait_s=PATIENCE_S)
     model, optimizer = made()
     session = run.attach(model=model, optimizer=optimizer)
     run.commands.set(Command.STOP_AFTER_STEP, 2)
-    thread = threading.Thread(target=loop, args=(session, model, optimizer, 4))
+    thread = threading.Thread(target=loop, args=(session, model, optimizer, 4), daemon=True)
     thread.start()
-    give_up_s = clock.now_s() + 30
+    give_up_s = clock.now_s() + PATIENCE_S
     while not run.page.get(Beat.STOPPED_AT_BOUNDARY):
         assert clock.now_s() < give_up_s
         os.sched_yield()
     assert (run.page.get(Beat.STEP), run.page.get(Beat.SEALED_STEP)) == (2, 2)
     run.commands.set(Command.STOP_AFTER_STEP, 1 << 60)
-    thread.join(30)
+    thread.join(PATIENCE_S)
     assert session.step == 4
 
 
-def test_a_seal_that_no_other_rank_follows_is_withdrawn_and_not_waited_for(run: Run) -> None:
+def test_a_seal_that_no_other_rank_follows_is_withdrawn_and_not_waited_for(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory_link, "_WITHDRAW_S", PATIENCE_S)  # the SMP does answer
     run.ask(smp_messages.BeginGeneration(0, 2, [0, 1]), run.command_fd)  # rank 1 never seals
     run.settings = SnapshotSettings(every=1, commit_wait_s=0.01)
     model, optimizer = made()
@@ -749,9 +796,9 @@ def test_a_rank_that_has_skipped_what_others_may_have_taken_waits_for_a_later_st
     run.commit(1, take_from=3)  # heard too late: step 3 is over
     loop(session, model, optimizer, 5)
     assert run.page.get(Beat.SEALED_STEP) == 1
-    told = run.agent.receive(deadline_s=10).body
+    told = run.agent.receive(deadline_s=PATIENCE_S).body
     while not isinstance(told, smp_messages.AbandonVersion) or told.step < 5:
-        told = run.agent.receive(deadline_s=10).body
+        told = run.agent.receive(deadline_s=PATIENCE_S).body
     run.commands.set(Command.TAKE_FROM, 7)
     loop(session, model, optimizer, 7)
     assert run.page.get(Beat.SEALED_STEP) == 7

@@ -5,6 +5,8 @@ directory that they share. The test plays their agents and workers.
 """
 
 import contextlib
+import gc
+import itertools
 import json
 import os
 import select
@@ -31,7 +33,7 @@ from ftrun.wire.channel import Channel, connect
 from ftrun.wire.pages import create_command_page
 
 RUN_ID = "test-run"
-PATIENCE_S = 30.0
+PATIENCE_S = 60.0
 WORLD = 4
 FIRST = version(0, 1)
 
@@ -195,16 +197,18 @@ Make = Callable[..., Node]
 
 @pytest.fixture
 def make(tmp_path: Path) -> Iterator[Make]:
+    gc.collect()  # what other tests have left is not to be counted
     before = len(os.listdir("/proc/self/fd"))
-    nodes: list[Node] = []
+    numbers = itertools.count()
+    with contextlib.ExitStack() as ends:  # all of them, also where one does not end as it should
 
-    def made(*ranks: int, run_id: str = RUN_ID) -> Node:
-        nodes.append(Node(f"node{len(nodes)}", list(ranks), tmp_path, run_id))
-        return nodes[-1]
+        def made(*ranks: int, run_id: str = RUN_ID) -> Node:
+            node = Node(f"node{next(numbers)}", list(ranks), tmp_path, run_id)
+            ends.callback(node.lose)
+            return node
 
-    yield made
-    for node in nodes:
-        node.lose()
+        yield made
+    gc.collect()
     assert len(os.listdir("/proc/self/fd")) == before
 
 

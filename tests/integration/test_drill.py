@@ -56,7 +56,8 @@ def rows_in(folder: Path) -> list[dict[str, Any]]:
 
 
 def test_two_faults_in_one_run_are_judged_and_change_no_byte(tmp_path: Path) -> None:
-    faults = [{"kind": "rank-kill", "rank": 1}, {"kind": "smp-kill"}]
+    late = {"within_s": 60}  # how soon is for an idle machine
+    faults = [{"kind": "rank-kill", "rank": 1, "expect": late}, {"kind": "smp-kill"}]
     done = drill(tmp_path, {"pace": 0.02, "steps_between": 5, "faults": faults})
     assert done.returncode == 0, done.stdout + done.stderr
     killed, smp = rows_in(tmp_path)

@@ -22,8 +22,8 @@ import pytest
 from ftrun.cli.found_runs import look_at
 from ftrun.errors import PeerError
 from ftrun.wire.fault_messages import FaultTaken, InjectFault
-from ftrun.wire.fault_orders import make_order
-from ftrun.wire.messages import AnyMessage, AskStatus, Status
+from ftrun.wire.fault_orders import make_cancel, make_order
+from ftrun.wire.messages import AnyMessage, AskStatus, Refused, Status
 from ftrun.wire.run_folder import RunId, run_folder
 from tests.integration.conftest import WAIT_S, Run, Start, is_gone
 
@@ -48,7 +48,7 @@ for step in session.steps(int(sys.argv[1])):
     if "loader" in sys.argv:
         begun = time.monotonic()
         next(batches)
-        if time.monotonic() - begun > 0.1:
+        if time.monotonic() - begun > 0.8:
             print(f"late input rank={rank} step={step}", flush=True)
     optimizer.zero_grad()
     loss = model(torch.randn(4, 16)).pow(2).mean()
@@ -58,7 +58,7 @@ for step in session.steps(int(sys.argv[1])):
     optimizer.step()
     if os.path.exists("tell"):
         weights = [p.detach().double().sum().item() for p in plain.parameters()]
-        print(f"sums rank={rank} step={step} {weights}", flush=True)
+        print(f"sums rank={rank} step={step} {weights}\\n", end="", flush=True)
     time.sleep(0.01)
     while os.path.exists("hold"):
         time.sleep(0.005)
@@ -202,7 +202,10 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     """Two ranks that train on and on: every test leaves them in good health."""
     folder = tmp_path_factory.mktemp("shared")
     (folder / "train.py").write_text(TRAIN)
-    found = Run(folder, *QUICK, "--set", "restart.budget=100", "train.py", FOREVER, "loader")
+    # What stands still by an order waits for the test, which a busy machine may keep waiting.
+    words = ["restart.budget=100", "monitor.stopped_kill_s=60", "hang.suspect_s=60"]
+    settings = [word for key in words for word in ("--set", key)]
+    found = Run(folder, *QUICK, *settings, "train.py", FOREVER, "loader")
     try:
         goes_on(found, 0, 0)
         yield found
@@ -261,7 +264,8 @@ def test_a_rank_stands_still_and_goes_on(run: Run) -> None:
     number, pids = now_at(run)
     for kind, letters in {"stop": "T", "hang": "S", "spin": "R", "gil": "S"}.items():
         used_s = cpu_s(pids[1])
-        fault_id = order(run, kind, rank=1, for_s=1.5)
+        # A busy machine leaves a part of it only to a rank that would have all.
+        fault_id = order(run, kind, rank=1, for_s=3.0 if kind == "spin" else 1.5)
         fired(run, fault_id)
         step = step_of(run)
         seen = {state(pids[1]) for _ in range(20) if not time.sleep(0.02)}
@@ -374,7 +378,10 @@ def test_what_lasts_or_waits_is_taken_back(run: Run) -> None:
 
     gil = order(run, "gil", rank=0, for_s=4.0)
     fired(run, gil)
-    assert "cannot be taken back" in refused(run, "--cancel", gil, run.run_id)
+    # At once: whoever types it might come when it is over.
+    answer = tell(run, InjectFault(make_cancel("cancel", gil)))
+    assert isinstance(answer, Refused)
+    assert "cannot be taken back" in answer.why
     assert "goes with --node and the run only" in refused(run, "--cancel", gil, "--rank", 0)
     ended(run, gil)
     goes_on(run, number, step_of(run))
@@ -383,7 +390,7 @@ def test_what_lasts_or_waits_is_taken_back(run: Run) -> None:
 @pytest.mark.full
 def test_input_comes_late(run: Run) -> None:
     number, _ = now_at(run)
-    fault_id = order(run, "slow-input", rank=1, for_s=1.0, amount=0.3)
+    fault_id = order(run, "slow-input", rank=1, for_s=1.0, amount=0.9)
     fired(run, fault_id)
     run.wait_until("late", lambda: "late input rank=1" in run.text)
     assert "late input rank=0" not in run.text
@@ -443,7 +450,7 @@ def test_parts_of_ftrun_are_hit(run: Run) -> None:
     fired(run, order(run, "zygote-kill"))
     run.wait_until("dead", lambda: is_gone(zygote))
     agent = run.pid_of("agent")
-    fault_id = order(run, "agent-zombie", for_s=1.0)
+    fault_id = order(run, "agent-zombie", for_s=3.0)
     run.wait_until("stopped", lambda: state(agent) == "T")
     ended(run, fault_id)
     assert run.pids() == pids, "ranks were touched"
@@ -481,7 +488,7 @@ def test_a_node_freezes_and_is_lost(start: Start, script: Script) -> None:
     run = start(*QUICK, script(TRAIN), FOREVER)
     goes_on(run, 0, 0)
     everybody = [run.process.pid, run.pid_of("agent"), run.pid_of("smp"), *run.pids()]
-    order(run, "freeze", for_s=1.0)
+    order(run, "freeze", for_s=3.0)
     run.wait_until("frozen", lambda: all(state(pid) == "T" for pid in everybody))
     run.wait_until("thawed", lambda: all(state(pid) != "T" for pid in everybody))
     goes_on(run, 0, step_of(run))
@@ -507,18 +514,18 @@ def test_resources_are_short(run: Run) -> None:
     number, _ = now_at(run)
     agent = run.pid_of("agent")
     before = resource.prlimit(agent, resource.RLIMIT_NOFILE)
-    fault_id = order(run, "fd-limit", for_s=1.0)
+    fault_id = order(run, "fd-limit", for_s=3.0)
     assert resource.prlimit(agent, resource.RLIMIT_NOFILE)[0] < before[0]
     assert status(run)["ranks"], "who asks meanwhile is answered afterwards at the latest"
     ended(run, fault_id)
     assert resource.prlimit(agent, resource.RLIMIT_NOFILE) == before
-    fault_id = order(run, "cpu-starve", for_s=1.0, amount=1.0)
+    fault_id = order(run, "cpu-starve", for_s=3.0, amount=1.0)
     healer = healers(agent)[0]
     burners = Path(f"/proc/{healer}/task/{healer}/children").read_text().split()
     assert len(burners) == len(os.sched_getaffinity(agent))
     ended(run, fault_id)
     assert all(is_gone(int(pid)) for pid in burners)
-    done = asked(run, "pid-limit", run.run_id, "--for", "1s", "--json")
+    done = asked(run, "pid-limit", run.run_id, "--for", "5s", "--json")
     if done.returncode == 0:
         fault_id = json.loads(done.stdout)["id"]
         assert f"ftrun-fault-{fault_id}" in Path(f"/proc/{agent}/cgroup").read_text()

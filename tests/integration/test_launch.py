@@ -49,11 +49,15 @@ Script = Callable[..., str]
 
 pytestmark = [pytest.mark.launch, pytest.mark.slow]
 
+# What a rank says and a test looks for is one string for `print`: each of several, and what is
+# between them, is written by itself, and other ranks write in between.
 
-def test_killed_rank_of_an_unmodified_script_is_respawned(start: Start, script: Script) -> None:
-    name = script(TRAIN)
-    run = start("--nproc-per-node", "2", name, "200")
-    (run.folder / "die-1-0-20").touch()
+
+def test_killed_rank_of_an_unmodified_script_is_respawned(
+    start: Start, script: Script, tmp_path: Path
+) -> None:
+    (tmp_path / "die-1-0-20").touch()
+    run = start("--nproc-per-node", "2", script(TRAIN), "200")
     assert run.wait() == 0, run.text
     assert "begin rank=1 generation=1" in run.text
     assert "end rank=0 generation=1" in run.text
@@ -129,24 +133,22 @@ def test_same_failure_again_and_again_ends_with_93(start: Start, script: Script)
     assert len(run.journal("StartGeneration")) == 3
 
 
-def test_max_restarts_zero_restarts_nothing(start: Start, script: Script) -> None:
-    name = script(TRAIN)
-    run = start("--nproc-per-node", "2", "--max-restarts", "0", name, "100")
-    (run.folder / "die-1-0-5").touch()
+def test_max_restarts_zero_restarts_nothing(start: Start, script: Script, tmp_path: Path) -> None:
+    (tmp_path / "die-1-0-5").touch()
+    run = start("--nproc-per-node", "2", "--max-restarts", "0", script(TRAIN), "100")
     assert run.wait() == 137
     assert len(run.journal("StartGeneration")) == 1
 
 
-def test_fresh_start_is_the_same_run(start: Start, script: Script) -> None:
-    name = script(TRAIN)
-    run = start("--start", "fresh", "--nproc-per-node", "2", name, "100")
-    (run.folder / "die-0-0-5").touch()
+def test_fresh_start_is_the_same_run(start: Start, script: Script, tmp_path: Path) -> None:
+    (tmp_path / "die-0-0-5").touch()
+    run = start("--start", "fresh", "--nproc-per-node", "2", script(TRAIN), "100")
     assert run.wait() == 0, run.text
     assert run.journal("fresh_start")
 
 
 def test_module_and_command_start(start: Start, script: Script) -> None:
-    script("import sys, os\nprint('module', sys.argv[1:], os.environ['RANK'])\n", "mod.py")
+    script("import sys, os\nprint(f'module {sys.argv[1:]} {os.environ[\"RANK\"]}')\n", "mod.py")
     run = start("--nproc-per-node", "2", "-m", "mod", "a", "-b")
     assert run.wait() == 0, run.text
     assert "module ['a', '-b'] 1" in run.text
@@ -157,7 +159,9 @@ def test_module_and_command_start(start: Start, script: Script) -> None:
 
 def test_redirects_and_tee_go_where_torchrun_puts_them(start: Start, script: Script) -> None:
     name = script(
-        "import os, sys\nprint('out', os.environ['RANK'])\nprint('err', file=sys.stderr)\n"
+        "import os, sys\n"
+        "print(f'out {os.environ[\"RANK\"]}\\n', end='')\n"
+        "print('err', file=sys.stderr)\n"
     )
     words = ("--nproc-per-node", "2", "--log-dir", "logs", "--redirects", "3", "--tee", "1")
     run = start(*words, name)
@@ -192,9 +196,9 @@ if __name__ == "__main__":
     spawned = DataLoader(Numbers(), num_workers=1, multiprocessing_context="spawn")
     assert sorted(int(n) for n in spawned) == list(range(8))
     assert sys.stdin.read() == ""
-    print("numpy", numpy.random.randint(1 << 30), "torch", torch.initial_seed())
-    atexit.register(lambda: print("atexit", os.environ["RANK"], flush=True))
-    threading.Thread(target=lambda: print("thread done", flush=True)).start()
+    print(f"numpy {numpy.random.randint(1 << 30)} torch {torch.initial_seed()}\\n", end="")
+    atexit.register(lambda: print(f"atexit {os.environ['RANK']}\\n", end="", flush=True))
+    threading.Thread(target=lambda: print("thread done\\n", end="", flush=True)).start()
 """)
     run = start("--nproc-per-node", "2", name)
     assert run.wait() == 0, run.text
@@ -240,7 +244,7 @@ def test_sigterm_stops_cleanly(start: Start, script: Script) -> None:
 
 def test_stopped_rank_is_acted_on(start: Start, script: Script) -> None:
     run = start(
-        "--nproc-per-node", "2", "--set", "monitor.stopped_kill_s=0.5", script(TRAIN), "3000"
+        "--nproc-per-node", "2", "--set", "monitor.stopped_kill_s=0.5", script(TRAIN), "1000000"
     )
     run.wait_for_step(5)
     os.kill(run.pids()[0], signal.SIGSTOP)

@@ -10,7 +10,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -21,6 +20,8 @@ from typing import Any
 
 import pytest
 import yaml
+
+from tests.integration.conftest import free_port
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
 
@@ -61,6 +62,12 @@ def rendered(*words: object, folder: Path) -> str:
 def plain_variables() -> dict[str, str]:
     own = ("FTRUN_", "PET_", "SLURM_")
     return {key: value for key, value in os.environ.items() if not key.startswith(own)}
+
+
+def whole_lines(path: Path) -> list[dict[str, Any]]:
+    """What a file has so far; the last line may be half written, or never to be finished."""
+    whole, _, _ = (path.read_text() if path.exists() else "").rpartition("\n")
+    return [json.loads(line) for line in whole.splitlines()]
 
 
 @pytest.fixture
@@ -127,9 +134,7 @@ class Job:
         return sorted(path.name for path in self.home.glob(".ftrun/secrets/*"))
 
     def notes(self, rank: int, kind: str, life: int) -> list[dict[str, Any]]:
-        path = self.folder / f"rank{rank}.jsonl"
-        lines = path.read_text().splitlines() if path.exists() else []
-        found = [json.loads(line) for line in lines]
+        found = whole_lines(self.folder / f"rank{rank}.jsonl")
         return [note for note in found if (note["kind"], note["life"]) == (kind, life)]
 
     def wait_for_steps(self, count: int, life: int) -> None:
@@ -148,8 +153,7 @@ class Job:
 
     def journal(self, kind: str, node: str) -> list[dict[str, Any]]:
         path = self.folder / "ftrun-logs" / RUN_ID / node / "journal.jsonl"
-        return [line for line in map(json.loads, path.read_text().splitlines())
-                if line["kind"] == kind]  # fmt: skip
+        return [line for line in whole_lines(path) if line["kind"] == kind]
 
     def memories(self) -> dict[str, int]:
         """Pid of each node's SMP."""
@@ -297,7 +301,11 @@ def test_the_command_of_a_manifest_runs_to_its_end(kind: str, tmp_path: Path, sh
     names |= {"MASTER_ADDR": "tiny-node-0-0.tiny", "MASTER_PORT": "29500"}
     more = {f"PET_{name}": value for name, value in names.items()} if kind == "trainjob" else {}
     process = in_a_pod(container, tmp_path, short, more)
-    assert process.wait(WAIT_S) == 0, (tmp_path / "pod.out").read_text()
+    try:
+        assert process.wait(WAIT_S) == 0, (tmp_path / "pod.out").read_text()
+    finally:
+        process.kill()
+        process.wait()
     for rank in range(2):
         assert (tmp_path / f"end{rank}").read_text() == "$(HOME)\n1e-4"
     assert (tmp_path / "ftrun-logs" / "tiny" / "journal.jsonl").exists()
@@ -316,8 +324,7 @@ def test_three_pods_of_a_jobset_are_one_run(tmp_path: Path, short: Path) -> None
     secret = tmp_path / "run"
     secret.touch(0o600)
     secret.write_bytes(os.urandom(32))
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     pods = []
     for index in range(3):
         name = f"tiny-node-0-{index}"

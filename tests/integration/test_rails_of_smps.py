@@ -31,6 +31,7 @@ class Relay:
         self._budget = budget
         self._lock = threading.Lock()
         self._socks: list[socket.socket] = []
+        self._is_over = False
         self._listener = listen_tcp(host, port)
         self._threads = [threading.Thread(target=self._accept, daemon=True)]
         self._threads[0].start()
@@ -41,24 +42,25 @@ class Relay:
 
     def close(self) -> None:
         with self._lock:
-            socks = [self._listener, *self._socks]
-        for sock in socks:
-            with contextlib.suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)
+            self._is_over = True
+        self._cut()
         for thread in self._threads:
-            if thread is not threading.current_thread():
-                thread.join(10.0)
-        for sock in socks:
+            thread.join(10.0)
+        for sock in (self._listener, *self._socks):
             sock.close()
 
     def _accept(self) -> None:
         with contextlib.suppress(OSError):
             while True:
                 here, _ = self._listener.accept()
+                with self._lock:
+                    self._socks.append(here)
                 there = socket.create_connection(self._to, 10.0)
                 there.settimeout(None)
                 with self._lock:
-                    self._socks += [here, there]
+                    self._socks.append(there)
+                    if self._is_over:
+                        return
                 for source, target in ((here, there), (there, here)):
                     pump = threading.Thread(target=self._pump, args=(source, target), daemon=True)
                     self._threads.append(pump)

@@ -30,7 +30,7 @@ SCRIPT = Path(__file__).parent / "scripts" / "resizable_training.py"
 MOST_NODES = 4
 MOST_GENERATIONS = 4
 PATIENCE_S = 90.0
-LINK_PATIENCE_S = 5.0
+LINK_PATIENCE_S = 20.0
 SMALL_STATE_BYTES = 1 << 16
 M = Any
 
@@ -52,7 +52,7 @@ class Node:
         wait_until(self.socket.exists, f"the SMP of {self.node_id} listens")
         hello = messages.Hello(role="agent", pid=os.getpid())
         self.agent: Channel = connect(
-            self.socket, run_id=RUN, peer=self.node_id, hello=hello, deadline_s=10
+            self.socket, run_id=RUN, peer=self.node_id, hello=hello, deadline_s=PATIENCE_S
         )
         ends.callback(self.agent.close)
         self.ready: set[Version] = set()
@@ -71,7 +71,7 @@ class Node:
         )
 
     def ask(self, body: messages.AnyMessage, *fds: int) -> messages.AnyMessage:
-        self.agent.send(body, fds=fds)
+        self.agent.send(body, fds=fds, deadline_s=PATIENCE_S)
         while True:
             received = self.agent.receive(deadline_s=PATIENCE_S)
             if not self.took(received):
@@ -106,7 +106,7 @@ class Node:
 
     def lose(self) -> None:
         self.process.kill()
-        self.process.wait(20)
+        self.process.wait(PATIENCE_S)
 
     def num_arena_bytes(self) -> int:
         answer = self.ask(messages.AskStatus())
@@ -218,7 +218,7 @@ class Cluster:
             env.COMMAND_FD: str(page_fd),
             env.HEARTBEAT_FD: str(next(self.beats)),
             env.SMP_SOCKET: str(node.socket),
-            env.SNAPSHOT: json.dumps({"every": 1, "commit_wait_s": 20}),
+            env.SNAPSHOT: json.dumps({"every": 1, "commit_wait_s": 60}),
         }
         if self.newest is not None:
             found[env.RESTORE] = f"{self.newest.generation}:{self.newest.step}"

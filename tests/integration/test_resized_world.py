@@ -72,7 +72,9 @@ class Node:
         )
         wait_until(self.socket.exists, "the SMP listens")
         hello = messages.Hello(role="agent", pid=os.getpid())
-        self.agent = connect(self.socket, run_id=RUN, peer="the SMP", hello=hello, deadline_s=10)
+        self.agent = connect(
+            self.socket, run_id=RUN, peer="the SMP", hello=hello, deadline_s=PATIENCE_S
+        )
         ends.callback(self.agent.close)
         self.generation = -1
         self.world_size = 0
@@ -109,7 +111,7 @@ class Node:
             env.INCARNATION: str(self.generation),
             env.COMMAND_FD: str(self.commands[self.generation]),
             env.SMP_SOCKET: str(self.socket),
-            env.SNAPSHOT: json.dumps({"every": 1, "commit_wait_s": 20}),
+            env.SNAPSHOT: json.dumps({"every": 1, "commit_wait_s": 60}),
         }
         if before is not None:
             shared[env.RESTORE] = f"{before.generation}:{before.step}"
@@ -131,8 +133,10 @@ class Node:
         statuses: list[int] = self.answer()
         if not any(statuses):
             self.world_size = world_size
-            wait_until(lambda: self.shown().step == steps, f"step {steps} is committed")
-            self.newest = self.shown()
+            # Both words: the step is shown before the generation that it is of.
+            newest = version(self.generation, steps)
+            wait_until(lambda: self.shown() == newest, f"step {steps} is committed")
+            self.newest = newest
         return statuses
 
     def beat_fd(self, rank: int) -> int:
@@ -147,7 +151,7 @@ class Node:
 
     def ask(self, body: messages.AnyMessage, *fds: int) -> Received:
         """Ask the SMP; what it tells unasked is passed over."""
-        self.agent.send(body, fds=fds)
+        self.agent.send(body, fds=fds, deadline_s=PATIENCE_S)
         while True:
             received = self.agent.receive(deadline_s=PATIENCE_S)
             if isinstance(

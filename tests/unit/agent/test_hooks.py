@@ -76,6 +76,12 @@ def test_what_a_command_leaves_behind_does_not_hold_up_the_next(tmp_path: Path) 
     assert run_command("sleep 600 & exit 0", {}, str(tmp_path), limit_s=60) == ""
 
 
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy machine takes its time to start commands, and `close` is to wait for all."""
+    monkeypatch.setattr(hooks, "END_S", 60.0)
+
+
 def failures(folder: Path) -> list[dict[str, Any]]:
     return [line for line in read_journal(folder) if line["kind"] == "HookFailed"]
 
@@ -114,7 +120,7 @@ def test_no_hooks_no_threads(tmp_path: Path) -> None:
     before = threading.active_count()
     found = hooks_of(tmp_path)
     found.take("Verdict", VERDICT)
-    assert threading.active_count() == before
+    assert threading.active_count() <= before  # one that another test has left may end just now
     found.close()
 
 
