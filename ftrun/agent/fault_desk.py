@@ -37,7 +37,8 @@ from ftrun.wire.plan import Plan
 if TYPE_CHECKING:
     from ftrun.agent.run_loop import RunLoop
 
-ANSWER_S = 10.0
+ANSWER_S = 30.0
+"""Longer than a healer may take to begin (healing.py): what was refused is not made afterwards."""
 _CANNOT = (FtrunError, OSError, ValueError)
 """A fault that cannot be made must not end the run."""
 

@@ -1,14 +1,17 @@
 """A training that can be killed anywhere, and the result it must have all the same."""
 
+import time
 from pathlib import Path
 
 import pytest
 
-from tests.integration.conftest import Run, Start, script, start
+from tests.integration.conftest import WAIT_S, Run, Start, script, start
 
 __all__ = ["Checked", "Run", "Start", "script", "start"]
 
 STEPS = 120
+HOLD = "hold"
+"""While this file is there, the last steps are not made."""
 
 TRAIN = """
 import hashlib, os, random, sys
@@ -36,7 +39,9 @@ scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
 order = torch.Generator().manual_seed(rank)
 session = ftrun.attach(model=model, optimizer=optimizer, scheduler=scheduler, order=order)
 losses = open(f"losses.{rank}", "a", buffering=1)
-print(f"begin rank={rank} generation={session.generation} step={session.step}", flush=True)
+# In one piece: two ranks write to one file.
+begun = f"begin rank={rank} generation={session.generation} step={session.step}\\n"
+print(begun, end="", flush=True)
 for step in session.steps(steps):
     x = torch.randn(16, 32, generator=order) + random.random()
     x = x + torch.from_numpy(np.random.randn(16, 32).astype(np.float32))
@@ -49,10 +54,12 @@ for step in session.steps(steps):
     if pace_s:
         import time
         time.sleep(pace_s)
+        while step >= steps - 20 and os.path.exists("hold"):
+            time.sleep(0.01)
 digest = hashlib.sha256()
 for value in model.state_dict().values():
     digest.update(value.numpy().tobytes())
-print(f"digest {rank} {digest.hexdigest()}", flush=True)
+print(f"digest {rank} {digest.hexdigest()}\\n", end="", flush=True)
 dist.destroy_process_group()
 """
 
@@ -63,8 +70,10 @@ class Checked:
     def __init__(self, folder: Path) -> None:
         (folder / "train.py").write_text(TRAIN)
         run = Run(folder, "--nproc-per-node", "2", "train.py", str(STEPS), "0")
-        assert run.wait() == 0, run.text
-        run.end()
+        try:
+            assert run.wait() == 0, run.text
+        finally:
+            run.end()
         self.digests = digests(run)
         self.losses = [losses(folder, rank) for rank in (0, 1)]
 
@@ -95,6 +104,42 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Checked:
 
 @pytest.fixture
 def train(tmp_path: Path) -> tuple[str, ...]:
-    """Words that start the training at a pace that leaves time to kill something."""
+    """Words that start the training at a pace that leaves time to kill something.
+
+    It waits for `let_end` before its last steps: on a busy machine that takes longer than steps.
+    """
     (tmp_path / "train.py").write_text(TRAIN)
+    (tmp_path / HOLD).touch()
     return ("--nproc-per-node", "2", "train.py", str(STEPS), "0.02")
+
+
+def let_end(run: Run) -> None:
+    """What was to be broken is broken: this run, and those after it, may come to their end."""
+    (run.folder / HOLD).unlink(missing_ok=True)
+
+
+def wait_for_memory(run: Run, step: int) -> None:
+    """Until this step is committed, so that no kill takes the run back behind it."""
+
+    def is_committed() -> bool:
+        found = (run.status().get("snapshots") or {}).get("step")  # type: ignore[attr-defined]
+        return found is not None and found >= step
+
+    run.wait_until(f"step {step} in memory", is_committed)
+
+
+def wait_until_gone(pid: int) -> None:
+    """Until a process has ended that is on its way out, with all threads: one may write yet."""
+    give_up_s = time.monotonic() + WAIT_S
+    while _is_there(pid):
+        if time.monotonic() > give_up_s:
+            pytest.fail(f"process {pid} is still there")
+        time.sleep(0.02)
+
+
+def _is_there(pid: int) -> bool:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return False
+    return stat[0] not in "ZX" or int(stat[17]) > 1

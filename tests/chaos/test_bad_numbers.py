@@ -66,8 +66,8 @@ def test_the_batches_that_led_to_it_are_left_out(
     assert POISON in left_out
     assert "finite True" in run.text
     plain = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", name,
-         *map(str, left_out)],
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+         name, *map(str, left_out)],
         cwd=tmp_path, capture_output=True, text=True, timeout=120, check=True,
     )  # fmt: skip
     assert digests(run.text) == digests(plain.stdout)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos.conftest import STEPS, Checked
+from tests.chaos.conftest import STEPS, Checked, let_end, wait_until_gone
 from tests.ftp_server import ftp_server
 from tests.integration.conftest import WAIT_S, Run, Start, free_port
 
@@ -33,6 +33,7 @@ def test_sigterm_saves_the_last_step_and_the_next_run_goes_on(
     run = start(*KEPT, *train)
     run.wait_for_step(30)
     run.process.send_signal(signal.SIGTERM)
+    let_end(run)
     assert run.wait() == 143, run.text
     stopped_at = run.journal("CheckpointWritten")[-1]["step"]
     assert (run.folder / "saved" / "latest").is_symlink()
@@ -52,6 +53,7 @@ def test_what_was_sent_to_a_url_is_gone_on_from(
         run = start(*kept, "--checkpoint-every", "0.3", *train)
         run.wait_for_step(30)
         run.process.send_signal(signal.SIGTERM)
+        let_end(run)
         assert run.wait() == 143, run.text
         written = run.journal("CheckpointWritten")
         assert not run.journal("checkpoint_not_written")
@@ -85,6 +87,7 @@ def test_a_url_that_goes_away_is_told_and_comes_back(
         server.freeze()
         began_s = time.monotonic()
         run.process.send_signal(signal.SIGTERM)
+        let_end(run)
         assert run.wait() == 143, run.text
         assert time.monotonic() - began_s < 30
         server.thaw()
@@ -98,9 +101,12 @@ def test_sigkill_of_everything_loses_what_came_after_the_last_checkpoint(
 ) -> None:
     run = start(*KEPT, "--checkpoint-every", "0.2", *train)
     run.wait_until("two checkpoints", lambda: len(run.journal("CheckpointWritten")) >= 2)
-    for pid in (run.process.pid, run.pid_of("agent"), run.pid_of("smp")):
+    agent, smp = run.pid_of("agent"), run.pid_of("smp")
+    for pid in (run.process.pid, agent, smp):
         os.kill(pid, signal.SIGKILL)
+    let_end(run)
     run.process.wait(20)
+    wait_until_gone(smp)  # it may be at the end of one more
     saved_at = int((run.folder / "saved" / "latest").readlink().name.split("-")[1])
     again = start(*KEPT, *train)
     assert again.wait() == 0, again.text
@@ -115,6 +121,7 @@ def test_rank_killed_right_after_a_resume_falls_back_to_it(
     run = start(*KEPT, *train)
     run.wait_for_step(20)
     run.process.send_signal(signal.SIGTERM)
+    let_end(run)
     assert run.wait() == 143
     at = int(run.journal("CheckpointWritten")[-1]["step"])  # type: ignore[call-overload]
     once = {"FTRUN_CRASH_AT": "worker.capture.marked", "FTRUN_CRASH_ONCE": str(run.folder / "once")}
@@ -135,6 +142,7 @@ def test_resume_says_where_to_begin_and_what_others_left_stays_out(
     run = start(*KEPT, *train)
     run.wait_for_step(20)
     run.process.send_signal(signal.SIGTERM)
+    let_end(run)
     assert run.wait() == 143
     at = int(run.journal("CheckpointWritten")[-1]["step"])  # type: ignore[call-overload]
     words = {
@@ -200,6 +208,7 @@ def test_where_none_can_be_written_the_run_goes_on_and_status_says_so(
     saved.unlink()
     aside.rename(saved)
     run.wait_until("the next one is written", lambda: not told_of_checkpoint(run))
+    let_end(run)
     assert run.wait() == 0, run.text
     assert run.text.count("no checkpoint was written") >= 1
     undisturbed.check(run)

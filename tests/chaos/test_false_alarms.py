@@ -15,6 +15,7 @@ import pytest
 
 from tests.chaos.conftest import Run
 from tests.integration.conftest import Start
+from tests.stopping import stop
 
 SCRIPT = Path(__file__).parents[1] / "integration" / "scripts" / "patient_training.py"
 LONG_S = 5.0
@@ -59,7 +60,7 @@ def test_a_machine_that_has_stood_still(start: Start) -> None:
     run.wait_for_step(3)
     pids = [*run.pids(), run.pid_of("agent"), run.pid_of("smp"), run.pid_of("zygote")]
     for pid in pids:
-        os.kill(pid, signal.SIGSTOP)
+        stop(pid)
     run.wait_until("away for long enough", _after(LONG_S))
     for pid in reversed(pids):
         os.kill(pid, signal.SIGCONT)

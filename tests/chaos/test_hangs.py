@@ -34,8 +34,10 @@ pytestmark = [pytest.mark.chaos, pytest.mark.slow, pytest.mark.launch]
 def digests(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Of all ranks after a run in which nothing goes wrong."""
     run = Run(tmp_path_factory.mktemp("quiet"), *FLAGS, str(SCRIPT), "nothing", "0")
-    assert run.wait() == 0, run.text
-    run.end()
+    try:
+        assert run.wait() == 0, run.text
+    finally:
+        run.end()
     return found(run)
 
 

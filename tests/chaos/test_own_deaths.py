@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ftrun.wire.run_folder import RunId, run_folder
-from tests.chaos.conftest import Checked
+from tests.chaos.conftest import Checked, let_end, wait_for_memory, wait_until_gone
 from tests.integration.conftest import Run, Start, is_gone
 
 PARTS = ("rank", "smp", "zygote", "agent")
@@ -41,9 +41,10 @@ def kill(run: Run, parts: tuple[str, ...]) -> None:
 def test_killed_parts_cost_no_step_and_no_bit(
     start: Start, train: tuple[str, ...], undisturbed: Checked, parts: tuple[str, ...]
 ) -> None:
-    run = start(*train)
-    run.wait_for_step(KILL_AT)
+    run = start("--snapshot-every", "1", *train)
+    wait_for_memory(run, KILL_AT)
     kill(run, parts)
+    let_end(run)
     assert run.wait() == 0, run.text
     undisturbed.check(run)
     if "agent" in parts or "rank" in parts:
@@ -64,6 +65,7 @@ def test_snapshots_go_on_with_a_new_smp(start: Start, train: tuple[str, ...]) ->
         lambda: (run.status().get("snapshots") or {"step": -1})["step"] > committed,  # type: ignore[index]
     )
     assert run.pid_of("smp") != before
+    let_end(run)
 
 
 @pytest.mark.full
@@ -72,10 +74,11 @@ def test_the_agent_dies_before_a_new_smp_has_the_memory(
 ) -> None:
     once = tmp_path / "once"
     env = {"FTRUN_CRASH_AT": "agent.smp.listening", "FTRUN_CRASH_ONCE": str(once)}
-    run = Run(tmp_path, *train, env=env)
+    run = Run(tmp_path, "--snapshot-every", "1", *train, env=env)
     try:
-        run.wait_for_step(KILL_AT)
+        wait_for_memory(run, KILL_AT)
         os.kill(run.pid_of("smp"), signal.SIGKILL)
+        let_end(run)
         assert run.wait() == 0, run.text
         assert once.exists()
         undisturbed.check(run)
@@ -93,9 +96,10 @@ def test_same_run_id_resumes_when_only_the_smp_is_left(
     run.wait_for_step(KILL_AT)
     smp, workers = run.pid_of("smp"), run.pids()
     os.kill(run.process.pid, signal.SIGKILL)
+    let_end(run)
     run.process.wait(20)
     for pid in workers:
-        run_until_gone(pid)
+        wait_until_gone(pid)
     assert not is_gone(smp)
     run.start()
     assert run.wait() == 0, run.text
@@ -128,30 +132,22 @@ def test_stop_frees_what_an_orphan_holds(start: Start, train: tuple[str, ...]) -
     smp = run.pid_of("smp")
     os.kill(run.process.pid, signal.SIGKILL)
     run.process.wait(20)
-    run_until_gone(run.pids()[0])
+    wait_until_gone(run.pids()[0])
     subprocess.run(
         [sys.executable, "-m", "ftrun", "stop", run.run_id],
         env=run.variables,
         timeout=60,
         check=True,
     )
-    run_until_gone(smp)
+    wait_until_gone(smp)
     assert not run_folder(RunId(run.run_id)).path.exists()
 
 
-def run_until_gone(pid: int) -> None:
-    """Wait, at most 30 s, for a process that is already on its way out."""
-    for _ in range(1500):
-        if is_gone(pid):
-            return
-        signal.sigtimedwait([], 0.02)
-    pytest.fail(f"process {pid} is still there")
-
-
 def test_another_number_of_ranks_goes_on_from_memory(start: Start, train: tuple[str, ...]) -> None:
-    run = start(*train)
-    run.wait_for_step(KILL_AT)
+    run = start("--snapshot-every", "1", *train)
+    wait_for_memory(run, KILL_AT)
     os.kill(run.process.pid, signal.SIGKILL)
+    let_end(run)
     run.process.wait(20)
     run.argv[run.argv.index("--nproc-per-node") + 1] = "1"
     run.start()
@@ -167,6 +163,7 @@ def test_changed_script_is_refused_and_costs_nothing(
     run = start(*train)
     run.wait_for_step(KILL_AT)
     os.kill(run.process.pid, signal.SIGKILL)
+    let_end(run)
     run.process.wait(20)
     path = run.folder / "train.py"
     right = path.read_text()

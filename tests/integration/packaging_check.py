@@ -5,6 +5,7 @@ Usage: python packaging_check.py   (with the python of the environment to check)
 `scripts/test` runs it in an environment into which only the wheel was installed.
 """
 
+import contextlib
 import json
 import os
 import re
@@ -29,7 +30,7 @@ for step in range(5):
     if rank == 1 and step == 3 and generation == 0:
         os.kill(os.getpid(), signal.SIGKILL)
 Path(f"restarted-{rank}").touch()
-give_up_s = time.monotonic() + 60
+give_up_s = time.monotonic() + 120
 while not Path("seen").exists() and time.monotonic() < give_up_s:
     time.sleep(0.02)
 print(f"rank {rank} generation {generation} total {total.item()}\\n", end="", flush=True)
@@ -72,6 +73,10 @@ def use(folder: Path, ftrun: Path) -> None:
         (folder / "seen").touch()
         output, _ = run.communicate(timeout=DEADLINE_S)
     finally:
+        if run.poll() is None:  # its memory would outlive it
+            stop = [str(ftrun), "stop", "packaged"]
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                subprocess.run(stop, cwd=folder, env=variables, check=False, timeout=DEADLINE_S)
         run.kill()
         run.wait()
     document = json.loads(asked.stdout)

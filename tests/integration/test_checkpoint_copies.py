@@ -95,7 +95,7 @@ def test_whichever_rank_seals_first_or_last_each_file_is_its_own(
         while not list(tmp_path.glob(".tmp-*/*rank-00001*")) and time.monotonic() < give_up_s:
             time.sleep(0.005)
         workers[last].seal()
-        path = Path(writing.result(30).path)
+        path = Path(writing.result(60).path)
     start = len(LAYOUT.header)
     for one in workers:
         data = (path / f"rank-{one.rank:05d}.safetensors").read_bytes()

@@ -47,7 +47,7 @@ CONTRACT = (
 
 Script = Callable[..., str]
 
-pytestmark = [pytest.mark.launch, pytest.mark.slow]
+pytestmark = [pytest.mark.launch, pytest.mark.slow, pytest.mark.timeout(300)]
 
 # What a rank says and a test looks for is one string for `print`: each of several, and what is
 # between them, is written by itself, and other ranks write in between.

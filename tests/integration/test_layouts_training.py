@@ -17,6 +17,8 @@ SCRIPTS = Path(__file__).parent / "scripts"
 SCRIPT = str(SCRIPTS / "tensor_parallel_training.py")
 PIPELINE = str(SCRIPTS / "pipeline_training.py")
 
+pytestmark = pytest.mark.timeout(300)
+
 
 def told(run: Run, word: str) -> set[str]:
     """Step and digest of the whole state, of which all ranks should say the same."""

@@ -63,7 +63,7 @@ dist.destroy_process_group()
 
 FTRUN = [sys.executable, "-m", "ftrun"]
 
-pytestmark = [pytest.mark.slow]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
 def until(what: str, condition: Callable[[], object]) -> None:

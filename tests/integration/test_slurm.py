@@ -67,6 +67,12 @@ for step in session.steps(10_000):
 """
 
 
+def whole_lines(path: Path) -> list[dict[str, Any]]:
+    """What a file has so far; the last line may be half written, or never to be finished."""
+    whole, _, _ = (path.read_text() if path.exists() else "").rpartition("\n")
+    return [json.loads(line) for line in whole.splitlines()]
+
+
 class Step:
     """One job of a user who has a home and a folder, both shared by all nodes."""
 
@@ -120,14 +126,13 @@ class Step:
         return "\n".join(path.read_text(errors="replace") for path in files if path.exists())
 
     def notes(self, rank: int, kind: str = "") -> list[dict[str, Any]]:
-        path = self.folder / f"rank{rank}.jsonl"
-        lines = path.read_text().splitlines() if path.exists() else []
-        return [note for note in map(json.loads, lines) if not kind or note["kind"] == kind]
+        lines = whole_lines(self.folder / f"rank{rank}.jsonl")
+        return [note for note in lines if not kind or note["kind"] == kind]
 
     def journal(self, *kinds: str) -> list[dict[str, Any]]:
         """Of all nodes."""
         paths = (self.folder / "ftrun-logs").glob("*/node*/journal.jsonl")
-        lines = [json.loads(line) for path in paths for line in path.read_text().splitlines()]
+        lines = [line for path in paths for line in whole_lines(path)]
         return [line for line in lines if not kinds or line["kind"] in kinds]
 
     def wait_until(self, what: str, is_so: Callable[[], object]) -> None:

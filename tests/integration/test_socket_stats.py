@@ -13,7 +13,7 @@ from ftrun.agent import socket_stats
 from ftrun.agent.socket_stats import SocketStats
 from ftrun.monitor.delay_matrix import LinkSample
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 _CHILD = """
 import socket, sys
@@ -35,17 +35,33 @@ class Child:
             stdout=subprocess.PIPE,
             text=True,
         )
+        self._sent = 0
         listener.settimeout(WAIT_S)
-        self.sock, _ = listener.accept()
+        try:
+            self.sock, _ = listener.accept()
+        except BaseException:
+            self.process.kill()
+            self.process.communicate()
+            raise
         self.sock.settimeout(WAIT_S)
 
     def send(self, count: int, *, read: bool = True) -> None:
         assert self.process.stdin is not None
         self.process.stdin.write(f"{count}\n")
         self.process.stdin.flush()
-        left = count if read else 0
+        if not read:
+            return
+        left = count
         while left:
             left -= len(self.sock.recv(min(left, 1 << 16)))
+        self._sent += count
+        give_up_s = clock.now_s() + WAIT_S
+        while self._acked() < self._sent:  # its kernel may hear of it a moment later
+            assert clock.now_s() < give_up_s
+
+    def _acked(self) -> int:
+        figures = SocketStats().figures([self.process.pid], clock.now_s())
+        return sum(one.bytes_acked for one in figures)
 
     def close(self) -> None:
         self.sock.close()

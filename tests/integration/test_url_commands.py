@@ -12,7 +12,8 @@ import pytest
 from ftrun.cli import url_check
 from ftrun.cli.url_check import check_there, check_writable
 from ftrun.errors import UsageError
-from tests.ftp_server import FtpServer, ftp_server
+from tests.contract.answering import nobody_at
+from tests.ftp_server import FtpServer, ftp_server, url_of
 from tests.integration.test_checkpoint_files import LAYOUT, Arenas, arenas
 from tests.integration.test_checkpoint_url import newest, write, writer
 from tests.integration.test_shelf import ftrun
@@ -55,15 +56,16 @@ def test_a_url_that_cannot_be_written_is_refused_in_words(root: Path) -> None:
     told = "It was tried with a small file"
     with ftp_server(root, quota_bytes=0) as server, pytest.raises(UsageError, match=told):
         check_writable(server.url())
-    for url, told in (
-        (server.url(), "Connection refused"),
-        ("nope://bucket/run", "nope"),
-        ("https://127.0.0.1:1/run", "--checkpoint-dir https"),
-    ):
-        with pytest.raises(UsageError, match=told) as refused:
-            check_writable(url)
-        assert "nothing was started" in str(refused.value)
-        assert "s3cret" not in str(refused.value)
+    with nobody_at("127.0.0.1") as port:
+        for url, told in (
+            (url_of("127.0.0.1", port), "Connection refused"),
+            ("nope://bucket/run", "nope"),
+            (f"https://127.0.0.1:{port}/run", "--checkpoint-dir https"),
+        ):
+            with pytest.raises(UsageError, match=told) as refused:
+                check_writable(url)
+            assert "nothing was started" in str(refused.value)
+            assert "s3cret" not in str(refused.value)
 
 
 def test_a_library_that_is_missing_is_named() -> None:

@@ -10,6 +10,7 @@ import pytest
 from ftrun.ids import Version, version
 from ftrun.wire import checkpoint_messages, messages, smp_messages
 from tests.ftp_server import FtpServer, ftp_server
+from tests.integration.conftest import free_port
 from tests.integration.test_checkpoint_nodes import (
     FIRST,
     RUN_ID,
@@ -106,7 +107,7 @@ def test_a_killed_node_is_replaced_and_goes_on_from_the_url(
         node.seal(version(0, 2), slot=1)
     assert part(first.ask(order(server.url(), version(0, 2)))).missing_ranks == [2, 3]
     seen = server.changes
-    second.send(order(server.url(), version(0, 2), bytes_per_s=200_000))
+    second.send(order(server.url(), version(0, 2), bytes_per_s=50_000))
     wait_until(lambda: server.changes > seen + 1, "its first file is on its way")
     assert second.process is not None
     second.process.send_signal(signal.SIGKILL)
@@ -132,8 +133,8 @@ def test_an_smp_ends_at_once_while_its_store_hangs(make: Make, server: FtpServer
     while not isinstance(node.answer(), messages.Done):
         pass
     assert node.process is not None
-    node.process.wait(10)
-    assert time.monotonic() - began_s < 5
+    node.process.wait(60)
+    assert time.monotonic() - began_s < 30, "it would wait for as long as the store hangs"
     server.thaw()
 
 
@@ -142,8 +143,9 @@ def test_a_store_that_is_gone_is_told_and_the_next_checkpoint_is_written(
 ) -> None:
     node = make(0, 1, 2, 3)
     node.ready()
-    with ftp_server(root) as server:
-        port, url = server.port, server.url()
+    port = free_port()  # one that the kernel gives to nobody else meanwhile
+    with ftp_server(root, port=port) as server:
+        url = server.url()
         assert finished(node.ask(order(url, None))).step == 1
     node.seal(version(0, 2), slot=1)
     why = refused(node.ask(order(url, None)))

@@ -4,6 +4,7 @@ The drills with many nodes stand on it: what a killed or frozen node looks like 
 be what it would look like on a real network.
 """
 
+import contextlib
 import json
 import os
 import signal
@@ -11,11 +12,12 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import pytest
 from virtual_cluster import ClusterError, VirtualCluster, available, clusters
+from virtual_node import Process
 
 if reason := available():
     pytest.skip(f"needs namespaces: {reason}", allow_module_level=True)
@@ -25,6 +27,8 @@ COMMAND = str(SCRIPTS / "vcluster")
 WAIT_S = 60.0
 UPLINK_MBIT = 40
 KINDS = ("net", "mnt", "pid", "uts", "ipc")
+NO_ANSWER = ("silence", "EHOSTUNREACH")
+"""The second from a kernel that has asked for the address for some seconds."""
 
 SERVER = """
 import socketserver
@@ -158,21 +162,43 @@ def output_of(cluster: VirtualCluster, node: int | str, *argv: str) -> str:
     return str(output).strip()
 
 
+def quickest_rate(talk: Talk, peer: str, count: int) -> float:
+    """The best of some, so that it is the network's and not the machine's."""
+    return max(float(talk("rate", peer, count)) for _ in range(5))
+
+
 def namespaces(cluster: VirtualCluster) -> set[str]:
     pids = [node.init.pid for node in cluster.nodes() if node.init is not None]
     return {os.readlink(f"/proc/{pid}/ns/{kind}") for pid in pids for kind in KINDS}
 
 
-def namespaces_of_the_machine() -> set[str]:
+def holders_of(names: set[str]) -> set[Process]:
+    """All processes of the machine that are in one of these namespaces.
+
+    Other tests make namespaces at the same time, and those get the numbers of such as have gone.
+    """
     found = set()
-    for process in Path("/proc").iterdir():
-        if process.name.isdecimal():
-            for kind in KINDS:
-                try:
-                    found.add(os.readlink(process / "ns" / kind))
-                except OSError:
-                    continue  # it has ended
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdecimal():
+            with contextlib.suppress(OSError, ClusterError):  # it has ended
+                process = Process.of(int(folder.name))
+                if names & {os.readlink(folder / "ns" / kind) for kind in KINDS}:
+                    found.add(process)
     return found
+
+
+def is_there(process: Process) -> bool:
+    """Whether it still holds a namespace; one that has ended does until it is waited for."""
+    with contextlib.suppress(ClusterError):
+        return Process.of(process.pid) == process
+    return False
+
+
+def wait_until_gone(pids: Iterable[int]) -> None:
+    give_up_s = time.monotonic() + WAIT_S
+    while left := [pid for pid in pids if Path(f"/proc/{pid}").exists()]:
+        assert time.monotonic() < give_up_s, left
+        time.sleep(0.01)
 
 
 # --- what a node has of its own -----------------------------------------------------------------
@@ -253,7 +279,7 @@ def test_a_killed_node_dies_in_silence(talk: Talk, whole: VirtualCluster) -> Non
     assert holder.wait(WAIT_S) == -signal.SIGKILL
     assert talk("hear", 1.5) == "silence"
     assert talk("ask", "hello", 1.5) == "silence"
-    assert talk("connect", "node1", 2) in ("silence", "EHOSTUNREACH")
+    assert talk("connect", "node1", 2) in NO_ANSWER
     with pytest.raises(ClusterError, match="node1 is dead"):
         whole.run(1, ["true"])
     assert [node.state for node in whole.nodes()] == ["up", "dead", "up"]
@@ -344,7 +370,10 @@ def test_a_frozen_node_can_be_killed_and_reset(talk: Talk, whole: VirtualCluster
     frozen_by = whole.nodes()[1].frozen_by
     getattr(whole, end)(1)
     assert not Path(frozen_by).exists()
-    assert talk("connect", "node1", 1) == {"kill": "silence", "reset": "ECONNREFUSED"}[end]
+    if end == "kill":
+        assert talk("connect", "node1", 1) in NO_ANSWER
+    else:
+        assert talk("connect", "node1", 10) == "ECONNREFUSED"
 
 
 @pytest.mark.slow
@@ -354,7 +383,7 @@ def test_a_slow_node_is_as_slow_as_asked(talk: Talk, whole: VirtualCluster) -> N
     # The limit is what cannot be passed; a busy machine may well be below it.
     assert 0.1 * limit_bytes_per_s < float(talk("rate", "node1", 160)) < 1.2 * limit_bytes_per_s
     whole.slow(1, "off")
-    assert float(talk("rate", "node1", 160)) > 2 * limit_bytes_per_s
+    assert quickest_rate(talk, "node1", 160) > 2 * limit_bytes_per_s
     with pytest.raises(ClusterError, match="100mbit"):
         whole.slow(1, "fast")
 
@@ -381,7 +410,7 @@ def test_a_delayed_node_answers_so_much_later(talk: Talk, whole: VirtualCluster)
 def test_a_delayed_node_is_killed_and_revived_as_new(talk: Talk, whole: VirtualCluster) -> None:
     whole.delay(1, 40)
     whole.kill(1)
-    assert talk("connect", "node1", 1) == "silence"
+    assert talk("connect", "node1", 1) in NO_ANSWER
     whole.revive(1)
     assert [node.state for node in whole.nodes()] == ["up", "up", "up"]
     assert talk("connect", "node1", 10) == "ECONNREFUSED"
@@ -436,20 +465,20 @@ def test_one_rail_is_cut_and_the_other_one_is_whole(
     first, second = roads.address(1, 0), roads.address(1, 1)
     roads.cut(1, rail=1)
     assert roads.nodes()[1].state == "up, eth1 cut"
-    assert from_node0("connect", second, 0.5) == "silence"
+    assert from_node0("connect", second, 0.5) in NO_ANSWER
     assert from_node0("connect", first, 10) == "connected"
     assert from_node0("connect", roads.address(2, 1), 10) == "connected"
     roads.heal(1, rail=1)
     assert from_node0("connect", second, 10) == "connected"
     roads.cut(0, peer=1, rail=0)
     assert roads.nodes()[0].state == "up, eth0 cut from node1"
-    assert from_node0("connect", first, 0.5) == "silence"
+    assert from_node0("connect", first, 0.5) in NO_ANSWER
     assert from_node0("connect", second, 10) == "connected"
     roads.heal(1)
     roads.cut(1)
     assert roads.nodes()[1].state == "up, cut"
-    assert from_node0("connect", first, 0.5) == "silence"
-    assert from_node0("connect", second, 0.5) == "silence"
+    assert from_node0("connect", first, 0.5) in NO_ANSWER
+    assert from_node0("connect", second, 0.5) in NO_ANSWER
     with pytest.raises(ClusterError, match="it has 2"):
         roads.cut(1, rail=2)
 
@@ -458,19 +487,19 @@ def test_one_rail_is_slow_and_the_other_one_is_not(roads: VirtualCluster, from_n
     roads.slow(2, "40mbit", rail=1)
     assert roads.nodes()[2].state == "up, eth1 slow 40mbit"
     limit_bytes_per_s = 40e6 / 8
-    assert float(from_node0("rate", roads.address(2, 1), 20)) < 1.2 * limit_bytes_per_s
-    assert float(from_node0("rate", roads.address(2, 0), 20)) > 2 * limit_bytes_per_s
+    assert float(from_node0("rate", roads.address(2, 1), 40)) < 1.2 * limit_bytes_per_s
+    assert quickest_rate(from_node0, roads.address(2, 0), 20) > 2 * limit_bytes_per_s
     roads.slow(2, "off", rail=1)
-    assert float(from_node0("rate", roads.address(2, 1), 20)) > 2 * limit_bytes_per_s
+    assert quickest_rate(from_node0, roads.address(2, 1), 20) > 2 * limit_bytes_per_s
 
 
 @pytest.mark.parametrize("rail", [0, 1])
 def test_between_leaves_there_is_less(roads: VirtualCluster, from_node0: Talk, rail: int) -> None:
     uplink_bytes_per_s = UPLINK_MBIT * 1e6 / 8
     for node in (1, 3):
-        rate = float(from_node0("rate", roads.address(node, rail), 20))
+        rate = float(from_node0("rate", roads.address(node, rail), 40))
         assert 0.1 * uplink_bytes_per_s < rate < 1.2 * uplink_bytes_per_s
-    assert float(from_node0("rate", roads.address(2, rail), 20)) > 2 * uplink_bytes_per_s
+    assert quickest_rate(from_node0, roads.address(2, rail), 20) > 2 * uplink_bytes_per_s
 
 
 def test_nodes_are_put_on_leaves_as_asked() -> None:
@@ -505,10 +534,11 @@ def test_down_leaves_nothing() -> None:
         cluster.delay(0, 1)
         had = namespaces(cluster)
         assert len(had) == 2 * len(KINDS)
-        assert had <= namespaces_of_the_machine()
+        held_by = holders_of(had)
+        assert {node.init for node in cluster.nodes()} < held_by
         assert cluster.name in clusters()
     assert holder.wait(WAIT_S) == -signal.SIGKILL
-    assert not had & namespaces_of_the_machine()
+    assert not [one for one in held_by if is_there(one)]
     assert cluster.name not in clusters()
     assert Path("/proc/self/mounts").read_text() == mounts
     assert sorted(os.listdir("/sys/class/net")) == sorted(links)
@@ -517,17 +547,17 @@ def test_down_leaves_nothing() -> None:
 
 def test_an_error_in_the_block_cleans_up() -> None:
     cluster = VirtualCluster(1)
-    had: set[str] = set()
+    held_by: set[Process] = set()
 
     def fail() -> None:
         with cluster:
-            had.update(namespaces(cluster))
+            held_by.update(holders_of(namespaces(cluster)))
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
         fail()
-    assert had
-    assert not had & namespaces_of_the_machine()
+    assert held_by
+    assert not [one for one in held_by if is_there(one)]
     assert cluster.name not in clusters()
 
 
@@ -658,7 +688,7 @@ def test_the_command_line_handles_one_cluster_in_many_calls(
     assert (done.returncode, "node0 to node1" in done.stderr) == (1, True)
     pids = [node["init"]["pid"] for node in json.loads(command("status", "--json").stdout)["nodes"]]
     assert command("down").stdout.endswith("removed\n")
-    assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+    wait_until_gone(pids)  # who waits for them is no child of the command's
     assert command("down").stdout.endswith("not there\n")
     assert "up N makes one" in command("status").stderr
 
