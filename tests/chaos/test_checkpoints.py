@@ -75,8 +75,9 @@ def test_what_was_sent_to_a_url_is_gone_on_from(
 def test_a_url_that_goes_away_is_told_and_comes_back(
     start: Start, train: tuple[str, ...], undisturbed: Checked, tmp_path: Path
 ) -> None:
-    with ftp_server(tmp_path / "store") as server:
-        kept, port = ("--checkpoint-dir", server.url()), server.port
+    port = free_port()  # one that the kernel gives to nobody else meanwhile
+    with ftp_server(tmp_path / "store", port=port) as server:
+        kept = ("--checkpoint-dir", server.url())
         words = ("--checkpoint-every", "0.2", "--set", "stop.grace_s=4")
         run = start(*kept, *words, *train[:-1], "0.08")
         run.wait_until("a checkpoint is there", lambda: run.journal("CheckpointWritten"))
