@@ -109,14 +109,16 @@ def test_the_pace_is_asked_before_each_write_and_can_give_the_file_up(tmp_path: 
 
     def pace(num_bytes: int) -> None:
         asked.append(num_bytes)
-        if len(asked) == 3:
+        if len(asked) >= 3:
             raise RuntimeError("the run is being stopped")
 
     file = DiskFile(tmp_path / "file", pace=pace)
     with pytest.raises(RuntimeError, match="being stopped"):
         file.write(content(5 * BUFFER_BYTES))
     file.close()
-    assert asked == [BUFFER_BYTES] * 3
+    # The fourth may be on its way when the third is found to be given up; none follows.
+    assert asked in ([BUFFER_BYTES] * 3, [BUFFER_BYTES] * 4)
+    assert (tmp_path / "file").stat().st_size == 2 * BUFFER_BYTES
 
 
 def test_while_one_buffer_drains_the_other_is_filled(tmp_path: Path) -> None:
