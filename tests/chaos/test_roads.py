@@ -84,9 +84,9 @@ def problems(run: NodesRun, folder: Path, steps: int = STEPS) -> str:
 
 
 def test_a_cut_rail_costs_one_generation_and_no_step(roads: Start, tmp_path: Path) -> None:
-    tries: list[tuple[float, int]] = []
-    while len(tries) < TRIES:
-        folder = tmp_path / f"run-{len(tries)}"
+    took_s: list[float] = []
+    while not took_s or (min(took_s) >= NAMED_S and len(took_s) < TRIES):
+        folder = tmp_path / f"run-{len(took_s)}"
         # Slow steps: what is still on its way to other nodes at the next boundary is skipped there.
         run = roads("on", job_words("ddp", folder, pace=3), folder)
         run.start_all()
@@ -99,16 +99,12 @@ def test_a_cut_rail_costs_one_generation_and_no_step(roads: Start, tmp_path: Pat
         named = [one for one in run.journals("RoadFinding") if one["finding"] == "dead"]
         assert named
         assert f"eth{rail}" in named[0]["text"]
-        assert run.generation == 1
-        took_s, lost = named[0]["mono_s"] - cut_s, steps_lost(run)
-        tries.append((took_s, lost))
-        if took_s < NAMED_S and not lost:
-            break
-    assert took_s < NAMED_S, tries
-    assert lost == 0, tries
-    assert not run.journals("NodeLost")
-    assert run.journals("RoadsPlan")[-1]["rails"] == [f"eth{1 - rail}"]
-    assert problems(run, tmp_path) == ""
+        took_s.append(named[0]["mono_s"] - cut_s)
+        assert (run.generation, steps_lost(run)) == (1, 0)
+        assert not run.journals("NodeLost")
+        assert run.journals("RoadsPlan")[-1]["rails"] == [f"eth{1 - rail}"]
+        assert problems(run, tmp_path) == ""
+    assert min(took_s) < NAMED_S
 
 
 @pytest.mark.full

@@ -235,24 +235,33 @@ def test_a_bug_in_a_call_does_not_make_a_node_undiallable(agent: Agent, lead: Le
     heard(second, Beat)
 
 
+def quickest(scene: Callable[[ExitStack], float], enough_s: float) -> float:
+    """How long it takes, in seconds; once more where that is too long."""
+    took_s: list[float] = []
+    while not took_s or (min(took_s) >= enough_s and len(took_s) < TRIES):
+        with ExitStack() as stack:
+            took_s.append(scene(stack))
+    return min(took_s)
+
+
 @pytest.mark.slow
 def test_a_connection_that_is_cut_off_is_made_anew_over_another_rail() -> None:
-    took_s = []
-    while not took_s or (min(took_s) >= 1.8 and len(took_s) < TRIES):
-        with ExitStack() as stack:
-            lead = Lead(stack)
-            agent = made_agent(stack, lead)
-            followed = follower_of(lead)
-            begun_s = stop_reading(agent)
-            second = lead.accept(SECOND)
-            took_s.append(time.monotonic() - begun_s)
-            heard(second, Beat)
-            wait_for("the old one to be closed", lambda one=followed: is_closed(one))
-            (note,) = agent.notes("OtherRail")
-            assert FIRST in note.text
-            assert SECOND in note.text
-            assert not agent.notes("LeadLost")
-    assert min(took_s) < 1.8, "ranks are held after 2 s"
+    def scene(stack: ExitStack) -> float:
+        lead = Lead(stack)
+        agent = made_agent(stack, lead)
+        followed = follower_of(lead)
+        begun_s = stop_reading(agent)
+        second = lead.accept(SECOND)
+        took_s = time.monotonic() - begun_s
+        heard(second, Beat)
+        wait_for("the old one to be closed", lambda: is_closed(followed))
+        (note,) = agent.notes("OtherRail")
+        assert FIRST in note.text
+        assert SECOND in note.text
+        assert not agent.notes("LeadLost")
+        return took_s
+
+    assert quickest(scene, 1.8) < 1.8, "ranks are held after 2 s"
 
 
 @pytest.mark.slow
@@ -279,19 +288,19 @@ def test_a_node_with_one_rail_is_left_to_its_kernel(agent: Agent, lead: Lead) ->
 
 @pytest.mark.slow
 def test_a_closed_connection_is_dialled_over_any_rail() -> None:
-    took_s = []
-    while not took_s or (min(took_s) >= 0.8 and len(took_s) < TRIES):
-        with ExitStack() as stack:
-            lead = Lead(stack)
-            agent = made_agent(stack, lead)
-            followed = follower_of(lead)
-            lead.cut(FIRST)
-            followed.close()
-            begun_s = time.monotonic()
-            heard(lead.accept(SECOND), Beat)
-            took_s.append(time.monotonic() - begun_s)
-            assert not agent.notes("LeadLost")
-    assert min(took_s) < 0.8
+    def scene(stack: ExitStack) -> float:
+        lead = Lead(stack)
+        agent = made_agent(stack, lead)
+        followed = follower_of(lead)
+        lead.cut(FIRST)
+        followed.close()
+        begun_s = time.monotonic()
+        heard(lead.accept(SECOND), Beat)
+        took_s = time.monotonic() - begun_s
+        assert not agent.notes("LeadLost")
+        return took_s
+
+    assert quickest(scene, 0.8) < 0.8
 
 
 def test_a_refusal_at_the_address_of_the_card_is_the_death_of_the_agent(

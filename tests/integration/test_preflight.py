@@ -93,8 +93,7 @@ def test_a_node_that_fails_stays_out_and_the_spare_runs(nodes: Start) -> None:
         assert newest["figures"]["loopback_bytes_per_s"] > 0
     link = run.journal(2, "PreFlight")[-1]["figures"]
     assert link["link_to"] == "node0"
-    # An agent that imports torch meanwhile, on a busy machine, may not answer in time.
-    assert link["link_bytes_per_s"] > 0 or "node0 was not measured" in link["not_done"]
+    assert link["link_bytes_per_s"] > 0
     found = status(run, 2)
     assert list(found["unfit"]) == ["node1"]
     checks = {node["node"]: node["check"] for node in found["nodes"]}
