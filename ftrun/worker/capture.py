@@ -300,6 +300,6 @@ class Capture:
         self._is_off = True
         kind = "" if isinstance(error, FtrunError) else f"a bug in ftrun: {type(error).__name__}: "
         text = f"no more snapshots: {kind}{error}"
-        self._page.set(Beat.UNPROTECTED, 1)
-        self._page.note = text
-        _log.warning("rank %d takes %s", self._context.rank, text, exc_info=bool(kind))
+        self._context.unprotected.add("capture", text)
+        if kind:
+            _log.warning("rank %d: %s", self._context.rank, text, exc_info=error)

@@ -8,7 +8,7 @@ Gives:    one `WorkerContext` per process, or None where no agent started this p
 
 import os
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 
 import msgspec
@@ -16,6 +16,7 @@ import msgspec
 from ftrun.ids import Generation, Incarnation, Rank, RunId, Version, version
 from ftrun.wire import environment as env
 from ftrun.wire.pages import Page
+from ftrun.worker.unprotected import UnprotectedReasons
 
 
 class SnapshotSettings(msgspec.Struct, frozen=True):
@@ -49,6 +50,11 @@ class WorkerContext:
     """Ranks that took the version to restore; None: as many as there are now."""
     skip_batches: int = 0
     """So many of the batches after that version are left out."""
+
+    @cached_property
+    def unprotected(self) -> UnprotectedReasons:
+        """What this process reports as lost protection."""
+        return UnprotectedReasons(self.page)
 
     @property
     def is_resized(self) -> bool:

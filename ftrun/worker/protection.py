@@ -169,9 +169,7 @@ class Protection:
         except MemoryTooSmall as error:
             if context.settings.required:
                 raise
-            context.page.set(Beat.UNPROTECTED, 1)
-            context.page.note = str(error)
-            _log.warning("rank %d trains without protection: %s", context.rank, error)
+            context.unprotected.add("memory", str(error))
             return False
         except PeerError as error:
             _log.warning("memory is not reserved: %s", error)
@@ -231,9 +229,11 @@ class Protection:
         """Whether the state may replace an older one: not where a parameter is no number."""
         page = self._context.page
         since = page.get(Beat.BAD_NUMBERS_STEP)
-        if since and not page.get(Beat.UNPROTECTED):
-            page.set(Beat.UNPROTECTED, 1)
-            page.note = f"a parameter is no number since step {since:,}; older snapshots are kept"
+        if since and "bad numbers" not in self._context.unprotected:
+            self._context.unprotected.add(
+                "bad numbers",
+                f"a parameter is NaN or infinite since step {since:,}; older snapshots are kept",
+            )
         return not since
 
     def _finish_capture(self) -> None:

@@ -1,0 +1,1 @@
+"""Separate programs that the command line starts; nothing imports them."""
