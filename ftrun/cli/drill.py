@@ -22,6 +22,7 @@ from ftrun.cli.drill_plan import trials_of
 from ftrun.cli.drill_plan_files import drill_plan_names, find_drill_plan, read_drill_plan
 from ftrun.cli.drill_series import Series, check, shape
 from ftrun.cli.drill_table import HEAD, cells, line, markdown, summary
+from ftrun.cli.profile_files import shown_path
 from ftrun.errors import ExitCode, FtrunError
 
 DEFAULT_PLAN = "drill-quick"
@@ -50,14 +51,14 @@ def drill(name: str | None, *, out: str | None, only: list[str], as_markdown: bo
                  for part in plan.parts()]  # fmt: skip
         parts = [part for part in parts if part.faults]
         if not parts:
-            raise FtrunError(f"{path} has no fault {', '.join(only)}")
+            raise FtrunError(f"{shown_path(path)} has no fault {', '.join(only)}")
         plan = plan.model_copy(update={"faults": [], "runs": parts})
     check(plan)
     signal.signal(signal.SIGTERM, _leave)
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup stays nohup
         signal.signal(signal.SIGHUP, _leave)
     folder = _folder(path.stem, out)
-    render.write_plain(f"{path}; logs and results are below {folder}")
+    render.write_plain(f"{shown_path(path)}; logs and results are below {shown_path(folder)}")
     began_s = clock.now_s()
     series = Series(plan, folder, _tell)
     try:
@@ -71,7 +72,7 @@ def drill(name: str | None, *, out: str | None, only: list[str], as_markdown: bo
         render.write_plain(markdown(rows))
     else:
         render.show_table(HEAD, [cells(row) for row in rows])
-    render.write_plain(f"\n{folder / PAGE_NAME}\n{summary(rows)}")
+    render.write_plain(f"\n{shown_path(folder / PAGE_NAME)}\n{summary(rows)}")
     return ExitCode.DONE if rows and all(row.passed for row in rows) else _FAILED
 
 

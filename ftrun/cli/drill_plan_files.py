@@ -16,7 +16,7 @@ from pydantic import BaseModel, ValidationError
 
 from ftrun.cli.drill_expected import CLUSTER
 from ftrun.cli.drill_plan import DrillPlan, ExpectPart, FaultPart, RunPart, ranks_of, trials_of
-from ftrun.cli.profile_files import MAX_PROFILE_BYTES, PlainLoader, profile_folder
+from ftrun.cli.profile_files import MAX_PROFILE_BYTES, PlainLoader, profile_folder, shown_path
 from ftrun.errors import ProfileInvalid, UsageError
 from ftrun.wire.fault_kinds import fault_kind
 
@@ -56,10 +56,11 @@ def read_drill_plan(path: Path) -> DrillPlan:
     Raises:
         ProfileInvalid: with all that is wrong with it.
     """
+    source = shown_path(path)
     data = path.read_bytes()
     if len(data) > MAX_PROFILE_BYTES:
         raise ProfileInvalid(
-            source=str(path),
+            source=source,
             problems=[f"it has {len(data)} bytes, and a plan has {MAX_PROFILE_BYTES} at most"],
         )
     try:
@@ -68,9 +69,9 @@ def read_drill_plan(path: Path) -> DrillPlan:
         mark = getattr(error, "problem_mark", None)
         where = f"line {mark.line + 1}: " if mark is not None else ""
         raise ProfileInvalid(
-            source=str(path), problems=[f"{where}{getattr(error, 'problem', None) or error}"]
+            source=source, problems=[f"{where}{getattr(error, 'problem', None) or error}"]
         ) from None
-    return plan_from(found, str(path))
+    return plan_from(found, source)
 
 
 def plan_from(found: object, source: str) -> DrillPlan:

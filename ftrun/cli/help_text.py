@@ -4,6 +4,7 @@ Runs in: cli. Plain text from the tables of flags, so that it comes at once and 
 """
 
 import shutil
+import sys
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -76,8 +77,9 @@ def help_text(commands: Mapping[str, str]) -> str:
 
 
 def help_width() -> int:
-    """Columns of the terminal, within bounds."""
-    return max(_MIN_WIDTH, min(_MAX_WIDTH, shutil.get_terminal_size().columns))
+    """Columns of the terminal, within bounds; the most where stdout is no terminal."""
+    columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else _MAX_WIDTH
+    return max(_MIN_WIDTH, min(_MAX_WIDTH, columns))
 
 
 def _groups(flags: Sequence[Flag], width: int) -> Iterator[str]:

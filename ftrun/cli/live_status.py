@@ -21,7 +21,8 @@ from ftrun.cli.watch_page import Styled, page
 from ftrun.errors import ExitCode, FtrunError, UsageError
 
 MIN_EVERY_S, MAX_EVERY_S = 0.1, 3600.0
-PLAIN_WIDTH, PLAIN_HEIGHT = 120, 60
+_NO_LIMIT = sys.maxsize
+"""Columns and lines where stdout is no terminal."""
 
 
 def watch(run_id: str | None, *, every_s: float) -> int:
@@ -94,7 +95,7 @@ def _on_terminal(run: FoundRun, every_s: float) -> str:
 
 def _plain(run: FoundRun, every_s: float) -> str:
     looks = _Looks(run)
-    while (lines := looks.next(PLAIN_WIDTH, PLAIN_HEIGHT)) is not None:
+    while (lines := looks.next(_NO_LIMIT, _NO_LIMIT)) is not None:
         try:
             write_plain("\n".join([*(line.text for line in lines), ""]))
             sys.stdout.flush()

@@ -104,6 +104,18 @@ def find_profile(name: str) -> Path:
     )
 
 
+def shown_path(path: Path) -> str:
+    """Without its folder if it comes with ftrun; else relative to the current folder if below it.
+
+    Links are not followed.
+    """
+    if path.parent == profile_folder():
+        return path.name
+    if path.is_absolute() and path.is_relative_to(here := Path.cwd()):
+        return str(path.relative_to(here))
+    return str(path)
+
+
 def resolve(
     name: str | None,
     *,
@@ -178,25 +190,26 @@ def plain_value(text: str) -> object:
 
 def read_profile(path: Path) -> Layer:
     """The settings of a file, with their lines; what cannot be read is in `problems`."""
+    source = shown_path(path)
     data = path.read_bytes()
     if len(data) > MAX_PROFILE_BYTES:
         return Layer(
-            str(path),
+            source,
             problems=(f"it has {len(data)} bytes, and a profile has {MAX_PROFILE_BYTES} at most",),
         )
     try:
         loader = PlainLoader(data)
         node = loader.get_single_node()
     except yaml.YAMLError as error:
-        return Layer(str(path), problems=(_yaml_problem(error),))
+        return Layer(source, problems=(_yaml_problem(error),))
     if node is None:
-        return Layer(str(path))
-    reader = _NodeReader(path, loader)
+        return Layer(source)
+    reader = _NodeReader(source, loader)
     try:
         reader.read(node)
     except yaml.YAMLError as error:
         reader.problems.append(_yaml_problem(error))
-    return Layer(str(path), tuple(reader.settings), tuple(reader.problems))
+    return Layer(source, tuple(reader.settings), tuple(reader.problems))
 
 
 class PlainLoader(yaml.SafeLoader):
@@ -215,8 +228,8 @@ class PlainLoader(yaml.SafeLoader):
 class _NodeReader:
     """Settings out of a YAML tree, which still knows its lines."""
 
-    def __init__(self, path: Path, loader: PlainLoader) -> None:
-        self._path = path
+    def __init__(self, source: str, loader: PlainLoader) -> None:
+        self._source = source
         self._loader = loader
         self.settings: list[Setting] = []
         self.problems: list[str] = []
@@ -226,7 +239,7 @@ class _NodeReader:
             if isinstance(node, yaml.ScalarNode) and not node.value:
                 continue
             for key, value in self._entries(node, section):
-                origin = f"{self._path}:{value.start_mark.line + 1}"
+                origin = f"{self._source}:{value.start_mark.line + 1}"
                 plain = self._loader.construct_document(value)
                 self.settings.append(Setting(section, key, plain, origin))
 

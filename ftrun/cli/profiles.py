@@ -13,6 +13,7 @@ from ftrun.cli.profile_files import (
     profile_folder,
     profile_names,
     resolve,
+    shown_path,
 )
 
 
@@ -37,7 +38,8 @@ def show_profile(name: str, *, with_origin: bool) -> None:
     """
     path = find_profile(name)
     resolved = resolve(name, variables=os.environ)
-    render.write_plain(f"# {path}")
+    # In full if it comes with ftrun: this is where one looks for the file.
+    render.write_plain(f"# {path if path.parent == profile_folder() else shown_path(path)}")
     render.show_profile(_rows(resolved, with_origin=with_origin))
 
 

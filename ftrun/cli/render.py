@@ -1,13 +1,16 @@
 """What is shown on a terminal; the only file that knows rich.
 
 Runs in: cli.
+
+Rule 1: output that does not go to a terminal has no width: no line of it is wrapped, cut or padded.
+Rule 2: on a terminal text is wrapped, never cut. The live page, which fits the screen, is excepted.
 """
 
 import json
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -16,7 +19,9 @@ from rich.text import Text
 
 from ftrun.cli.watch_page import Styled, incident_line
 
-_PLAIN_WIDTH = 120
+NO_WIDTH = 1_000_000
+"""Columns of an output that is not a terminal: wider than any table."""
+
 _STATE_STYLE = {
     "running": "green",
     "restarting": "yellow",
@@ -39,7 +44,7 @@ class LiveScreen:
     """A page that takes the whole terminal, which is as before when it is left."""
 
     def __init__(self) -> None:
-        self._console = Console(highlight=False, markup=False, emoji=False)
+        self._console = new_console()
         self._live = Live(console=self._console, screen=True, auto_refresh=False)
 
     @property
@@ -85,47 +90,40 @@ def flush() -> None:
 
 def show_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """A table of short texts."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for name in head:
-        table.add_column(name, overflow="fold")
+    table = _new_table(head)
     for row in rows:
         table.add_row(*(Text(cell) for cell in row))
-    _console().print(table)
+    _print_table(table)
 
 
 def show_status(document: Mapping[str, Any]) -> None:
     """The status of a run: the verdict first, then what it rests on."""
-    console = _console()
+    console = new_console()
     console.print(Text(_verdict(document), style=_style(document)), soft_wrap=True)
     console.print(_headline(document), soft_wrap=True)
     if nodes := (document.get("cluster") or {}).get("nodes"):
-        console.print(_node_table(nodes))
+        _print_table(_node_table(nodes))
     if ranks := document.get("ranks"):
-        console.print(_rank_table(ranks))
+        _print_table(_rank_table(ranks))
     for line in (*_snapshot_lines(document), *_restart_lines(document), *_other_lines(document)):
         console.print(Text(line), soft_wrap=True)
 
 
 def show_pairs(rows: Iterable[tuple[str, str]]) -> None:
-    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    table = _new_table(("", ""), has_head=False)
     for left, right in rows:
         table.add_row(Text(left, style="bold"), Text(right))
-    _console().print(table)
+    _print_table(table)
 
 
 def show_profile(rows: Sequence[tuple[str, str, str, str]]) -> None:
     """Key, value, origin (empty: not asked for) and what the key is about."""
     with_origin = any(origin for _, _, origin, _ in rows)
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column("key", no_wrap=True)
-    table.add_column("value", no_wrap=True)
-    if with_origin:
-        table.add_column("from", overflow="fold")
-    table.add_column("meaning", overflow="fold")
+    table = _new_table(("key", "value", *(["from"] if with_origin else []), "meaning"))
     for key, value, origin, about in rows:
         middle = [Text(origin, style="dim" if origin == "default" else "")] if with_origin else []
         table.add_row(Text(key, style="bold"), Text(value), *middle, Text(about, style="dim"))
-    _console().print(table)
+    _print_table(table)
 
 
 def value_text(value: object) -> str:
@@ -156,9 +154,36 @@ def size(num_bytes: float) -> str:
     return f"{num_bytes:.1f} TB"
 
 
-def _console() -> Console:
-    width = None if sys.stdout.isatty() else _PLAIN_WIDTH
-    return Console(width=width, highlight=False, markup=False, emoji=False)
+def new_console() -> Console:
+    """As wide as the terminal; without a limit where stdout is none, whatever COLUMNS says."""
+    side = None if sys.stdout.isatty() else NO_WIDTH
+    return Console(width=side, height=side, highlight=False, markup=False, emoji=False)
+
+
+def _new_table(
+    head: Sequence[str], *, right: Sequence[str] = (), gap: int = 2, has_head: bool = True
+) -> Table:
+    """A table whose cells are wrapped, and inside of words where a word is too long.
+
+    Args:
+        head: the names of its columns.
+        right: those of them that are aligned to the right.
+        gap: spaces between columns.
+        has_head: show the names.
+    """
+    table = Table(box=None, show_header=has_head, pad_edge=False, padding=(0, gap, 0, 0))
+    for name in head:
+        justify: Literal["left", "right"] = "right" if name in right else "left"
+        table.add_column(name, justify=justify, overflow="fold")
+    return table
+
+
+def _print_table(table: Table) -> None:
+    console = new_console()
+    with console.capture() as found:
+        console.print(table)
+    # The last column is padded to its longest cell.
+    sys.stdout.write("\n".join(line.rstrip() for line in found.get().split("\n")))
 
 
 def _style(document: Mapping[str, Any]) -> str:
@@ -188,9 +213,8 @@ def _headline(document: Mapping[str, Any]) -> Text:
 
 
 def _rank_table(ranks: Sequence[Mapping[str, Any]]) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
-    for name in ("rank", "pid", "state", "step", "last beat", "phase", "loss", "start"):
-        table.add_column(name, justify="right" if name in ("rank", "pid", "step") else "left")
+    head = ("rank", "pid", "state", "step", "last beat", "phase", "loss", "start")
+    table = _new_table(head, right=("rank", "pid", "step"), gap=3)
     for rank in ranks:
         beat_s, loss = rank.get("beat_age_s"), rank.get("loss")
         cells = (
@@ -208,9 +232,8 @@ def _rank_table(ranks: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def _node_table(nodes: Sequence[Mapping[str, Any]]) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
-    for name in ("node", "host", "place", "state", "ranks", "step", "last heard", "remark"):
-        table.add_column(name, justify="right" if name == "step" else "left")
+    head = ("node", "host", "place", "state", "ranks", "step", "last heard", "remark")
+    table = _new_table(head, right=("step",), gap=3)
     for node in nodes:
         ranks = [str(rank.get("rank")) for rank in node.get("ranks") or ()]
         cells = (

@@ -18,6 +18,7 @@ from made_networks import made_network
 from typer.testing import CliRunner
 
 from ftrun.cli import network_words as words
+from ftrun.cli import render
 from ftrun.cli.app import app
 from ftrun.cli.network_facts import NetworkFacts, State, network_facts
 from ftrun.cli.network_part import NetworkPart
@@ -100,11 +101,12 @@ EXAMPLE = json.loads((Path(__file__).parent / "networks" / "six-nodes.json").rea
 DOCS = Path(__file__).parents[3] / "docs"
 
 
-def test_the_example_is_what_the_command_prints() -> None:
+def test_the_example_is_what_the_command_prints(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(render, "NO_WIDTH", 120)  # as on a terminal of that width
     with alive({"run_id": "big-1", "cluster": {"network": EXAMPLE}}):
-        printed = "\n".join(line.rstrip() for line in run("big-1").splitlines())
+        printed = run("big-1")
     page = (DOCS / "network.md").read_text()
-    assert f"```\n$ ftrun network big-1\n{printed}\n```\n" in page
+    assert f"```\n$ ftrun network big-1\n{printed}```\n" in page
 
 
 def test_the_picture_is_what_the_command_draws() -> None:
