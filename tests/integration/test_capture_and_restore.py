@@ -9,8 +9,6 @@ import dataclasses
 import itertools
 import os
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,181 +21,25 @@ from torch import nn
 
 from ftrun import clock
 from ftrun.errors import ShapeChanged, SnapshotCorrupt, ValueNotStorable
-from ftrun.ids import Generation, Incarnation, Rank, RunId, Version, version
+from ftrun.ids import Version
 from ftrun.snapshot.layout import PIECE_BYTES
-from ftrun.wire import messages, protected, smp_messages, worker_messages
-from ftrun.wire.arena import Arena, verify
-from ftrun.wire.channel import Received, connect
-from ftrun.wire.pages import Beat, Command, Page, create_command_page, create_page
+from ftrun.wire import smp_messages
+from ftrun.wire.arena import Arena
+from ftrun.wire.channel import Received
+from ftrun.wire.pages import Beat, Command
 from ftrun.worker import early_restore, memory_link, ready_memory
-from ftrun.worker.attached import Attached, by_name
-from ftrun.worker.context import SnapshotSettings, WorkerContext
-from ftrun.worker.copying import SlotCopy, entry_view
+from ftrun.worker.context import SnapshotSettings
+from ftrun.worker.copying import SlotCopy
 from ftrun.worker.session import Session
-
-RUN = RunId("laziness")
-PATIENCE_S = 60.0
-WIDTH = 600  # 600 x 600 floats are large enough to be copied in pieces
-
-
-_UNASKED = (
-    worker_messages.ArenaGranted
-    | smp_messages.VersionCommitted
-    | smp_messages.VersionReady
-    | smp_messages.AbandonVersion
-    | smp_messages.RestoreReady
-    | smp_messages.SmpNotice
+from tests.integration.in_process_worker import (
+    PATIENCE_S,
+    WIDTH,
+    Run,
+    assert_same,
+    made,
+    states,
+    wide,
 )
-
-
-class Run:
-    """One worker's context, and the SMP behind it."""
-
-    def __init__(self, folder: Path) -> None:
-        self.socket = folder / "smp.sock"
-        self.smp = subprocess.Popen(
-            [
-                *(sys.executable, "-m", "ftrun.smp", "--run-id", RUN),
-                *("--socket", str(self.socket), "--orphan-s", "60"),
-            ]
-        )
-        self.sessions: list[Session] = []
-        try:
-            self._meet()
-        except BaseException:
-            self._end_smp()
-            raise
-
-    def _meet(self) -> None:
-        give_up_s = clock.now_s() + PATIENCE_S
-        while not self.socket.exists():
-            assert clock.now_s() < give_up_s
-            os.sched_yield()
-        hello = messages.Hello(role="agent", pid=os.getpid())
-        self.agent = connect(
-            self.socket, run_id=RUN, peer="the SMP", hello=hello, deadline_s=PATIENCE_S
-        )
-        self.command_fd = create_command_page()
-        self.commands, self.page = Page(self.command_fd), Page(create_page("beat"))
-        self.ask(smp_messages.BeginGeneration(0, 1, [0]), self.command_fd)
-        # A boundary waits for the SMP, however busy the machine is: none is skipped by chance.
-        self.settings = SnapshotSettings(every=1, commit_wait_s=PATIENCE_S)
-        self.group: list[protected.NodePlace] = []
-
-    def attach(self, **given: object) -> Session:
-        """The next generation's session; it restores what is committed, if anything is."""
-        return self.session_of(self.next_context(), **given)
-
-    def next_context(self) -> WorkerContext:
-        """Begin the next generation."""
-        for one in self.sessions:
-            one.close()
-        generation = len(self.sessions)
-        if generation:
-            done = self.committed_version()
-            self.page = Page(create_page("beat"))
-            self.ask(smp_messages.VoidAfter(done.generation, done.step))
-            self.begin(generation, done)
-        return WorkerContext(
-            run_id=RUN,
-            rank=Rank(0),
-            world_size=1,
-            generation=Generation(generation),
-            incarnation=Incarnation(generation),
-            page=self.page,
-            commands=self.commands,
-            arena_fd=self.arena_fd() if generation else None,
-            restore=done if generation else None,
-            smp_socket=self.socket,
-            settings=self.settings,
-        )
-
-    def session_of(self, context: WorkerContext, **given: object) -> Session:
-        if early_restore._begun is None:  # as the process of a rank does when it starts
-            early_restore.begin(context)
-        attached = Attached()
-        for argument, thing in given.items():
-            models = ("model", "optimizer", "scheduler")
-            found = by_name(argument, thing) if argument in models else {argument: thing}
-            for name, one in found.items():
-                attached.add(name, one)
-        made = Session(attached, {}, context, None)
-        self.sessions.append(made)
-        return made
-
-    def begin(self, generation: int, restored: Version | None = None) -> None:
-        if self.group:
-            self.command_fd = create_command_page()
-            self.commands = Page(self.command_fd)
-        body = smp_messages.BeginGeneration(
-            generation,
-            1,
-            [0],
-            group=self.group,
-            node_id="n0",
-            parity=1,
-            restored=(restored.generation, restored.step) if restored else None,
-        )
-        self.agent.generation = generation
-        self.ask(body, self.command_fd)
-
-    def be_led(self) -> None:
-        """From now on the SMP waits for a lead's word, as on several nodes."""
-        self.group = [protected.NodePlace("n0", 1, "127.0.0.1", 0, [0])]
-        self.begin(0)
-
-    def commit(self, step: int, *, take_from: int, generation: int = 0) -> None:
-        """The lead's word, once this node is ready, and at which step to go on."""
-        self.commands.set(Command.TAKE_FROM, take_from)
-        self.agent.send(smp_messages.CommitVersion(generation, step))
-        give_up_s = clock.now_s() + PATIENCE_S
-        while self.commands.get(Command.COMMITTED_STEP) != step:
-            assert clock.now_s() < give_up_s
-            os.sched_yield()
-
-    def ask(self, body: messages.AnyMessage, *fds: int) -> Received:
-        """Ask the SMP; what it tells unasked is passed over."""
-        self.agent.send(body, fds=fds)
-        while True:
-            received = self.agent.receive(deadline_s=PATIENCE_S)
-            if not isinstance(received.body, _UNASKED):
-                return received
-
-    def committed_version(self) -> Version:
-        """The newest seal, once it is committed."""
-        newest = version(self.page.get(Beat.SEALED_GENERATION), self.page.get(Beat.SEALED_STEP))
-        give_up_s = clock.now_s() + PATIENCE_S
-        while self.commands.get(Command.COMMITTED_STEP) != newest.step:
-            assert clock.now_s() < give_up_s
-            os.sched_yield()
-        return newest
-
-    def arena_fd(self) -> int:
-        return self.ask(smp_messages.HandOver()).fds[-1]
-
-    def saved(self) -> tuple[int, dict[str, torch.Tensor]]:
-        """The newest committed step and its tensors, out of the SMP's memory."""
-        newest = self.committed_version()
-        arena = Arena(self.arena_fd(), writable=True)
-        slot = arena.find(newest)
-        assert slot is not None
-        layout, data = verify(arena, slot, what="test")
-        whole = torch.frombuffer(data, dtype=torch.uint8)
-        return newest.step, {e.name: entry_view(whole, e).clone() for e in layout.entries}
-
-    def close(self) -> None:
-        try:
-            for one in self.sessions:
-                one.close()
-            self.agent.close()
-        finally:
-            self._end_smp()
-
-    def _end_smp(self) -> None:
-        self.smp.kill()
-        self.smp.wait(PATIENCE_S)
-        early_restore._begun = None  # what a test that has failed has not taken
-        ready_memory.over()
 
 
 @pytest.fixture
@@ -236,43 +78,11 @@ def train(
         assert torch.equal(saved[name], tensor), name
 
 
-def states(parts: dict[str, nn.Module]) -> dict[str, torch.Tensor]:
-    return {
-        f"{name}.{key}": tensor.clone()
-        for name, part in parts.items()
-        for key, tensor in part.state_dict().items()
-    }
-
-
-def made(
-    kind: type[torch.optim.Optimizer] = torch.optim.AdamW,
-) -> tuple[nn.Module, torch.optim.Optimizer]:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 3))
-    return model, torch.optim.AdamW(model.parameters(), lr=0.1)
-
-
-def wide() -> tuple[nn.Sequential, torch.optim.Optimizer]:
-    """With tensors large enough to get memory of their own when they are restored."""
-    torch.manual_seed(1)
-    model = nn.Sequential(nn.Linear(WIDTH, 2048), nn.Linear(2048, 3))
-    return model, torch.optim.AdamW(model.parameters(), lr=0.1)
-
-
 def ended(name: str) -> None:
     for thread in threading.enumerate():
         if thread.name == name:
             thread.join(PATIENCE_S)
             assert not thread.is_alive()
-
-
-def assert_same(
-    model: nn.Module, optimizer: torch.optim.Optimizer, other: nn.Module, its: torch.optim.Optimizer
-) -> None:
-    for one, two in zip(model.parameters(), other.parameters(), strict=True):
-        assert torch.equal(one, two)
-        for key, value in optimizer.state[one].items():
-            assert torch.equal(value, its.state[two][key]), key
 
 
 def test_a_plain_loop_discards_nothing_and_skips_nothing(run: Run) -> None:
