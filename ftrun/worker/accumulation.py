@@ -1,15 +1,15 @@
 """Whether a step boundary lies in the middle of a gradient accumulation.
 
 Runs in:  worker, training thread.
-Takes in: torch's global hook before each optimizer step, gradients as they stand at a boundary;
-          what an attached object says, where a framework keeps gradients for itself.
-Gives:    yes or no; gradients are no part of a snapshot, so nothing is taken in the middle.
+Takes in: torch's global hook before each optimizer step; the gradients at a boundary; the answers
+          of attached objects that hold gradients themselves.
+Gives:    yes or no. Gradients are not part of a snapshot, so none is taken in the middle.
 
-An optimizer is in the middle when it has not stepped in this turn and gradients have been
-added since its last step. That is read off identity and version counter of a few gradients:
-a backward adds to all of them. An id alone is no identity: a gradient that was freed leaves its
-own to the next one. A step that GradScaler skips looks the same, and costs no more
-than waiting for the next boundary.
+An optimizer is in the middle if it has not stepped in this turn and a gradient was added since its
+last step. The gradients of all its parameters are compared, by identity and version counter,
+because a backward may reach only some of them: adapters of a frozen model, one expert of many.
+An id alone does not identify a gradient: after it is freed, the next one may have the same id.
+A step that GradScaler skips looks the same; it costs the snapshot of that boundary.
 """
 
 import weakref
@@ -21,18 +21,16 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from ftrun.worker.tensors import version_of
 
-_SAMPLED = 16
-
-Signature = tuple[tuple["weakref.ref[torch.Tensor]", int], ...]
-"""Gradients as they stood, with their versions."""
+Signature = dict[int, tuple["weakref.ref[torch.Tensor]", int]]
+"""Gradients with their versions, by id."""
 
 
 @runtime_checkable
 class Accumulating(Protocol):
-    """Something attached that knows of gradients which no optimizer's parameters show."""
+    """An attached object with gradients that no optimizer's parameters show."""
 
     def is_within_accumulation(self) -> bool:
-        """Whether this boundary lies in the middle of one; asked once at each."""
+        """Whether this boundary lies in the middle of one; called once at each boundary."""
         ...
 
 
@@ -41,7 +39,7 @@ class Accumulation:
 
     Args:
         optimizers: those that are attached.
-        objects: whatever else is; those that are `Accumulating` are asked.
+        objects: all other attached objects; those that are `Accumulating` are asked.
     """
 
     def __init__(self, optimizers: Iterable[Optimizer], objects: Iterable[object] = ()) -> None:
@@ -71,35 +69,31 @@ class Accumulation:
 
     def _is_pending(self, optimizer: Optimizer) -> bool:
         key = id(optimizer)
-        versions = [version_of(parameter) for parameter in _sample(optimizer)]
+        parameters = _parameters(optimizer)
+        versions = [version_of(parameter) for parameter in parameters]
         before, self._versions[key] = self._versions.get(key, versions), versions
         if key in self._stepped:
             return False
-        if versions != before:
-            # A compiled step has no hook; the parameters show that it has been.
+        grads = [parameter.grad for parameter in parameters]
+        used = [at for at, grad in enumerate(grads) if grad is not None]
+        if len(before) == len(versions) and used and all(before[i] != versions[i] for i in used):
+            # A compiled step calls no hook. It changes all parameters that have a gradient.
             self._at_step[key] = _signature(optimizer)
             return False
-        grads = _grads(optimizer)
-        return bool(grads) and not _are_those(grads, self._at_step.get(key, ()))
+        then = self._at_step.get(key, {})
+        return any(_is_new(grad, then) for grad in grads if grad is not None)
 
 
-def _grads(optimizer: Optimizer) -> list[torch.Tensor]:
-    grads = (parameter.grad for parameter in _sample(optimizer))
-    return [grad for grad in grads if grad is not None]
+def _is_new(grad: torch.Tensor, then: Signature) -> bool:
+    """Whether it appeared after the last step, or something was added to it."""
+    reference, version = then.get(id(grad), (None, -1))
+    return reference is None or reference() is not grad or version != version_of(grad)
 
 
 def _signature(optimizer: Optimizer) -> Signature:
-    return tuple((weakref.ref(grad), version_of(grad)) for grad in _grads(optimizer))
+    grads = [parameter.grad for parameter in _parameters(optimizer)]
+    return {id(one): (weakref.ref(one), version_of(one)) for one in grads if one is not None}
 
 
-def _are_those(grads: list[torch.Tensor], before: Signature) -> bool:
-    """The very same gradients, and nothing was added to them."""
-    return len(grads) == len(before) and all(
-        then() is grad and version == version_of(grad)
-        for grad, (then, version) in zip(grads, before, strict=True)
-    )
-
-
-def _sample(optimizer: Optimizer) -> list[torch.Tensor]:
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    return parameters[:: max(1, len(parameters) // _SAMPLED)]
+def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

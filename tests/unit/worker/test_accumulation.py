@@ -110,3 +110,64 @@ def test_an_object_that_keeps_gradients_for_itself_is_asked_at_each_boundary(pai
     backward(model)
     assert both.boundary()
     both.close()
+
+
+def test_with_most_parameters_frozen_the_gradients_of_the_others_are_found() -> None:
+    model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(40)))
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name in {"7.weight", "33.bias"})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    accumulation = Accumulation([optimizer])
+    backward(model)
+    assert accumulation.boundary()
+    backward(model)
+    optimizer.step()
+    assert not accumulation.boundary()
+    optimizer.zero_grad()
+    backward(model)
+    assert accumulation.boundary()
+    accumulation.close()
+
+
+def test_a_gradient_of_one_expert_of_many_is_found() -> None:
+    experts = nn.ModuleList(nn.Linear(3, 1, bias=False) for _ in range(40))
+    optimizer = torch.optim.SGD(experts.parameters(), lr=0.1)
+    accumulation = Accumulation([optimizer])
+    backward(experts[3])
+    optimizer.step()
+    assert not accumulation.boundary()
+    backward(experts[17])
+    assert accumulation.boundary()
+    accumulation.close()
+
+
+def test_an_optimizer_without_gradients_is_in_no_accumulation() -> None:
+    model, idle = nn.Linear(3, 1), nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    both = Accumulation([optimizer, torch.optim.SGD(idle.parameters(), lr=0.1)])
+    backward(model)
+    assert both.boundary()
+    optimizer.step()
+    assert not both.boundary()
+    both.close()
+
+
+def test_a_frozen_weight_that_the_script_changes_is_no_step() -> None:
+    model = nn.Linear(3, 1)
+    model.weight.requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    accumulation = Accumulation([optimizer])
+    accumulation.boundary()
+    backward(model)
+    model.weight.mul_(0.5)
+    assert accumulation.boundary()
+    accumulation.close()
+
+
+def test_gradients_that_are_freed_after_a_step_are_not_pending(pair: Pair) -> None:
+    model, optimizer, accumulation = pair
+    backward(model)
+    optimizer.step()
+    assert not accumulation.boundary()
+    model.weight.grad = None
+    assert not accumulation.boundary()
