@@ -40,9 +40,7 @@ class Feed:
 
     def state(self) -> dict[str, Any]:
         """Where the loader is, as plain values and what its own state_dict holds."""
-        own = None
-        if self._is_stateful and getattr(self.loader, "_iterator", None) is not None:
-            own = self.loader.state_dict()
+        own = self.loader.state_dict() if self._has_own_position else None
         return {
             "pass": self._pass,
             "handed_out": self._handed_out,
@@ -115,6 +113,20 @@ class Feed:
             return self._handed_out >= len(self.loader)
         except TypeError:  # an iterable data set
             return False
+
+    @property
+    def is_followed(self) -> bool:
+        """Whether its position is known: it gives batches here, or has a state_dict that says."""
+        return self._has_begun or self._has_own_position
+
+    @property
+    def _has_own_position(self) -> bool:
+        # A state_dict() before the first iteration may begin one: torchdata's loaders do so.
+        if not self._is_stateful:
+            return False
+        if hasattr(self.loader, "_iterator"):
+            return self.loader._iterator is not None
+        return self._has_begun
 
     @property
     def _is_stateful(self) -> bool:

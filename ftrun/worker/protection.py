@@ -24,7 +24,10 @@ from ftrun.worker.attached import Attached
 from ftrun.worker.buckets import WrapperWatch, is_needed, ready_order, warm_buckets
 from ftrun.worker.capture import Capture
 from ftrun.worker.context import WorkerContext
+from ftrun.worker.inner_optimizers import InnerOptimizers
 from ftrun.worker.memory_link import MemoryLink
+from ftrun.worker.optimizer_watch import OptimizerWatch, shown
+from ftrun.worker.overwritten import RestoredMarks
 from ftrun.worker.reload import Restorable, SavedState
 from ftrun.worker.slots import needed_bytes
 from ftrun.worker.state_tree import StateTree
@@ -44,13 +47,22 @@ class Protection:
         self._context = context
         self._attached = attached
         self._warmup = warmup
+        self._inner = InnerOptimizers(attached)
         self._tree = StateTree(attached)
         self._link = MemoryLink(context)
-        self._accumulation = Accumulation(attached.optimizers.values(), attached.stateful.values())
+        stepping = [*attached.optimizers.values(), *self._inner.covered]
+        self._accumulation = Accumulation(stepping, attached.stateful.values())
+        self._optimizers = OptimizerWatch(
+            self._inner.every(),
+            lambda: self._tree.lasting().names,
+            context.unprotected,
+            self._check_overwritten,
+        )
         self._watch = WrapperWatch()
         self._capture: Capture | None = None
         self._saved: Restorable | None = None
         self._inherited: Arena | None = None
+        self._marks: RestoredMarks | None = None
         self._wrapped_at_load: set[int] = set()
         self._orders: dict[str, list[int]] = {}
         self._final_orders: set[str] = set()
@@ -153,14 +165,20 @@ class Protection:
         assert self._saved is not None
         self._warm_buckets()
         self._wrapped_at_load = {id(ddp) for ddp in self._wrappers().values()}
+        self._put_in_place()
+        self._marks = RestoredMarks(self._tree)
+
+    def _put_in_place(self) -> None:
+        assert self._saved is not None
         self._saved.load(self._tree, self._context)
+        self._inner.share_again()
         ready_memory.over()
 
     def _let_go(self) -> None:
         """What was restored is in the script's hands; its source is needed no more."""
         if self._saved is not None:
             self._saved.close()
-        self._saved = None
+        self._saved = self._marks = None
 
     def _reserve(self) -> bool:
         context = self._context
@@ -184,8 +202,47 @@ class Protection:
                 # DDP's constructor has sent rank 0's buffers to all.
                 self._finish_capture()
                 self._load()
+            else:
+                self._load_if_overwritten()
             self.put_back_random_states()
             self._let_go()
+
+    def _load_if_overwritten(self) -> None:
+        assert self._marks is not None
+        found = self._marks.compare()
+        if not found.touched:
+            return
+        self._finish_capture()
+        self._put_in_place()
+        if found.changed:
+            _log.warning(
+                "the script has overwritten the restored %s after attach (load_state_dict?); the "
+                "state of step %d is put back; load before attach",
+                shown(found.changed, limit=1),
+                self._restored_step,
+            )
+
+    def _check_overwritten(self) -> None:
+        """Before the first optimizer step, where the loop has not said that it begins.
+
+        Its forward has run, so nothing can be put back. A wrapper such as SAM, or a script that
+        normalizes a layer, changes weights before the step too, so most of them must differ.
+        """
+        if self._marks is None or self._inner.has_wrappers or self._wrapped_since_load():
+            return
+        changed = self._marks.compare(owned_only=True).changed
+        if 2 * len(changed) >= self._marks.num_owned and changed:
+            self._context.unprotected.add(
+                "overwritten",
+                f"the script has overwritten the restored {shown(changed, limit=1)} after attach "
+                "(load_state_dict?): the run does not continue from step "
+                f"{self._restored_step}; load before attach",
+            )
+
+    @property
+    def _restored_step(self) -> int:
+        assert self._context.restore is not None
+        return self._context.restore.step
 
     def first_turn_is_over(self) -> None:
         """A loop of the script's own has made its first step; what has run cannot be run again."""
@@ -214,6 +271,7 @@ class Protection:
         is_good = self._is_good()
         allowed, force = allowed and is_good, force and is_good
         is_between = not self._accumulation.boundary()
+        self._optimizers.boundary()
         stops = is_between and self._context.commands.get(Command.STOP_AFTER_STEP) <= step
         if self._capture is not None:
             self._capture.boundary(
@@ -247,6 +305,7 @@ class Protection:
     def close(self) -> None:
         self._watch.close()
         self._accumulation.close()
+        self._optimizers.close()
         if self._capture is not None:
             self._capture.close()
             atexit.unregister(self._capture.finish)

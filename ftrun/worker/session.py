@@ -135,6 +135,7 @@ class Session:
         self._epoch = 0
         self._in_epoch = False
         self._in_last_epoch = False
+        self._boundaries = 0
         self._driver: str | None = None
         self._force = False
         self._has_begun = False
@@ -346,7 +347,26 @@ class Session:
         if self._protection is None:
             return
         force, self._force = self._force, False
+        self._boundaries += 1
+        self._watch_loaders()
         self._protection.boundary(self._step, self._own_state, force=force, allowed=allowed)
+
+    def _watch_loaders(self) -> None:
+        """Report loaders whose position no snapshot has, from the second boundary on."""
+        if self._boundaries < 2 or self._context is None:
+            return
+        reasons = self._context.unprotected
+        is_any_followed = any(feed.is_followed for feed in self._feeds.values())
+        for name in self._feeds:
+            if is_any_followed:  # another one may be for a later phase, or for an evaluation
+                reasons.remove(name)
+            elif name not in reasons:
+                reasons.add(
+                    name,
+                    f"{name} has given no batch to this session in {self._boundaries} steps: its "
+                    "position is in no snapshot, and a restart begins its data anew; iterate "
+                    "session.batches(loader)",
+                )
 
     def _enter(self, driver: str) -> None:
         if self._driver is not None:

@@ -16,6 +16,7 @@ from ftrun.wire.channel import Received, connect
 from ftrun.wire.pages import Beat, Command, Page, create_command_page, create_page
 from ftrun.worker import early_restore, ready_memory
 from ftrun.worker.attached import Attached, by_name
+from ftrun.worker.batches import Feed
 from ftrun.worker.context import SnapshotSettings, WorkerContext
 from ftrun.worker.copying import entry_view
 from ftrun.worker.session import Session
@@ -97,7 +98,9 @@ class Run:
             settings=self.settings,
         )
 
-    def session_of(self, context: WorkerContext, **given: object) -> Session:
+    def session_of(
+        self, context: WorkerContext, feeds: dict[str, Feed] | None = None, **given: object
+    ) -> Session:
         if early_restore._begun is None:  # as the process of a rank does when it starts
             early_restore.begin(context)
         attached = Attached()
@@ -106,7 +109,7 @@ class Run:
             found = by_name(argument, thing) if argument in models else {argument: thing}
             for name, one in found.items():
                 attached.add(name, one)
-        made = Session(attached, {}, context, None)
+        made = Session(attached, feeds or {}, context, None)
         self.sessions.append(made)
         return made
 

@@ -202,3 +202,37 @@ def test_another_number_of_ranks_goes_on_behind_what_was_used(
     rest = [resized(dealt(kind), used, rank, size) for rank in range(size)]
     skipped = -(-sum(used) // size) * size
     assert sorted(index for indices in rest for index in indices) == sorted(order[skipped:])
+
+
+class Own:
+    """A loader of the script's own, with a position but no iterator that is known."""
+
+    def __init__(self) -> None:
+        self.at = 0
+
+    def __iter__(self) -> Iterator[int]:
+        while self.at < 12:
+            self.at += 1
+            yield self.at
+        self.at = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.at = state["at"]
+
+
+def test_a_loader_with_a_state_dict_of_its_own_goes_on_where_it_was() -> None:
+    resumed_like_undisturbed(Own, after=5)
+
+
+@pytest.mark.filterwarnings("ignore:.set_vital. is deprecated")
+def test_a_loader_that_is_iterated_by_hand_is_not_followed() -> None:
+    by_hand, here, own = (Feed("loader", DataLoader(range(4))) for _ in range(3))
+    next(iter(by_hand.loader))
+    next(here.batches(None, lambda: None))
+    own.loader = StatefulDataLoader(range(4))
+    iterator = iter(own.loader)
+    next(iterator)
+    assert (by_hand.is_followed, here.is_followed, own.is_followed) == (False, True, True)

@@ -1,0 +1,466 @@
+"""State that an attach does not show: inner optimizers, unattached ones, loads after attach.
+
+Each test trains in this process against a real SMP. Equal means equal in every bit.
+"""
+
+import logging
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.optimizer import Optimizer
+from torch.utils.data import DataLoader
+
+from ftrun.errors import UsageError
+from ftrun.wire.pages import Beat
+from ftrun.worker.batches import Feed
+from ftrun.worker.session import Session
+from tests.integration.in_process_worker import Run
+
+WIDTH = 8
+
+
+class SAM(Optimizer):
+    """Sharpness-aware minimization in two steps, as it is commonly copied into scripts."""
+
+    def __init__(self, params: Any, base_optimizer: type[Optimizer], **defaults: Any) -> None:
+        super().__init__(params, {"rho": 0.05, **defaults})
+        self.base_optimizer = base_optimizer(self.param_groups, **defaults)
+        self.param_groups = self.base_optimizer.param_groups
+        self.defaults.update(self.base_optimizer.defaults)
+
+    @torch.no_grad()
+    def first_step(self) -> None:
+        norm = torch.stack([p.grad.norm() for p in self._learned()]).norm()
+        for parameter in self._learned():
+            self.state[parameter]["old_p"] = parameter.data.clone()
+            parameter.add_(parameter.grad * (self.param_groups[0]["rho"] / (norm + 1e-12)))
+        self.zero_grad()
+
+    @torch.no_grad()
+    def second_step(self) -> None:
+        for parameter in self._learned():
+            parameter.data = self.state[parameter]["old_p"]
+        self.base_optimizer.step()
+        self.zero_grad()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self.base_optimizer.param_groups = self.param_groups
+
+    def _learned(self) -> list[Any]:
+        return [p for g in self.param_groups for p in g["params"] if p.grad is not None]
+
+
+class Lookahead(Optimizer):
+    """A subclass that shares the groups of its base and does not call super().__init__()."""
+
+    def __init__(self, base: Optimizer) -> None:
+        self._optimizer_step_pre_hooks: Any = OrderedDict()
+        self._optimizer_step_post_hooks: Any = OrderedDict()
+        self._optimizer_state_dict_pre_hooks: Any = OrderedDict()
+        self._optimizer_load_state_dict_pre_hooks: Any = OrderedDict()
+        self._optimizer_load_state_dict_post_hooks: Any = OrderedDict()
+        self._base_optimizer = base
+        self.defaults = base.defaults
+        self.param_groups = base.param_groups
+        self.state: Any = defaultdict(dict)
+        for group in self.param_groups:
+            group["count"] = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self._base_optimizer.step()
+        for group in self.param_groups:
+            group["count"] += 1
+            for parameter in group["params"]:
+                slow = self.state[parameter].setdefault("slow", parameter.clone())
+                if group["count"] % 2 == 0:
+                    slow.lerp_(parameter, 0.5)
+                    parameter.copy_(slow)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self._base_optimizer.zero_grad(set_to_none)
+
+
+class Wrapper:
+    """A wrapper that is no Optimizer; its state_dict leaves out that of the optimizer in it."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+        self.count = 0
+
+    def step(self) -> None:
+        self.count += 1
+        self.optimizer.step()
+
+    def zero_grad(self) -> None:
+        self.optimizer.zero_grad()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.count = state["count"]
+
+
+class WholeWrapper(Wrapper):
+    """One whose state_dict contains that of the optimizer."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count, "inner": self.optimizer.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.optimizer.load_state_dict(state["inner"])
+
+
+class Delegating(Optimizer):
+    """One that shows groups and state of the optimizer in it as its own, as Accelerate's does."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+
+    @property
+    def state(self) -> Any:
+        return self.optimizer.state
+
+    @property
+    def param_groups(self) -> Any:
+        return self.optimizer.param_groups
+
+    @property
+    def defaults(self) -> Any:
+        return self.optimizer.defaults
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.optimizer.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.optimizer.zero_grad(set_to_none)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Run]:
+    made = Run(tmp_path)
+    yield made
+    made.close()
+
+
+def network(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
+
+
+def adam(model: nn.Module) -> Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.05)
+
+
+def loss_of(model: nn.Module, at: int) -> torch.Tensor:
+    x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(at))
+    return nn.functional.mse_loss(model(x), x.sum(1, keepdim=True))
+
+
+def turn(model: nn.Module, optimizer: Any, at: int) -> None:
+    optimizer.zero_grad()
+    loss_of(model, at).backward()
+    if isinstance(optimizer, SAM):
+        optimizer.first_step()
+        loss_of(model, at).backward()
+        optimizer.second_step()
+    else:
+        optimizer.step()
+
+
+def values(model: nn.Module) -> list[torch.Tensor]:
+    return [tensor.clone() for tensor in model.state_dict().values()]
+
+
+def calm_values(make: Callable[[nn.Module], Any], steps: int) -> list[torch.Tensor]:
+    """The end of an undisturbed training."""
+    model = network()
+    optimizer = make(model)
+    scheduler = torch.optim.lr_scheduler.StepLR(scheduled(optimizer), 3, 0.5)
+    for at in range(steps):
+        turn(model, optimizer, at)
+        scheduler.step()
+    return values(model)
+
+
+def scheduled(optimizer: Any) -> Optimizer:
+    return optimizer if isinstance(optimizer, Optimizer) else optimizer.optimizer
+
+
+def sam(model: nn.Module) -> Optimizer:
+    return SAM(model.parameters(), torch.optim.AdamW, lr=0.05)
+
+
+MAKERS: dict[str, Callable[[nn.Module], Any]] = {
+    "sam": sam,
+    "lookahead": lambda model: Lookahead(adam(model)),
+    "nested": lambda model: Lookahead(Delegating(adam(model))),
+    "wrapper": lambda model: Wrapper(adam(model)),
+    "whole wrapper": lambda model: WholeWrapper(adam(model)),
+    "delegating": lambda model: Delegating(adam(model)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler.step")
+@pytest.mark.parametrize("kind", MAKERS)
+def test_an_inner_optimizer_comes_back(run: Run, kind: str) -> None:
+    make = MAKERS[kind]
+    for steps in (5, 10):
+        model = network(seed=steps)
+        if steps == 5:
+            model.load_state_dict(network().state_dict())
+        optimizer = make(model)
+        scheduler = torch.optim.lr_scheduler.StepLR(scheduled(optimizer), 3, 0.5)
+        session = run.attach(model=model, optimizer=optimizer, scheduler=scheduler)
+        for at in session.steps(steps):
+            turn(model, optimizer, at)
+            scheduler.step()
+        run.committed_version()
+        assert not run.page.get(Beat.UNPROTECTED), run.page.note
+    assert session.restored
+    assert all(map(torch.equal, values(model), calm_values(make, 10)))
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler.step")
+@pytest.mark.parametrize("kind", ["wrapper", "whole wrapper", "delegating", "lookahead"])
+def test_the_gradients_of_an_inner_optimizer_count_as_accumulation(run: Run, kind: str) -> None:
+    model = network()
+    optimizer = MAKERS[kind](model)
+    session = run.attach(model=model, optimizer=optimizer)
+    for at in session.steps(8):
+        loss_of(model, at).backward()
+        if at % 4 == 3:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert run.page.get(Beat.SEALED_COUNT) == 2
+
+
+def test_one_optimizer_behind_two_wrappers_is_captured_once(run: Run) -> None:
+    model = network()
+    inner = adam(model)
+    session = run.attach(
+        model=model, optimizer={"outer": Delegating(inner), "again": Wrapper(inner)}, more=inner
+    )
+    for at in session.steps(2):
+        turn(model, inner, at)
+    saved = run.saved()[1]
+    assert sum("exp_avg_sq" in name for name in saved) == len(list(model.parameters()))
+
+
+def test_tensors_outside_of_an_optimizers_state_are_reported(run: Run) -> None:
+    model = network()
+    optimizer = adam(model)
+    optimizer.slow = [[p.detach().clone() for p in model.parameters()]]  # type: ignore[attr-defined]
+    session = run.attach(model=model, optimizer=optimizer)
+    for at in session.steps(2):
+        turn(model, optimizer, at)
+    assert run.page.get(Beat.UNPROTECTED)
+    assert "keeps tensors in slow" in run.page.note
+
+
+def test_an_optimizer_that_steps_inside_of_ddp_is_refused(run: Run) -> None:
+    model = network()
+    optimizer = adam(model)
+    optimizer._overlap_with_ddp = True  # type: ignore[attr-defined]
+    with pytest.raises(UsageError, match="overlap_with_ddp"):
+        run.attach(model=model, optimizer=optimizer)
+
+
+# --- optimizers that are not attached --------------------------------------------------------
+
+
+def test_a_second_optimizer_that_takes_over_is_reported_before_its_state_is_lost(
+    run: Run, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = network()
+    first = adam(model)
+    second = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    session = run.attach(model=model, optimizer=first)
+    with caplog.at_level(logging.WARNING):
+        for at in session.steps(8):
+            if at == 4:
+                assert not run.page.get(Beat.UNPROTECTED)
+            if at == 6:
+                assert run.page.get(Beat.UNPROTECTED)
+            turn(model, first if at < 4 else second, at)
+    assert (
+        "optimizer SGD, which updates model.0.weight and 3 more, is not attached: its state is in "
+        "no snapshot; pass it to attach(optimizer={...})"
+    ) in run.page.note
+    assert caplog.text.count("UNPROTECTED: optimizer SGD") == 1
+
+
+def test_an_optimizer_without_state_that_lives_for_one_turn_is_not_reported(run: Run) -> None:
+    model = network()
+    optimizer = adam(model)
+    session = run.attach(model=model, optimizer=optimizer)
+    for at in session.steps(4):
+        inner = torch.optim.SGD(model.parameters(), lr=0.01)
+        turn(model, inner, at)
+        turn(model, optimizer, at)
+    assert not run.page.get(Beat.UNPROTECTED)
+
+
+def test_an_optimizer_of_a_model_that_is_not_attached_is_logged_once(
+    run: Run, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, other = network(), network()
+    optimizer, its = adam(model), adam(other)
+    session = run.attach(model=model, optimizer=optimizer)
+    with caplog.at_level(logging.WARNING):
+        for at in session.steps(4):
+            turn(model, optimizer, at)
+            turn(other, its, at)
+    assert not run.page.get(Beat.UNPROTECTED)
+    assert caplog.text.count("4 parameters that are not attached") == 1
+
+
+# --- loaders ---------------------------------------------------------------------------------
+
+
+def test_a_loader_that_is_attached_and_iterated_by_hand_is_reported(run: Run) -> None:
+    model = network()
+    optimizer = adam(model)
+    loader = DataLoader(range(64))
+    feeds = {"loader.train": Feed("loader.train", loader)}
+    session = run.session_of(run.next_context(), feeds, model=model, optimizer=optimizer)
+    by_hand = iter(loader)
+    for at in session.steps(3):
+        assert bool(run.page.get(Beat.UNPROTECTED)) == (at == 2)
+        next(by_hand)
+        turn(model, optimizer, at)
+    assert "loader.train has given no batch" in run.page.note
+    assert "session.batches(loader)" in run.page.note
+    batches = session.batches(loader)
+    for at in session.steps(5):
+        next(batches)
+        turn(model, optimizer, at)
+    assert not run.page.get(Beat.UNPROTECTED)
+
+
+def test_a_second_loader_may_wait_for_its_time(run: Run) -> None:
+    model = network()
+    optimizer = adam(model)
+    loaders = {name: DataLoader(range(64)) for name in ("train", "val")}
+    feeds = {f"loader.{name}": Feed(f"loader.{name}", one) for name, one in loaders.items()}
+    session = run.session_of(run.next_context(), feeds, model=model, optimizer=optimizer)
+    for at, _ in zip(range(4), session.batches(loaders["train"]), strict=False):
+        turn(model, optimizer, at)
+    assert not run.page.get(Beat.UNPROTECTED)
+
+
+# --- loads after attach ----------------------------------------------------------------------
+
+
+def trained(run: Run) -> tuple[nn.Module, Optimizer, Session]:
+    """A training of five steps, and objects into which it is restored."""
+    model = network()
+    optimizer = adam(model)
+    for at in run.attach(model=model, optimizer=optimizer).steps(5):
+        turn(model, optimizer, at)
+    run.committed_version()
+    model = network(seed=1)
+    optimizer = adam(model)
+    return model, optimizer, run.attach(model=model, optimizer=optimizer)
+
+
+def load_others(model: nn.Module, optimizer: Optimizer) -> None:
+    """Load weights and state of another training, as a script does with its own checkpoint."""
+    other = network(seed=2)
+    its = adam(other)
+    for at in range(2):
+        turn(other, its, at)
+    model.load_state_dict(other.state_dict())
+    optimizer.load_state_dict(its.state_dict())
+
+
+def assert_goes_on(session: Session, model: nn.Module, optimizer: Optimizer) -> None:
+    for at in session.steps(8):
+        turn(model, optimizer, at)
+    calm = network()
+    its = adam(calm)
+    for at in range(8):
+        turn(calm, its, at)
+    assert all(map(torch.equal, values(model), values(calm)))
+
+
+def test_what_is_loaded_after_attach_gives_way_to_the_restored_state(
+    run: Run, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, optimizer, session = trained(run)
+    load_others(model, optimizer)
+    with caplog.at_level(logging.WARNING):
+        assert_goes_on(session, model, optimizer)
+    assert "the script has overwritten the restored model." in caplog.text
+    assert "the state of step 5 is put back; load before attach" in caplog.text
+    assert not run.page.get(Beat.UNPROTECTED)
+
+
+def test_an_optimizer_that_is_loaded_after_attach_gives_way_too(
+    run: Run, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, optimizer, session = trained(run)
+    optimizer.load_state_dict(optimizer.state_dict() | {"state": {}})
+    with caplog.at_level(logging.WARNING):
+        assert_goes_on(session, model, optimizer)
+    assert "the restored optimizer.state.model.0.weight" in caplog.text
+
+
+def test_parameters_that_are_replaced_after_attach_get_the_restored_values(run: Run) -> None:
+    model, optimizer, session = trained(run)
+    for parameter in model.parameters():
+        parameter.data = torch.zeros_like(parameter)
+    assert_goes_on(session, model, optimizer)
+
+
+@pytest.mark.parametrize("change", ["none", "move", "same"])
+def test_what_keeps_its_values_is_not_reported(
+    run: Run, change: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, optimizer, session = trained(run)
+    if change == "move":
+        model.to("cpu")
+        for parameter in model.parameters():  # as a move does: new memory, the same values
+            parameter.data = parameter.data.clone()
+    elif change == "same":
+        model.load_state_dict(model.state_dict())
+    with caplog.at_level(logging.WARNING):
+        assert_goes_on(session, model, optimizer)
+    assert "overwritten" not in caplog.text
+
+
+def own_loop(session: Session, model: nn.Module, optimizer: Any, to: int) -> None:
+    while session.step < to:
+        turn(model, optimizer, session.step)
+        session.step_done()
+
+
+def test_a_loop_of_the_scripts_own_reports_what_it_cannot_put_back(run: Run) -> None:
+    model, optimizer, session = trained(run)
+    load_others(model, optimizer)
+    own_loop(session, model, optimizer, 7)
+    assert run.page.get(Beat.UNPROTECTED)
+    assert "the restored model." in run.page.note
+    assert "does not continue from step 5; load before attach" in run.page.note
+
+
+@pytest.mark.parametrize("has_begin", [True, False])
+def test_a_loop_of_the_scripts_own_without_a_load_reports_nothing(
+    run: Run, has_begin: bool
+) -> None:
+    model, optimizer, session = trained(run)
+    if has_begin:
+        load_others(model, optimizer)
+        session.begin()
+    with torch.no_grad():  # a layer that the loop normalizes is not a load
+        model[2].bias.mul_(0.5)  # type: ignore[index]
+    own_loop(session, model, optimizer, 7)
+    assert not run.page.get(Beat.UNPROTECTED)
