@@ -9,15 +9,16 @@ Survives: nothing by itself; the slot that holds the newest committed version is
 
 Rule 1: between two boundaries at most one snapshot is under way, and the thread that copies is
         idle whenever an optimizer changes a parameter.
-Rule 2: what belongs to an optimizer is copied lazily only as long as that is proven. Version
-        counters and addresses are compared at each copy's end; a difference discards the
-        snapshot. The first snapshots, and every so many, are rehearsals: copied at the boundary,
-        so exact whatever happens, and compared by digest just before the optimizer steps.
+Rule 2: what belongs to an optimizer is copied lazily, and each lazy copy is checked against the
+        boundary before its slot is sealed (laziness.py); a difference discards the snapshot. The
+        first snapshots, and one in `proof_every`, are verified snapshots: copied at the boundary,
+        so exact whatever the script does, and compared by digest just before the optimizer
+        steps. A tensor that differs is copied at the boundary from then on.
 Rule 3: a slot is overwritten only once what it holds is committed and superseded, or abandoned:
         withdrawn by this rank or by another that has none of that step.
 Rule 4: nothing is waited for while the SMPs protect the last snapshot across nodes, nor after a
         restore before the restored version is committed again: what falls due then is skipped.
-Rule 5: a fault in here costs protection, never the run.
+Rule 5: a fault in here costs protection, never the run: no exception reaches the script.
 
 Source: the lazy copy behind forward and backward is DataStates-LLM's (arXiv 2406.10707).
 """
@@ -38,7 +39,7 @@ from ftrun.wire.pages import Beat
 from ftrun.worker.cadence import Cadence, Turn
 from ftrun.worker.context import WorkerContext
 from ftrun.worker.copying import CopyThread, SlotCopy
-from ftrun.worker.laziness import Proof
+from ftrun.worker.laziness import LazyCopyCheck
 from ftrun.worker.memory_link import MemoryLink
 from ftrun.worker.settling import Settling
 from ftrun.worker.slots import Slots, SlotStore
@@ -46,6 +47,14 @@ from ftrun.worker.state_tree import State, StateTree
 
 _POLL_S = 0.0005
 _LAST_COMMIT_WAIT_S = 5.0
+
+_HINT = " (code inside `with session.phase(...)` would run after the copy)"
+_UNDER_COPY = (
+    "changed while the snapshot of step {step} was copied, by code that is no optimizer step; the "
+    "snapshot is discarded" + _HINT
+)
+_BEFORE_STEP = "changed between a step boundary and the optimizer step" + _HINT
+_WITHOUT_HOOK = "changed in a step in which no optimizer hook ran"
 
 _log = logging.getLogger(__name__)
 
@@ -64,8 +73,8 @@ class Capture:
         self._store = SlotStore(context)
         self._hasty: set[str] = set()
         self._settling = Settling(context.commands, context.generation, context.restore)
-        self._proof: Proof | None = None
-        self._rehearsal: tuple[SlotCopy, memoryview] | None = None
+        self._check: LazyCopyCheck | None = None
+        self._verified: tuple[SlotCopy, memoryview] | None = None
         self._num_taken = 0
         self._copy_s = 0.0
         self._blocked_ns = 0
@@ -96,7 +105,7 @@ class Capture:
             return
         began_ns = clock.now_ns()
         try:
-            self._close_window()
+            self._end_turn()
             self._learn(began_ns)
             self._link.tell_again()
             self._is_asked |= self._cadence.was_asked()
@@ -135,44 +144,57 @@ class Capture:
         self._hook.remove()
         self._is_off = True
 
+    def settle(self) -> None:
+        """Wait for the copy under way: the script may now change what it likes until its next step.
+
+        Never raises.
+        """
+        if self._is_off or os.getpid() != self._pid:
+            return
+        began_ns = clock.now_ns()
+        try:
+            self._observe()
+        except Exception as error:  # noqa: BLE001 - rule 5
+            self._give_up(error)
+        self._count_blocked(began_ns)
+
     def _before_optimizer_step(self, *_: Any) -> None:
         # A compiled step must not trace what follows, and is found out at the next boundary; a
         # process forked by the script has this hook but no copy thread.
         if torch.compiler.is_compiling():
             return
-        if self._is_off or os.getpid() != self._pid:
-            return
         self._hook_fired = True
-        if self._thread.is_busy or self._rehearsal is not None:
-            began_ns = clock.now_ns()
-            self._thread.wait()
-            self._end_rehearsal()
-            self._count_blocked(began_ns)
+        if self._check is not None:
+            self.settle()
 
-    def _end_rehearsal(self) -> None:
-        """Demote what a lazy copy could have got wrong since the boundary."""
-        rehearsal, self._rehearsal = self._rehearsal, None
-        if rehearsal is not None:
-            copy, table = rehearsal
-            self._demote(copy.differing(table), "changes between two optimizer steps")
+    def _observe(self) -> None:
+        """End the copy, and look at its sources before they may change."""
+        self._thread.wait()
+        if self._check is not None:
+            self._check.observe()
+        verified, self._verified = self._verified, None
+        if verified is not None:
+            copy, table = verified
+            self._demote(copy.differing(table), _BEFORE_STEP)
+
+    def _end_turn(self) -> None:
+        """Find the lazy sources that did not stay as they were."""
+        hook_fired, self._hook_fired = self._hook_fired, False
+        check = self._check
+        self._observe()
+        self._check = None
+        if check is not None and hook_fired:
+            self._demote(check.changed_before_step(), _BEFORE_STEP)
+        elif check is not None:
+            self._demote(check.changed_now(), _WITHOUT_HOOK)
 
     def _count_blocked(self, began_ns: int) -> None:
         blocked_ns = clock.now_ns() - began_ns
         self._blocked_ns += blocked_ns
         self._page.add(Beat.BLOCKED_NS, blocked_ns)
 
-    def _close_window(self) -> None:
-        """End the time in which lazy sources had to stay as they were."""
-        self._thread.wait()
-        if self._proof is not None and not self._hook_fired:
-            # No hook came before this boundary, so whatever changed them did so unseen.
-            self._demote(self._proof.changed(), "changed by no optimizer step that ftrun can see")
-        self._end_rehearsal()
-        self._proof = None
-        self._hook_fired = False
-
     def _learn(self, now_ns: int) -> None:
-        # A turn with a rehearsal says nothing about the cost of the others.
+        # A turn with a verified snapshot says nothing about the cost of the others.
         if self._last_boundary_ns and self._is_typical:
             self._cadence.learn(
                 self._turn,
@@ -206,16 +228,16 @@ class Capture:
         slots.views[slot].write_header()
         slots.views[slot].write_plain(state.plain)
         crash_point("worker.capture.boundary_copied")
-        proof = self._proof = Proof(state.lasting, self._hasty)
-        if self._is_rehearsal():
-            self._copy(slots, slot, copy, proof, step)
-            self._rehearsal = (copy, slots.arena.table(slot))
+        check = self._check = LazyCopyCheck(copy.samples)
+        if self._is_verified():
+            self._copy(slots, slot, copy, check, step)
+            self._verified = (copy, slots.arena.table(slot))
             self._is_typical = False
         else:
             self._turn = Turn.COPY
-            self._thread.start(lambda: self._copy(slots, slot, copy, proof, step))
+            self._thread.start(lambda: self._copy(slots, slot, copy, check, step))
 
-    def _is_rehearsal(self) -> bool:
+    def _is_verified(self) -> bool:
         settings = self._context.settings
         taken, self._num_taken = self._num_taken, self._num_taken + 1
         return taken < settings.proof_first or (taken + 1) % settings.proof_every == 0
@@ -257,16 +279,18 @@ class Capture:
 
     # --- copy thread -----------------------------------------------------------------------
 
-    def _copy(self, slots: Slots, slot: int, copy: SlotCopy, proof: Proof, step: int) -> None:
+    def _copy(
+        self, slots: Slots, slot: int, copy: SlotCopy, check: LazyCopyCheck, step: int
+    ) -> None:
         began_ns = clock.now_ns()
         try:
             table = slots.arena.table(slot)
             copy.copy_lazy(table)
             crash_point("worker.capture.copied")
-            changed = proof.changed()
-            if changed:
+            wrong = check.wrong_copies()
+            if wrong:
                 self._page.add(Beat.DISCARDED_COUNT, 1)
-                self._demote(changed, "changed while it was copied; that snapshot is discarded")
+                self._demote(wrong, _UNDER_COPY.format(step=step))
                 self._settling.skipped(step)
                 self._link.withdraw(step)
                 return
@@ -285,14 +309,17 @@ class Capture:
         finally:
             self._copy_s = (clock.now_ns() - began_ns) / 1e9
 
-    def _demote(self, names: list[str], why: str) -> None:
-        if not names:
+    def _demote(self, names: list[str], what: str) -> None:
+        """Copy these tensors at each boundary from now on."""
+        new = [name for name in names if name not in self._hasty]
+        if not new:
             return
-        self._hasty.update(names)
+        self._hasty.update(new)
         self._store.forget_copies()
-        shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-        text = f"{shown} {why}; from now on copied at each step boundary"
-        self._page.note = text
+        shown = ", ".join(new[:3]) + (f" and {len(new) - 3} more" if len(new) > 3 else "")
+        text = f"{shown} {what}. From now on ftrun copies it at the step boundary"
+        if not self._page.get(Beat.UNPROTECTED):
+            self._page.note = text
         _log.warning("%s", text)
 
     def _give_up(self, error: Exception) -> None:

@@ -4,16 +4,21 @@ Runs in:  worker: boundary copies in the training thread, lazy ones in the copy 
 Takes in: a layout, the sources, a slot's image.
 Gives:    bytes in the slot and a digest per piece.
 
-Large tensors go piece by piece, and the digest is taken of the source's piece while that is
-still in the processor's cache: 256 KiB pieces with views cut beforehand reach 83 % of a plain
-warm copy, where cutting them on each call or hashing afterwards reaches half (2026-11). Both
-calls release the interpreter lock.
+Rule: digests are taken of the slot, never of a source. A source may change between copy and
+      digest; a sealed slot always matches its digests.
+
+Large tensors are copied piece by piece, and each digest is taken while the piece is in the
+processor's cache: 256 KiB pieces with views cut beforehand reach 83 % of a plain warm copy, where
+cutting them on each call or hashing afterwards reaches half (2026-11). np.copyto copies in this
+thread alone; Tensor.copy_ would use the threads that compute the forward, at a third of the rate
+when all cores are busy. Both calls release the interpreter lock.
 """
 
 import queue
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -21,55 +26,63 @@ import torch
 import xxhash
 
 from ftrun.snapshot.layout import PLAIN_NAME, Entry, Layout, Piece, When, cut
+from ftrun.worker.laziness import LazySamples, LazyTensor, is_lazy
 from ftrun.worker.state_tree import Source
-from ftrun.worker.tensors import DTYPES, byte_view
+from ftrun.worker.tensors import DTYPES, byte_view, can_be_cut
 
 digest_of: Callable[[Any], int] = xxhash.xxh3_64_intdigest
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """One piece of a large source: where from, where to, and whose digest."""
+    """One piece of a large lazy source, as bytes: where from, where to, and its digest's place."""
 
-    source: torch.Tensor
-    target: torch.Tensor
-    source_bytes: Any  # a numpy view of `source`
+    source: np.ndarray
+    target: np.ndarray
     index: int
     name: str
 
 
 @dataclass
 class SlotCopy:
-    """What to copy into one slot for one set of lasting sources, with every view cut."""
+    """What to copy into one slot for one set of lasting sources, with every view cut.
 
-    small_targets: list[torch.Tensor] = field(default_factory=list)
-    small_sources: list[torch.Tensor] = field(default_factory=list)
-    small_names: list[str] = field(default_factory=list)
+    `whole_*` are lazy tensors that are not cut: small, on a device, or with other strides.
+    """
+
+    whole_targets: list[torch.Tensor] = field(default_factory=list)
+    whole_sources: list[torch.Tensor] = field(default_factory=list)
+    whole_names: list[str] = field(default_factory=list)
     cuts: list[Cut] = field(default_factory=list)
+    lazy: list[LazyTensor] = field(default_factory=list)
     boundary_targets: list[torch.Tensor] = field(default_factory=list)
     boundary_sources: list[torch.Tensor] = field(default_factory=list)
     packed: list[tuple[int, Any]] = field(default_factory=list)
     """Pieces whose digest is taken of the slot: packs, boundary copies, plain values."""
+
+    @cached_property
+    def samples(self) -> LazySamples:
+        return LazySamples(self.lazy)
 
     def copy_boundary(self) -> None:
         if self.boundary_targets:
             torch._foreach_copy_(self.boundary_targets, self.boundary_sources)
 
     def copy_lazy(self, table: memoryview) -> None:
-        if self.small_targets:
-            torch._foreach_copy_(self.small_targets, self.small_sources)
+        if self.whole_targets:
+            torch._foreach_copy_(self.whole_targets, self.whole_sources)
         # In the order of the file, nearly: whoever writes it meanwhile need not wait for the end.
         for index, view in self.packed:
             table[index] = digest_of(view)
         for one in self.cuts:
-            one.target.copy_(one.source)
-            table[one.index] = digest_of(one.source_bytes)
+            np.copyto(one.target, one.source)
+            table[one.index] = digest_of(one.target)
 
     def differing(self, table: memoryview) -> list[str]:
         """Names of the lazy sources that are not, byte for byte, what was copied of them."""
-        names = {one.name for one in self.cuts if table[one.index] != digest_of(one.source_bytes)}
+        names = {one.name for one in self.cuts if table[one.index] != digest_of(one.source)}
         for name, source, target in zip(
-            self.small_names, self.small_sources, self.small_targets, strict=True
+            self.whole_names, self.whole_sources, self.whole_targets, strict=True
         ):
             if content_digest(source) != content_digest(target):
                 names.add(name)
@@ -103,7 +116,7 @@ class SlotViews:
         return self._targets[name]
 
     def prepare(
-        self, lasting: Sequence[Source], fresh: Sequence[Source], hasty: Iterable[str]
+        self, lasting: Sequence[Source], fresh: Sequence[Source], hasty: Collection[str]
     ) -> SlotCopy:
         """The copies of these sources.
 
@@ -115,17 +128,19 @@ class SlotViews:
         made = SlotCopy()
         index_at = {p.offset: i for i, p in enumerate(self.layout.pieces) if p.num_bytes}
         hashed: set[int] = set()
-        hasty = set(hasty)
+        at_boundary = _names_at_boundary(lasting, hasty)
         for source in lasting:
             entry = self._entries[source.name]
             target = self.target(source.name)
-            if source.when is When.BOUNDARY or source.name in hasty:
+            if source.name in at_boundary:
                 made.boundary_targets.append(target)
                 made.boundary_sources.append(source.tensor)
-            elif entry.is_small or not can_be_cut(source.tensor):
-                made.small_targets.append(target)
-                made.small_sources.append(source.tensor)
-                made.small_names.append(source.name)
+                continue
+            made.lazy.append(LazyTensor(source.name, source.tensor, target))
+            if entry.is_small or not can_be_cut(source.tensor):
+                made.whole_targets.append(target)
+                made.whole_sources.append(source.tensor)
+                made.whole_names.append(source.name)
             else:
                 cuts = self._cut(entry, source.tensor, index_at)
                 made.cuts += cuts
@@ -140,15 +155,15 @@ class SlotViews:
         return made
 
     def _cut(self, entry: Entry, tensor: torch.Tensor, index_at: dict[int, int]) -> list[Cut]:
-        source, target = byte_view(tensor), byte_view(self.target(entry.name))
-        array = source.numpy()
+        source = byte_view(tensor).numpy()
+        target = byte_view(self.target(entry.name)).numpy()
         made = []
         for piece in cut(entry.offset, entry.num_bytes):
             start = piece.offset - entry.offset
             end = start + piece.num_bytes
             index = index_at[piece.offset]
             part = slice(start, end)
-            made.append(Cut(source[part], target[part], array[part], index, entry.name))
+            made.append(Cut(source[part], target[part], index, entry.name))
         return made
 
     def _bytes_of(self, piece: Piece) -> Any:
@@ -164,9 +179,18 @@ def entry_view(data: torch.Tensor, entry: Entry) -> torch.Tensor:
     return raw.view(dtype).view(entry.shape)
 
 
-def can_be_cut(tensor: torch.Tensor) -> bool:
-    """Whether its bytes can be copied and hashed piece by piece where they lie."""
-    return tensor.is_contiguous() and tensor.device.type == "cpu"
+def _names_at_boundary(sources: Sequence[Source], hasty: Collection[str]) -> set[str]:
+    """Names of the sources that are not copied lazily.
+
+    A buffer may be a view of a parameter; what changes the buffer then changes the parameter.
+    """
+    found = {source.name for source in sources if not is_lazy(source, hasty)}
+    changing = {_memory(source) for source in sources if source.when is When.BOUNDARY}
+    return found | {source.name for source in sources if _memory(source) in changing}
+
+
+def _memory(source: Source) -> int:
+    return source.tensor.untyped_storage().data_ptr()
 
 
 def content_digest(tensor: torch.Tensor) -> int:

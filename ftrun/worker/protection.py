@@ -298,6 +298,11 @@ class Protection:
         if self._capture is not None:
             self._capture.finish()
 
+    def settle(self) -> None:
+        """The script begins another phase: wait for the copy under way."""
+        if self._capture is not None:
+            self._capture.settle()
+
     def finish(self) -> None:
         """The loop is over: let the last snapshot be sealed."""
         self._finish_capture()

@@ -27,8 +27,8 @@ from ftrun.wire.arena import Arena, open_slot
 from ftrun.wire.pages import Beat
 from ftrun.worker import ready_memory
 from ftrun.worker.context import WorkerContext
-from ftrun.worker.copying import can_be_cut, digest_of, entry_view
-from ftrun.worker.tensors import DTYPES, byte_view
+from ftrun.worker.copying import digest_of, entry_view
+from ftrun.worker.tensors import DTYPES, byte_view, can_be_cut
 
 
 class SavedShard:

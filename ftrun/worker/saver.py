@@ -6,8 +6,8 @@ Gives:    a sealed slot; word of it; the end of the wait for its commit, or why 
 Survives: nothing by itself; a kill at any moment leaves the slot that is committed whole.
 
 Slots, layouts, digests, seals and commits are those of a session (`slots.py`, `copying.py`,
-`settling.py`); what is left out is all that serves a loop: cadence, laziness, rehearsals. Nothing
-may change below the copy here, because the caller waits for it.
+`settling.py`); what is left out is all that serves a loop: cadence, lazy copies and their check.
+Nothing may change below the copy here, because the caller waits for it.
 
 Rule 1: copying and sealing are two calls: whoever coordinates seals last, with what it has learned
         from all others, so that no version is complete before every rank has done its part.
@@ -125,7 +125,9 @@ class Saver:
         views.write_header()
         views.write_plain(plain)
         try:
-            slots.copy_of(slot, state, set()).copy_lazy(slots.arena.table(slot))
+            copy = slots.copy_of(slot, state, set())
+            copy.copy_boundary()
+            copy.copy_lazy(slots.arena.table(slot))
         finally:
             slots.forget_copies()  # which hold the tensors, copies made by async_save among them
         crash_point("worker.capture.copied")

@@ -258,11 +258,17 @@ class Session:
         self._force = True
 
     def phase(self, name: str) -> "Phase":
-        """Say what the script is doing; as a context manager, for the time of its block."""
+        """Say what the script is doing; as a context manager, for the time of its block.
+
+        Another phase begins once the snapshot under way is copied: until the next step the script
+        may then change weights, also through .data.
+        """
         before = ""
         if self._context is not None:
             before = self._context.page.phase
             self._context.page.phase = name
+            if name != before and self._protection is not None:
+                self._protection.settle()
         return Phase(self, before or "train")
 
     def report(self, *, loss: "float | torch.Tensor") -> None:

@@ -57,6 +57,11 @@ def byte_view(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(-1).view(torch.uint8)
 
 
+def can_be_cut(tensor: torch.Tensor) -> bool:
+    """Whether its bytes can be copied and hashed piece by piece where they lie."""
+    return tensor.is_contiguous() and tensor.device.type == "cpu"
+
+
 def version_of(tensor: torch.Tensor) -> int:
     """How often it was changed in place, as autograd counts; -1 where nobody counts."""
     try:

@@ -1,0 +1,374 @@
+"""What the script does to its weights while they are copied lazily never reaches a sealed slot.
+
+Each test trains in this process against a real SMP, stops the copy of one snapshot at a chosen
+piece, changes tensors there, and compares every version that is committed with the state at its
+boundary. No snapshot is verified by digests of all bytes (`proof_first=0`): the lazy copy check
+has to find each change by itself.
+"""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ftrun.snapshot.layout import PIECE_BYTES
+from ftrun.wire.pages import Beat
+from ftrun.worker import copying
+from ftrun.worker.context import SnapshotSettings
+from ftrun.worker.session import Session
+from tests.integration.in_process_worker import PATIENCE_S, WIDTH, Run, made, states
+
+AT = 2
+"""The step whose snapshot is stopped."""
+
+LAST = 5
+
+Tensors = dict[str, torch.Tensor]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Run]:
+    with closing(Run(tmp_path)) as one:
+        one.settings = SnapshotSettings(every=1, commit_wait_s=PATIENCE_S, proof_first=0)
+        yield one
+
+
+class Gate:
+    """Stops the copy of one snapshot: before it begins, or before the digest of a large piece."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._stop_at = -1
+        self._count = 0
+        self._reached = threading.Event()
+        self._may_continue = threading.Event()
+        self._copy_lazy = copying.SlotCopy.copy_lazy
+        self._digest = copying.digest_of
+        monkeypatch.setattr(
+            copying.SlotCopy, "copy_lazy", lambda copy, table: self._copy(copy, table)
+        )
+        monkeypatch.setattr(copying, "digest_of", self._digest_of)
+
+    def stop_at(self, piece: int) -> None:
+        """Stop the next copy at this large piece, counted from 1; 0: before it begins."""
+        self._reached.clear()
+        self._count, self._stop_at = 0, piece
+
+    def wait(self) -> None:
+        """Until the copy stands still."""
+        assert self._reached.wait(PATIENCE_S)
+
+    def release(self, *, stop_at: int = -1) -> None:
+        """Let the copy continue.
+
+        Args:
+            stop_at: the large piece at which it stops again.
+        """
+        self._stop_at = stop_at
+        self._reached.clear()
+        event, self._may_continue = self._may_continue, threading.Event()
+        event.set()
+
+    def _copy(self, copy: copying.SlotCopy, table: memoryview) -> None:
+        if self._stop_at == 0:
+            self._stop()
+        self._copy_lazy(copy, table)
+
+    def _digest_of(self, view: Any) -> int:
+        if len(view) == PIECE_BYTES:
+            self._count += 1
+            if self._count == self._stop_at:
+                self._stop()
+        return self._digest(view)
+
+    def _stop(self) -> None:
+        may_continue = self._may_continue
+        self._reached.set()
+        assert may_continue.wait(PATIENCE_S)
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
+    return Gate(monkeypatch)
+
+
+def train(
+    run: Run,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    top: Callable[[int, Session], object],
+    end: Callable[[int], object] = lambda at: None,
+    forward: Callable[[], torch.Tensor] | None = None,
+) -> None:
+    """Train; compare what is committed in each turn with the state at its boundary.
+
+    `top` is called at the top of each turn, `end` at its end, before the boundary; `forward` gives
+    the model's output if the test has its own.
+    """
+    session = run.attach(model=model, optimizer=optimizer)
+    seen: dict[int, Tensors] = {}
+    for at in session.steps(LAST):
+        seen[at] = state_of(model, optimizer)
+        top(at, session)
+        optimizer.zero_grad()
+        out = forward() if forward else model(torch.ones(4, WIDTH))
+        out.square().mean().backward()
+        optimizer.step()
+        if at:
+            compare(run, seen)
+        end(at)
+    seen[LAST] = state_of(model, optimizer)
+    compare(run, seen)
+    assert run.page.get(Beat.SEALED_STEP) == LAST
+    assert not run.page.get(Beat.UNPROTECTED)
+
+
+def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    moments = {
+        f"optimizer.state.model.{names[parameter]}.{key}": value.clone()
+        for parameter, state in optimizer.state.items()
+        for key, value in state.items()
+    }
+    return states({"model": model}) | moments
+
+
+def compare(run: Run, seen: dict[int, Tensors]) -> None:
+    done, saved = run.saved()
+    for name, tensor in seen[done].items():
+        assert torch.equal(saved[name], tensor), f"{name} of step {done}"
+
+
+def stop_the_snapshot_of(step: int, gate: Gate, piece: int) -> Callable[[int], None]:
+    """For `train(end=)`: the boundary of this step begins the snapshot that is stopped."""
+
+    def end(at: int) -> None:
+        if at == step - 1:
+            gate.stop_at(piece)
+
+    return end
+
+
+def copied(session: Session) -> None:
+    """Wait until the copy under way has ended."""
+    assert session._protection is not None
+    assert session._protection._capture is not None
+    session._protection._capture.finish()
+
+
+@pytest.mark.parametrize("piece", [1, 3])
+def test_a_swap_that_outlasts_the_copy_is_discarded_and_named(
+    run: Run, gate: Gate, piece: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """From the second or fourth piece on, average weights are copied."""
+    model, optimizer = made()
+    weight = model[0].weight
+
+    def top(at: int, session: Session) -> None:
+        if at < AT:
+            return
+        backup = weight.detach().clone()
+        if at == AT:
+            gate.wait()
+        weight.data.copy_(backup * 0.999)
+        if at == AT:
+            gate.release()
+            copied(session)
+        weight.data.copy_(backup)
+
+    train(run, model, optimizer, top=top, end=stop_the_snapshot_of(AT, gate, piece))
+    assert run.page.get(Beat.DISCARDED_COUNT) == 1
+    assert run.page.get(Beat.SEALED_COUNT) == LAST - 1
+    for text in (run.page.note, caplog.text):
+        assert f"model.0.weight changed while the snapshot of step {AT} was copied" in text
+
+
+def test_a_swap_that_ends_during_the_copy_is_discarded(run: Run, gate: Gate) -> None:
+    """The first pieces are copied from average weights, the others from the right ones."""
+    model, optimizer = made()
+    weight = model[0].weight
+
+    def end(at: int) -> None:
+        if at == AT - 1:
+            gate.stop_at(1)
+
+    def top(at: int, session: Session) -> None:
+        if at == AT:
+            gate.wait()
+            backup = weight.detach().clone()
+            weight.data.mul_(0.5)
+            gate.release(stop_at=3)
+            gate.wait()
+            weight.data.copy_(backup)
+            gate.release()
+
+    train(run, model, optimizer, top=top, end=end)
+    assert run.page.get(Beat.DISCARDED_COUNT) == 1
+    assert "model.0.weight" in run.page.note
+
+
+def test_a_swap_between_the_copy_of_a_piece_and_its_digest_is_no_harm(run: Run, gate: Gate) -> None:
+    """All large pieces are copied; the digest of the last one is taken during the swap."""
+    model, optimizer = made()
+    moment = "exp_avg_sq"
+
+    def top(at: int, session: Session) -> None:
+        if at == AT:
+            gate.wait()
+            tensor = optimizer.state[model[0].weight][moment]
+            backup = tensor.clone()
+            tensor.data.fill_(7.0)
+            gate.release()
+            copied(session)
+            tensor.data.copy_(backup)
+
+    # Three tensors of five large pieces each: parameter, exp_avg, exp_avg_sq.
+    train(run, model, optimizer, top=top, end=stop_the_snapshot_of(AT, gate, 15))
+
+
+def test_a_change_that_stays_after_the_copy_costs_no_snapshot(run: Run) -> None:
+    model, optimizer = made()
+
+    def top(at: int, session: Session) -> None:
+        if at >= AT:
+            copied(session)
+            model[0].weight.data.mul_(0.9)
+
+    train(run, model, optimizer, top=top)
+    assert run.page.get(Beat.DISCARDED_COUNT) == 0
+    assert run.page.get(Beat.SEALED_COUNT) == LAST
+    assert "model.0.weight changed between a step boundary and the optimizer step" in run.page.note
+
+
+def test_a_swap_of_optimizer_state_is_discarded(run: Run, gate: Gate) -> None:
+    model, optimizer = made()
+
+    def top(at: int, session: Session) -> None:
+        if at == AT:
+            gate.wait()
+            tensor = optimizer.state[model[0].weight]["exp_avg"]
+            backup = tensor.clone()
+            tensor.data.zero_()
+            gate.release()
+            copied(session)
+            tensor.data.copy_(backup)
+
+    train(run, model, optimizer, top=top, end=stop_the_snapshot_of(AT, gate, 3))
+    assert run.page.get(Beat.DISCARDED_COUNT) == 1
+    assert "optimizer.state.model.0.weight.exp_avg" in run.page.note
+
+
+def test_other_memory_behind_a_weight_and_back_is_saved_right(run: Run, gate: Gate) -> None:
+    model, optimizer = made()
+    weight = model[0].weight
+
+    def top(at: int, session: Session) -> None:
+        if at == AT:
+            gate.wait()
+        own = weight.data
+        weight.data = own * 0.9
+        if at == AT:
+            gate.release(stop_at=4)
+            gate.wait()
+        weight.data = own
+        if at == AT:
+            gate.release()
+
+    train(run, model, optimizer, top=top, end=stop_the_snapshot_of(AT, gate, 2))
+    assert run.page.get(Beat.DISCARDED_COUNT) == 0
+
+
+def test_a_swap_of_a_weight_with_other_strides_is_discarded(run: Run, gate: Gate) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3))
+    model[0].weight = nn.Parameter(model[0].weight.detach().t().contiguous().t())
+    assert not model[0].weight.is_contiguous()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    weight = model[0].weight
+
+    def top(at: int, session: Session) -> None:
+        if at == AT:
+            gate.wait()
+            backup = weight.detach().clone()
+            weight.data.mul_(0.5)
+            gate.release()
+            copied(session)
+            weight.data.copy_(backup)
+
+    train(run, model, optimizer, top=top, end=stop_the_snapshot_of(AT, gate, 0))
+    assert run.page.get(Beat.DISCARDED_COUNT) == 1
+    assert "model.0.weight" in run.page.note
+
+
+def test_small_tensors_are_copied_before_the_script_can_change_them(run: Run, gate: Gate) -> None:
+    model, optimizer = made()
+
+    def top(at: int, session: Session) -> None:
+        if at == AT:
+            gate.wait()
+        small = [p for p in model.parameters() if p.numel() <= WIDTH * 3]
+        assert len(small) == 3
+        backup = [p.detach().clone() for p in small]
+        for parameter in small:
+            parameter.data.zero_()
+        if at == AT:
+            gate.release()
+            copied(session)
+        for parameter, saved in zip(small, backup, strict=True):
+            parameter.data.copy_(saved)
+
+    train(run, model, optimizer, top=top, end=stop_the_snapshot_of(AT, gate, 0))
+    assert run.page.get(Beat.DISCARDED_COUNT) == 0
+    assert run.page.get(Beat.SEALED_COUNT) == LAST
+    assert not run.page.note
+
+
+@pytest.mark.parametrize("as_block", [True, False])
+def test_a_swap_inside_a_phase_waits_for_the_copy(
+    run: Run, monkeypatch: pytest.MonkeyPatch, as_block: bool
+) -> None:
+    model, optimizer = made()
+    weight = model[0].weight
+    copies, is_about_to_swap, is_copied = copying.SlotCopy.copy_lazy, threading.Event(), []
+
+    def copy_late(self: copying.SlotCopy, table: memoryview) -> None:
+        """Copy as late as the call of `phase` can see."""
+        assert is_about_to_swap.wait(PATIENCE_S)
+        threading.Event().wait(0.2)
+        copies(self, table)
+        is_copied.append(1)
+
+    monkeypatch.setattr(copying.SlotCopy, "copy_lazy", copy_late)
+
+    def swap() -> None:
+        assert len(is_copied) == run.page.get(Beat.SEALED_COUNT) > 0
+        backup = weight.detach().clone()
+        weight.data.mul_(0.999)
+        weight.data.copy_(backup)
+        weight.data.mul_(0.999)  # a phase may also leave other weights behind
+
+    def top(at: int, session: Session) -> None:
+        is_about_to_swap.set()
+        if at == 0:
+            return
+        if as_block:
+            with session.phase("eval"):
+                swap()
+        else:
+            session.phase("eval")
+            swap()
+            session.phase("train")
+        is_about_to_swap.clear()
+
+    def end(at: int) -> None:
+        is_about_to_swap.set() if at + 1 == LAST else None
+
+    train(run, model, optimizer, top=top, end=end)
+    assert run.page.get(Beat.DISCARDED_COUNT) == 0
+    assert run.page.get(Beat.SEALED_COUNT) == LAST
+    assert not run.page.note
