@@ -12,6 +12,7 @@
     |-- SnapshotError               exit 77   no state to resume from
     |   |-- MemoryTooSmall                    two slots do not fit
     |   |-- ValueNotStorable                  a key whose value is neither tensor nor plain data
+    |   |-- StateDictFailed                   the script's own state_dict() raised
     |   |-- ShapeChanged                      saved and present tensor differ
     |   |-- LayoutUnknown                     the bytes are not an arena of this format
     |   |-- TensorIncomplete                  no rank of the old world holds a part of a tensor
@@ -150,7 +151,19 @@ class ValueNotStorable(SnapshotError):
         self.kind = kind
         super().__init__(
             f"{key} holds a {kind}, which a snapshot cannot store: tensors, arrays, numbers, text, "
-            "bytes, None, lists, tuples and dicts of these can. Leave it out of state_dict()"
+            "bytes, None, lists, tuples and dicts of these can. Leave it out by "
+            f"attach(skip=['{key}'])"
+        )
+
+
+class StateDictFailed(SnapshotError):
+    """A method of an attached object, the script's own, raised when it was asked for its state."""
+
+    def __init__(self, *, name: str, method: str, error: Exception) -> None:
+        self.name = name
+        super().__init__(
+            f"{method}() of {name}, which the script has attached, raised "
+            f"{type(error).__name__}: {error}"
         )
 
 

@@ -117,6 +117,8 @@ class ReadAhead(Feed):
     # --- snapshots -----------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
+        if self._resume is not None:
+            return self._resume
         return {**super().state(), "asked": self._asked, "before": dict(self._before)}
 
     def load_state(self, state: dict[str, Any]) -> None:

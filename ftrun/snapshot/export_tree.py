@@ -193,7 +193,7 @@ def outline_of(
         if choice.takes(name):
             found.objects[name] = state
     if not choice.patterns:
-        found.session = parts["session"]
+        found.session = {key: parts["session"][key] for key in ("step", "epoch")}
     choice.check_all_used()
     return found
 

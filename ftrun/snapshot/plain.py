@@ -30,7 +30,8 @@ class TensorRef:
 
     Args:
         name: its entry in the layout.
-        kind: what it was: `tensor`, `array` (numpy) or `sharded` (the local part of a DTensor).
+        kind: what it was: `tensor`, `array` (numpy), `sharded` (the local part of a DTensor), or
+            `tensor@cuda` for a tensor on a device of that type.
     """
 
     name: str

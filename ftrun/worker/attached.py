@@ -1,13 +1,14 @@
 """What the script has attached, sorted by how it is captured and put back.
 
-Runs in:  worker.
+Runs in:  worker; also under plain python, on any system.
 Takes in: the arguments of `ftrun.attach`.
 Gives:    an `Attached`: modules, optimizers, objects with a state_dict, tensors, dicts and
           generators, each under the name that its part of a snapshot carries.
 """
 
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -15,6 +16,8 @@ import torch
 from torch import nn
 
 from ftrun.errors import UsageError
+from ftrun.snapshot.plain import join
+from ftrun.worker import rng
 
 if TYPE_CHECKING:
     from ftrun.worker.declared_layout import Declared
@@ -29,6 +32,52 @@ class Stateful(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> object: ...
 
 
+SESSION_STATE = "session.state"
+"""The name under which snapshots hold `Session.state`; no argument of attach can have it."""
+
+
+class Skip:
+    """Names that the script leaves out of its snapshots: `attach(skip=[...])`."""
+
+    def __init__(self, patterns: Iterable[str] = ()) -> None:
+        self._patterns = tuple(patterns)
+        self._matched: set[str] = set()
+
+    def __bool__(self) -> bool:
+        return bool(self._patterns)
+
+    def __call__(self, name: str) -> bool:
+        """Whether a pattern matches this name."""
+        found = [pattern for pattern in self._patterns if fnmatchcase(name, pattern)]
+        self._matched.update(found)
+        return bool(found)
+
+    @property
+    def unmatched(self) -> list[str]:
+        """Patterns that have matched nothing yet."""
+        return [pattern for pattern in self._patterns if pattern not in self._matched]
+
+    def without(self, tree: Any, path: str = "") -> Any:
+        """A tree of plain values without the keys that are skipped."""
+        if not self or not isinstance(tree, Mapping):
+            return tree
+        paths = {key: join(path, key) for key in tree}
+        return {k: self.without(v, paths[k]) for k, v in tree.items() if not self(paths[k])}
+
+    def completed(self, saved: Any, present: Any, path: str) -> Any:
+        """A saved tree with the skipped keys of the tree that is there now."""
+        if not isinstance(saved, Mapping) or not isinstance(present, Mapping):
+            return saved
+        found = dict(saved)
+        for key, value in present.items():
+            name = join(path, key)
+            if self(name):
+                found[key] = value
+            elif key in found:
+                found[key] = self.completed(found[key], value, name)
+        return found
+
+
 @dataclass
 class Attached:
     """Everything that is part of a snapshot, by name."""
@@ -38,7 +87,10 @@ class Attached:
     stateful: dict[str, Stateful] = field(default_factory=dict)
     tensors: dict[str, torch.Tensor | None] = field(default_factory=dict)
     dicts: dict[str, MutableMapping[Any, Any]] = field(default_factory=dict)
-    generators: dict[str, torch.Generator] = field(default_factory=dict)
+    generators: dict[str, Any] = field(default_factory=dict)
+    state: dict[str, Any] = field(default_factory=dict)
+    """`Session.state`."""
+    skip: Skip = field(default_factory=Skip)
     layout: "Declared | None" = None
     """How ranks share plain tensors and data, where the script says so."""
     casts: bool = False
@@ -54,7 +106,7 @@ class Attached:
             self.modules[name] = thing
         elif isinstance(thing, torch.optim.Optimizer):
             self.optimizers[name] = thing
-        elif isinstance(thing, torch.Generator):
+        elif rng.is_generator(thing):
             self.generators[name] = thing
         elif isinstance(thing, torch.Tensor):
             self.tensors[name] = thing
@@ -66,17 +118,21 @@ class Attached:
             self.dicts[name] = thing
         else:
             raise UsageError(
-                f"attach({name}=...) was given a {type(thing).__name__}: it needs state_dict() and "
-                "load_state_dict(), or to be a tensor, a dict or a torch.Generator"
+                f"attach({name}=...) was given a {type(thing).__name__}, which has no state that a "
+                "snapshot can hold. Give an object with state_dict() and load_state_dict(), a "
+                "module, an optimizer, a tensor, an array, a dict, a random generator, or a list "
+                "of these. Put single values into session.state"
             )
 
 
 def by_name(argument: str, given: object) -> dict[str, Any]:
-    """One object, or a dict of them, as `{full name: object}`; empty for None."""
+    """One object, or several in a dict or a list, as `{full name: object}`; empty for None."""
     if given is None:
         return {}
     if isinstance(given, Mapping) and not isinstance(given, Stateful):
         return {f"{argument}.{name}": thing for name, thing in given.items()}
+    if isinstance(given, list | tuple):
+        return {f"{argument}.{index}": thing for index, thing in enumerate(given)}
     return {argument: given}
 
 

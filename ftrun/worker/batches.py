@@ -40,6 +40,8 @@ class Feed:
 
     def state(self) -> dict[str, Any]:
         """Where the loader is, as plain values and what its own state_dict holds."""
+        if self._resume is not None:
+            return self._resume  # nothing has been taken since it was restored
         own = self.loader.state_dict() if self._has_own_position else None
         return {
             "pass": self._pass,
@@ -55,8 +57,16 @@ class Feed:
         self._handed_out = state["handed_out"]
         self._started_with = state["started_with"]
         self._resume = state
-        if state["own"] is not None and self._is_stateful:
-            self.loader.load_state_dict(state["own"])
+
+    def pause(self) -> None:
+        """The next iteration goes on in this pass, as it would after a restore."""
+        self._resume = self.state()
+
+    def end_pass(self) -> None:
+        """Whatever is left of a restored pass is not wanted."""
+        self._resume = None
+        self._handed_out = 0
+        self._started_with = None
 
     def leave_out(self, count: int) -> None:
         """Load so many of the next batches, and hand none of them out; into the next pass too."""
@@ -107,6 +117,11 @@ class Feed:
         self._started_with = None
 
     @property
+    def index(self) -> int:
+        """The index in its pass of the batch handed out last."""
+        return self._handed_out - 1
+
+    @property
     def is_at_end(self) -> bool:
         """Whether the batch handed out last is the pass's last, as far as the loader knows."""
         try:
@@ -137,6 +152,8 @@ class Feed:
         return bool(getattr(self.loader, "persistent_workers", False))
 
     def _again(self, resume: dict[str, Any]) -> Iterator[Any]:
+        if resume["own"] is not None and self._is_stateful:
+            self.loader.load_state_dict(resume["own"])
         if self._is_stateful or resume["started_with"] is None:
             iterator = self._iterator_over(self.loader)
             # Its own position was that of one rank among another number of them.

@@ -129,6 +129,13 @@ class Capture:
         self._count_blocked(began_ns)
         self._last_boundary_ns = clock.now_ns()
 
+    @property
+    def newest_step(self) -> int:
+        """The step of the newest snapshot that this rank has sealed; -1: none."""
+        self._thread.wait()
+        sealed = self._settling.newest_sealed
+        return -1 if sealed is None else sealed.step
+
     def warm(self, arena: Arena) -> None:
         """Map an inherited arena's pages while the first step computes."""
         self._store.inherit(arena)
@@ -328,5 +335,5 @@ class Capture:
         kind = "" if isinstance(error, FtrunError) else f"a bug in ftrun: {type(error).__name__}: "
         text = f"no more snapshots: {kind}{error}"
         self._context.unprotected.add("capture", text)
-        if kind:
+        if kind or error.__cause__ is not None:
             _log.warning("rank %d: %s", self._context.rank, text, exc_info=error)

@@ -150,6 +150,7 @@ class Protection:
         if not context.settings.enabled:
             return
         self._tree.collect(extra())  # what cannot be stored is said now, not at the first step
+        self._tree.check_skip()
         if self._inherited is None and context.arena_fd is None and not self._reserve():
             return
         self._capture = Capture(context, self._tree, self._link)
@@ -282,6 +283,15 @@ class Protection:
             )
         if stops:
             self._halt(step)
+
+    def keep(self, step: int, extra: Callable[[], dict[str, Any]]) -> None:
+        """Take a snapshot of the steps done, unless this step has one; no boundary is passed."""
+        capture = self._capture
+        if capture is None or capture.newest_step == step or not self._is_good():
+            return
+        orders = self._known_orders()
+        collect = lambda: self._tree.collect({**extra(), "orders": orders})  # noqa: E731
+        capture.boundary(step, collect=collect, force=True, allowed=True)
 
     def _is_good(self) -> bool:
         """Whether the state may replace an older one: not where a parameter is no number."""

@@ -10,6 +10,7 @@ whatever runs between restore and first step may draw.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -21,7 +22,7 @@ from ftrun.snapshot.layout import Entry
 from ftrun.wire.crash_points import crash_point
 from ftrun.wire.pages import Beat
 from ftrun.worker import rng
-from ftrun.worker.attached import Attached, named_parts
+from ftrun.worker.attached import SESSION_STATE, Attached, named_parts
 from ftrun.worker.context import WorkerContext
 from ftrun.worker.saved_shard import SavedShard, Sharded, check_fits, fits
 from ftrun.worker.state_tree import Lasting, Source, StateTree
@@ -306,18 +307,26 @@ def load_objects(part: Callable[[str], Any], attached: Attached) -> None:
     """
     stateful = part("stateful")
     dicts = part("dicts")
+    holders = {**attached.dicts, SESSION_STATE: attached.state}
+    dicts.setdefault(SESSION_STATE, {})
     _check_names(stateful, attached.stateful)
-    _check_names(dicts, attached.dicts)
+    _check_names(dicts, holders)
     for name, thing in attached.stateful.items():
-        thing.load_state_dict(stateful[name])
-    for name, holder in attached.dicts.items():
+        thing.load_state_dict(_completed(stateful[name], thing.state_dict, name, attached))
+    for name, holder in holders.items():
+        saved = _completed(dicts[name], partial(dict, holder), name, attached)
         holder.clear()
-        holder.update(dicts[name])
+        holder.update(saved)
     extra = part("extra_state")
     for name, module in attached.modules.items():
         for path, part in named_parts(module, name):
             if path in extra:
                 part.set_extra_state(extra[path])
+
+
+def _completed(saved: Any, present: Callable[[], Any], name: str, attached: Attached) -> Any:
+    """What was saved of an object, and what it holds now of the keys that are skipped."""
+    return attached.skip.completed(saved, present(), name) if attached.skip else saved
 
 
 def _check_names(saved: Iterable[str], present: Iterable[str]) -> None:

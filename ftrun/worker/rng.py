@@ -49,12 +49,75 @@ def generator_bytes(generator: torch.Generator) -> bytes:
     return _to_bytes(generator.get_state())
 
 
-def set_generator(generator: torch.Generator, state: bytes | int) -> None:
-    """Put a generator into a state, or into the one after a seed."""
-    if isinstance(state, int):
-        generator.manual_seed(state)
+def is_generator(thing: object) -> bool:
+    """Whether it is a random generator of torch, Python or numpy that has a state."""
+    if isinstance(thing, torch.Generator | random.Random):
+        return not isinstance(thing, random.SystemRandom)
+    return isinstance(thing, _numpy_kinds())
+
+
+def generator_state(generator: Any) -> Any:
+    """The state of what `is_generator` accepts, as a plain value."""
+    if isinstance(generator, torch.Generator):
+        return generator_bytes(generator)
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    return _arrays_as_bytes(_numpy_dict(generator))
+
+
+def set_generator(generator: Any, state: Any) -> None:
+    """Put a generator into a state that `generator_state` gave, or into the one after a seed."""
+    if isinstance(generator, torch.Generator):
+        if isinstance(state, int):
+            generator.manual_seed(state)
+        else:
+            generator.set_state(_from_bytes(state))
+    elif not isinstance(generator, random.Random):
+        _set_numpy_dict(generator, state)
+    elif isinstance(state, int):
+        generator.seed(state)
     else:
-        generator.set_state(_from_bytes(state))
+        kind, words, gauss = state
+        generator.setstate((kind, tuple(words), gauss))
+
+
+def _numpy_kinds() -> tuple[type, ...]:
+    numpy = sys.modules.get("numpy")
+    if numpy is None:
+        return ()
+    return (numpy.random.Generator, numpy.random.BitGenerator, numpy.random.RandomState)
+
+
+def _numpy_dict(generator: Any) -> Any:
+    """The state of a generator of numpy, as numpy gives it."""
+    if hasattr(generator, "get_state"):  # a RandomState
+        return generator.get_state(legacy=False)
+    return getattr(generator, "bit_generator", generator).state
+
+
+def _set_numpy_dict(generator: Any, state: Any) -> None:
+    if hasattr(generator, "set_state"):
+        if isinstance(state, int):
+            generator.seed(state % (1 << 32))
+        else:
+            generator.set_state(_bytes_as_arrays(state))
+        return
+    bits = getattr(generator, "bit_generator", generator)
+    bits.state = type(bits)(state).state if isinstance(state, int) else _bytes_as_arrays(state)
+
+
+def _arrays_as_bytes(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _arrays_as_bytes(item) for key, item in value.items()}
+    return (value.dtype.str, value.tobytes()) if hasattr(value, "tobytes") else value
+
+
+def _bytes_as_arrays(value: Any) -> Any:
+    import numpy
+
+    if isinstance(value, dict):
+        return {key: _bytes_as_arrays(item) for key, item in value.items()}
+    return numpy.frombuffer(value[1], value[0]).copy() if isinstance(value, tuple) else value
 
 
 def _numpy_state(state: Any) -> tuple[Any, ...]:

@@ -37,7 +37,7 @@ from ftrun.worker.reload import put_back_random_states, reload
 from ftrun.worker.resized import images_of, telling_of_corruption
 from ftrun.worker.saved_shard import check_used
 from ftrun.worker.state_tree import StateTree
-from ftrun.worker.tensors import DTYPES
+from ftrun.worker.tensors import DTYPES, at_home
 from ftrun.worker.world_reader import MOST_BYTES, readable
 
 _log = logging.getLogger(__name__)
@@ -174,4 +174,4 @@ class RuledState:
 
     def _deref(self, ref: TensorRef) -> object:
         made = self.tensor(ref.name)
-        return made.numpy() if ref.kind == "array" else made
+        return made.numpy() if ref.kind == "array" else at_home(made, ref.kind)

@@ -28,7 +28,7 @@ from ftrun.wire.pages import Beat
 from ftrun.worker import ready_memory
 from ftrun.worker.context import WorkerContext
 from ftrun.worker.copying import digest_of, entry_view
-from ftrun.worker.tensors import DTYPES, byte_view, can_be_cut
+from ftrun.worker.tensors import DTYPES, at_home, byte_view, can_be_cut
 
 
 class SavedShard:
@@ -183,7 +183,7 @@ class SavedShard:
         self._used.add(ref.name)
         if ref.kind == "array":
             return copied.numpy()
-        return Sharded(copied) if ref.kind == "sharded" else copied
+        return Sharded(copied) if ref.kind == "sharded" else at_home(copied, ref.kind)
 
 
 class Sharded:

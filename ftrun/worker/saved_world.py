@@ -33,7 +33,7 @@ from ftrun.worker import rng
 from ftrun.worker.attached import Attached
 from ftrun.worker.image_source import CheckedImages, ImageSource
 from ftrun.worker.saved_shard import check_used
-from ftrun.worker.tensors import DTYPES
+from ftrun.worker.tensors import DTYPES, at_home
 from ftrun.worker.world_reader import readable
 
 _MUST_AGREE = {"session": "session", "groups": "parameter groups"}
@@ -181,7 +181,7 @@ class SavedWorld:
         raw = bytearray(self.images.read(rank, entry.offset, entry.num_bytes))
         flat = readable(memoryview(raw), dtype) if raw else torch.empty(0, dtype=dtype)
         copied = flat.view(entry.shape)
-        return copied.numpy() if ref.kind == "array" else copied
+        return copied.numpy() if ref.kind == "array" else at_home(copied, ref.kind)
 
     def check_all_used(self) -> None:
         """Nothing that every old rank has saved has been left behind.

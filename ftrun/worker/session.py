@@ -4,25 +4,26 @@ Runs in:  worker; also under plain python or torchrun, on any system, without sn
 Takes in: the model and everything else whose state a run depends on.
 Gives:    a `Session`, restored in place where there is something to restore.
 
-A step is a boundary passed. Each turn of `steps()` or `batches()` ends in one: a turn that ends
-in `continue` does as well, one that is left by `break` or by an exception does not. Nothing in
-here needs Linux; what does is loaded only where an agent has started this process.
+Nothing in here needs Linux; what does is loaded only where an agent has started this process.
 """
 
 import logging
 import uuid
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils.data import DataLoader
 
-from ftrun.errors import UsageError
-from ftrun.worker.attached import Attached, by_name
+from ftrun.errors import FtrunError, UsageError
+from ftrun.worker.attached import Attached, Skip, by_name
 from ftrun.worker.batches import Feed
 from ftrun.worker.context import WorkerContext, worker_context
+from ftrun.worker.loops import Loops
+from ftrun.worker.state_tree import StateTree
 
 if TYPE_CHECKING:
     from ftrun.worker.declared_layout import Declared
@@ -37,26 +38,27 @@ _live: "weakref.ref[Session] | None" = None
 
 
 def attach(  # noqa: PLR0913 - what a script has
-    *,
     model: object,
     optimizer: object = None,
     scheduler: object = None,
+    *,
     scaler: object = None,
     loader: object = None,
     warmup: Callable[[], object] | None = None,
     layout: "str | Path | Declared | None" = None,
     mesh: Mapping[str, int] | None = None,
     cast: bool = False,
+    skip: Sequence[str] = (),
     **named: object,
 ) -> "Session":
     """Say what makes up the state of this training, and restore it if there is something to.
 
     Args:
-        model: one module, or a dict of them by name; before or after DDP, FSDP2, compile.
-        optimizer: one torch optimizer, or a dict of them.
-        scheduler: one object with a state_dict, or a dict of them.
+        model: one module, or several in a dict or a list; before or after DDP, FSDP2, compile.
+        optimizer: one torch optimizer, or several in a dict or a list.
+        scheduler: one object with a state_dict, or several in a dict or a list.
         scaler: the same, for a GradScaler.
-        loader: the loader given to `Session.batches`, or a dict of them; a `Feed` in its place.
+        loader: the loader given to `Session.batches`, or several; a `Feed` in its place.
         warmup: called once before a restore with DDP on more than two ranks, in place of the
             synthetic backward that puts DDP's buckets in order.
         layout: file of layout rules, where ranks have parts of plain tensors; a version of another
@@ -67,8 +69,10 @@ def attach(  # noqa: PLR0913 - what a script has
         cast: parameters and buffers that were saved in another floating dtype are rounded to the
             one they have now, and with them state of optimizers that had the same. Otherwise they
             are refused.
+        skip: patterns over the names of tensors and keys, such as "model.rope.*": what they match
+            is left out of snapshots, and keeps the value that the script gives it.
         named: whatever else has a state: objects with state_dict and load_state_dict, tensors,
-            dicts of plain values, torch.Generators.
+            dicts of plain values, random generators of torch, numpy and Python, lists of these.
 
     Raises:
         UsageError: a session is attached already, or something has no state.
@@ -81,7 +85,8 @@ def attach(  # noqa: PLR0913 - what a script has
             "name. Call close() on the first session to begin anew"
         )
     parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
-    attached = _attached(parts, named, casts=cast)
+    attached = Attached(casts=cast, skip=Skip([skip] if isinstance(skip, str) else skip))
+    _sort_in(attached, parts, named)
     feeds = {
         name: thing if isinstance(thing, Feed) else Feed(name, thing)
         for name, thing in by_name("loader", loader).items()
@@ -98,19 +103,26 @@ def attach(  # noqa: PLR0913 - what a script has
     return session
 
 
-def _attached(parts: Mapping[str, object], named: Mapping[str, object], *, casts: bool) -> Attached:
-    """Everything that was given, sorted in.
+def _sort_in(attached: Attached, parts: Mapping[str, object], named: Mapping[str, object]) -> None:
+    """Add everything that was given.
 
     Raises:
-        UsageError: something has no state.
+        UsageError: something has no state, or is in the wrong place.
     """
-    attached = Attached(casts=casts)
+    if "session" in named:
+        raise UsageError("attach(session=...): this name is ftrun's own. Give it another name")
     for argument, given in parts.items():
         for name, thing in by_name(argument, given).items():
+            if isinstance(thing, DataLoader):
+                raise UsageError(
+                    f"attach was given a {type(thing).__name__} as {argument}: pass it by name, "
+                    "attach(..., loader=loader)"
+                )
             attached.add(name, thing)
-    for name, thing in named.items():
-        attached.add(name, thing)
-    return attached
+    for name, given in named.items():
+        several = by_name(name, given) if isinstance(given, list | tuple) else {name: given}
+        for one, thing in several.items():
+            attached.add(one, thing)
 
 
 def is_attached() -> bool:
@@ -119,7 +131,7 @@ def is_attached() -> bool:
     return other is not None and not other.is_closed
 
 
-class Session:
+class Session(Loops):
     """A training loop with step boundaries. Made by `attach`."""
 
     def __init__(
@@ -129,33 +141,36 @@ class Session:
         context: WorkerContext | None,
         warmup: Callable[[], object] | None,
     ) -> None:
+        super().__init__()
         self._feeds = feeds
         self._context = context
-        self._step = 0
-        self._epoch = 0
-        self._in_epoch = False
-        self._in_last_epoch = False
+        self._state = attached.state
         self._boundaries = 0
-        self._driver: str | None = None
-        self._force = False
         self._has_begun = False
         self._restored = False
         self._waiting: dict[str, Any] = {}
         self._last_loss: torch.Tensor | None = None
         self._protection: Protection | None = None
+        self._checked: StateTree | None = None
+        self._explained_in = ""
         self._fresh_id = uuid.uuid4().hex[:12]
         self.is_closed = False
         for feed in feeds.values():
             self._warn_of(feed)
         if context is not None:
             self._protect(context, attached, warmup)
+        else:
+            self._check(attached)
 
     # --- what the script may ask -----------------------------------------------------------
 
     @property
-    def step(self) -> int:
-        """Steps done, over all restarts."""
-        return self._step
+    def state(self) -> dict[str, Any]:
+        """Plain values and tensors of the script's own, part of every snapshot.
+
+        Restored by `attach`; a tensor comes back on the type of device that it was on.
+        """
+        return self._state
 
     @property
     def restored(self) -> bool:
@@ -171,61 +186,6 @@ class Session:
     def generation(self) -> int:
         """How many times the run has been restarted."""
         return self._context.generation if self._context else 0
-
-    # --- loops -----------------------------------------------------------------------------
-
-    def steps(self, total: int) -> Iterator[int]:
-        """The steps from the restored one on; each turn of the loop ends in a boundary.
-
-        Args:
-            total: steps of the whole run, those before a restart included.
-        """
-        self._enter("steps()")
-        try:
-            self._begin()
-            while self._step < total:
-                yield self._step
-                # The end of the run is what a last checkpoint should hold.
-                self._force |= self._step + 1 == total
-                self._boundary(allowed=True)
-        finally:
-            self._leave()
-
-    def epochs(self, total: int) -> Iterator[int]:
-        """The epochs from the restored one on.
-
-        Args:
-            total: epochs of the whole run.
-        """
-        while self._epoch < total:
-            self._in_epoch = True
-            self._in_last_epoch = self._epoch + 1 == total
-            try:
-                yield self._epoch
-            finally:
-                self._in_epoch = self._in_last_epoch = False
-            self._epoch += 1
-
-    def batches(self, loader: Any) -> Iterator[Any]:
-        """The batches of one pass, from the restored one on.
-
-        Each turn of the loop ends in a boundary, unless it runs inside `steps()`, which has its
-        own: then the position in the data is all that is kept here.
-        """
-        feed = self._feed_of(loader)
-        drives = self._driver is None
-        if drives:
-            self._enter("batches()")
-        try:
-            epoch = self._epoch if self._in_epoch else None
-            for batch in feed.batches(epoch, self._begin):
-                yield batch
-                if drives:
-                    self._force |= self._in_last_epoch and feed.is_at_end
-                    self._boundary(allowed=True)
-        finally:
-            if drives:
-                self._leave()
 
     def begin(self, done: int = 0) -> None:
         """A loop of the script's own makes its first step now; may be left out.
@@ -288,6 +248,7 @@ class Session:
     def close(self) -> None:
         """Detach: no more snapshots, and `attach` may be called again."""
         self.is_closed = True
+        self._end_hook()
         if self._protection is not None:
             self._protection.close()
             self._protection = None
@@ -313,8 +274,10 @@ class Session:
         saved = protection.restore()
         if saved is not None:
             self._restored = True
-            self._step = saved["session"]["step"]
-            self._epoch = saved["session"]["epoch"]
+            own = saved["session"]
+            self._step, self._epoch = own["step"], own["epoch"]
+            self._left_before = own.get("left", "")
+            self._explain(own.get("explained_in", ""))
             for name, state in saved["loaders"].items():
                 if name in self._feeds:
                     self._feeds[name].load_state(state)
@@ -334,10 +297,57 @@ class Session:
                 count,
             )
 
+    def _explain(self, before: str) -> None:
+        """Say once in a run what a restore does not bring back.
+
+        Args:
+            before: id of the run in which it was said, as the restored version has it.
+        """
+        self._explained_in = self.id
+        if before == self.id or (self._context is not None and self._context.rank):
+            return
+        names = ", ".join(map(str, self._state)) or "nothing yet"
+        _log.warning(
+            "step %d is restored. Local variables of the script are not, such as running averages, "
+            "best values, indices of enumerate() and batches drawn ahead: keep those in "
+            "session.state (it holds: %s)",
+            self._step,
+            names,
+        )
+
+    def _check(self, attached: Attached) -> None:
+        """Without an agent: find what a snapshot could not store, here and at the first boundary.
+
+        Raises:
+            SnapshotError, UsageError: as under an agent.
+        """
+        tree = StateTree(attached)
+        try:
+            tree.collect(self._own_state())
+            tree.check_skip()
+        except FtrunError:
+            raise
+        except Exception as error:  # noqa: BLE001 - no fault of ours ends a script
+            _log.warning("the state could not be checked: a bug in ftrun: %r", error)
+        else:
+            self._checked = tree
+
+    def _check_again(self, tree: StateTree) -> None:
+        # Optimizers have made their state by now.
+        try:
+            tree.collect(self._own_state())
+        except Exception as error:  # noqa: BLE001 - no fault of ours ends a script
+            _log.warning("under ftrun, this script would be UNPROTECTED: %s", error)
+
     def _own_state(self) -> dict[str, Any]:
+        more = {"left": self._left, "explained_in": self._explained_in}
         return {
-            "session": {"step": self._step, "epoch": self._epoch},
-            "loaders": {name: feed.state() for name, feed in self._feeds.items()},
+            "session": {
+                "step": self._step,
+                "epoch": self._epoch,
+                **{key: value for key, value in more.items() if value},
+            },
+            "loaders": {**self._waiting, **{n: feed.state() for n, feed in self._feeds.items()}},
             "orders": {},
         }
 
@@ -350,6 +360,10 @@ class Session:
 
     def _boundary(self, *, allowed: bool) -> None:
         self._step += 1
+        self._has_stepped = False
+        if self._checked is not None:
+            tree, self._checked = self._checked, None
+            self._check_again(tree)
         if self._protection is None:
             return
         force, self._force = self._force, False
@@ -374,15 +388,17 @@ class Session:
                     "session.batches(loader)",
                 )
 
+    def _keep(self) -> None:
+        if self._protection is not None:
+            self._protection.keep(self._step, self._own_state)
+
     def _enter(self, driver: str) -> None:
-        if self._driver is not None:
-            raise UsageError(f"a loop over {driver} inside one over {self._driver}")
-        self._driver = driver
+        super()._enter(driver)
         if self._context is not None and self._context.page.phase == BETWEEN_LOOPS:
             self._context.page.phase = "train"
 
     def _leave(self) -> None:
-        self._driver = None
+        super()._leave()
         if self._context is not None and self._context.page.phase in ("", "train"):
             self._context.page.phase = BETWEEN_LOOPS
         if self._protection is not None:

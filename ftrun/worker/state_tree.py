@@ -10,7 +10,7 @@ walk's result is kept and only checked at a boundary: same objects in the same d
 same addresses. Objects with a state_dict are asked each time; what they give is small.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from operator import is_
@@ -20,14 +20,21 @@ import numpy as np
 import torch
 from torch import nn
 
-from ftrun.errors import ValueNotStorable
+from ftrun.errors import StateDictFailed, UsageError, ValueNotStorable
 from ftrun.snapshot.boxes import Part
 from ftrun.snapshot.layout import Entry, When
 from ftrun.snapshot.plain import TensorRef, encode
 from ftrun.worker import rng
-from ftrun.worker.attached import Attached, Held, every_name, held_by, named_parts
+from ftrun.worker.attached import (
+    SESSION_STATE,
+    Attached,
+    Held,
+    every_name,
+    held_by,
+    named_parts,
+)
 from ftrun.worker.parts import part_of
-from ftrun.worker.tensors import described, is_sharded, local_tensor
+from ftrun.worker.tensors import described, is_sharded, kind_of, local_tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,10 +117,10 @@ class StateTree:
         attached = self.attached
         parts = {
             "groups": {name: groups_of(o, lasting) for name, o in attached.optimizers.items()},
-            "stateful": {name: thing.state_dict() for name, thing in attached.stateful.items()},
-            "dicts": attached.dicts,
+            "stateful": attached.skip.without(dict(_states(attached))),
+            "dicts": attached.skip.without(_dicts(attached)),
             "extra_state": dict(_extra_states(attached)),
-            "generators": {n: rng.generator_bytes(g) for n, g in attached.generators.items()},
+            "generators": {n: rng.generator_state(g) for n, g in attached.generators.items()},
             "frozen": [name for name, tensor in lasting.learned if not tensor.requires_grad],
             "rng": rng.take_all(),
             **extra,
@@ -176,7 +183,38 @@ class StateTree:
             names=names,
         )
 
+    def check_skip(self) -> None:
+        """Check the patterns of `attach(skip=...)`, after `collect`.
+
+        Raises:
+            UsageError: one matches nothing, or a tensor that an optimizer owns.
+        """
+        skip = self.attached.skip
+        owned = {id(parameter) for parameter in self._parameters()}
+        for held in self._every_held():
+            if id(held.tensor) in owned and skip(held.name):
+                raise UsageError(
+                    f"attach(skip=...) matches {held.name}, which an attached optimizer updates. "
+                    "Only what no optimizer owns can be left out of a snapshot"
+                )
+        if skip.unmatched:
+            raise UsageError(
+                f"attach(skip=...): {', '.join(skip.unmatched)} matches nothing. Patterns match "
+                "the names of tensors and keys in a snapshot, such as model.rope.cos, "
+                "progress.history or model.*.cache"
+            )
+
     def _held(self) -> Iterator[Held]:
+        skip = self.attached.skip
+        if not skip:
+            yield from self._every_held()
+            return
+        owned = {id(parameter) for parameter in self._parameters()}
+        for held in self._every_held():
+            if id(held.tensor) in owned or not skip(held.name):
+                yield held
+
+    def _every_held(self) -> Iterator[Held]:
         for name, module in self.attached.modules.items():
             yield from held_by(module, name)
         holder = self.attached.tensors
@@ -189,6 +227,7 @@ class StateTree:
             (name, names[id(tensor)])
             for path, module in self.attached.modules.items()
             for name, tensor in every_name(module, path)
+            if id(tensor) in names
         )
         return {name: saved for name, saved in every if name != saved}
 
@@ -247,6 +286,8 @@ class _References:
             if sharded and self._when is When.BOUNDARY:
                 raise ValueNotStorable(key=path, kind="DTensor outside of a module or optimizer")
             self._add(path, value)
+            if self._when is When.BOUNDARY:
+                return TensorRef(path, kind_of(value))
             return TensorRef(path, "sharded" if sharded else "tensor")
         if isinstance(value, np.ndarray):
             self._add(path, _as_tensor(value, path))
@@ -271,11 +312,37 @@ def _state_of(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> dict[s
     return {"state": {names.get(id(k), k): state for k, state in optimizer.state.items()}}
 
 
+def _states(attached: Attached) -> Iterator[tuple[str, object]]:
+    for name, thing in attached.stateful.items():
+        yield name, given_by(thing.state_dict, name)
+
+
+def _dicts(attached: Attached) -> dict[str, Any]:
+    # An empty session.state is left out, so that a snapshot without one is as in 0.2.
+    return {**attached.dicts, **({SESSION_STATE: attached.state} if attached.state else {})}
+
+
 def _extra_states(attached: Attached) -> Iterator[tuple[str, object]]:
     for name, module in attached.modules.items():
         for path, part in named_parts(module, name):
             if type(part).get_extra_state is not nn.Module.get_extra_state:
-                yield path, part.get_extra_state()
+                yield path, given_by(part.get_extra_state, path)
+
+
+def given_by(method: Callable[[], Any], name: str) -> Any:
+    """What a method of an attached object gives.
+
+    Args:
+        method: its `state_dict` or the like.
+        name: under which the object is attached.
+
+    Raises:
+        StateDictFailed: it raised; its own exception is the cause.
+    """
+    try:
+        return method()
+    except Exception as error:
+        raise StateDictFailed(name=name, method=method.__qualname__, error=error) from error
 
 
 def _as_tensor(array: np.ndarray, path: str) -> torch.Tensor:

@@ -47,6 +47,18 @@ def is_sharded(tensor: torch.Tensor) -> bool:
     return hasattr(tensor, "_local_tensor") and hasattr(tensor, "placements")
 
 
+def kind_of(tensor: torch.Tensor) -> str:
+    """How a reference names a tensor among plain values: `tensor`, or `tensor@cuda`."""
+    kind = tensor.device.type
+    return "tensor" if kind == "cpu" else f"tensor@{kind}"
+
+
+def at_home(tensor: torch.Tensor, kind: str) -> torch.Tensor:
+    """A restored tensor on the kind of device that `kind_of` named; of several, the current."""
+    _, _, device = kind.partition("@")
+    return tensor.to(device) if device else tensor
+
+
 def described(tensor: torch.Tensor) -> tuple[str, tuple[int, ...]]:
     """Name of the dtype, and the shape, as a layout wants them."""
     return DTYPE_NAMES[tensor.dtype], tuple(tensor.shape)

@@ -2,7 +2,9 @@
 
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from threading import Lock
 
 import pytest
 import torch
@@ -10,7 +12,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import ftrun
-from ftrun.errors import UsageError
+from ftrun.errors import StateDictFailed, UsageError, ValueNotStorable
+from ftrun.worker import session as session_module
 from ftrun.worker.session import Session
 
 
@@ -123,7 +126,213 @@ def test_without_an_agent_nothing_that_only_linux_has_is_loaded() -> None:
     program = (
         "import sys, ftrun, torch; ftrun.attach(model=torch.nn.Linear(2, 2));"
         "print([m for m in sys.modules if m in"
-        " ('ftrun.wire.arena', 'ftrun.wire.channel', 'ftrun.worker.protection')])"
+        " ('ftrun.wire.arena', 'ftrun.wire.channel', 'ftrun.worker.protection',"
+        " 'ftrun.worker.capture', 'ftrun.kernel')])"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.stdout.strip() == "[]", done.stderr
+
+
+class Ema:
+    """An object of the script's own whose state_dict fails when it is told to."""
+
+    def __init__(self) -> None:
+        self.decay = 0.9
+        self.is_broken = False
+
+    def state_dict(self) -> dict[str, object]:
+        if self.is_broken:
+            raise KeyError("shadow")
+        return {"decay": self.decay}
+
+    def load_state_dict(self, state: dict[str, object]) -> None:
+        self.decay = state["decay"]
+
+
+@contextmanager
+def attached(*given: object, **named: object) -> Iterator[Session]:
+    made = ftrun.attach(*given, **named)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def test_model_optimizer_and_scheduler_may_be_given_by_position() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    with attached(model, optimizer, scheduler, scaler=torch.amp.GradScaler("cpu")) as session:
+        assert list(session.steps(1)) == [0]
+
+
+def test_a_loader_in_the_place_of_a_scheduler_is_refused_by_name() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with pytest.raises(UsageError, match=r"scheduler.*loader=loader"):
+        ftrun.attach(model, optimizer, DataLoader(range(2)))
+
+
+def test_the_name_that_ftrun_uses_itself_is_refused() -> None:
+    with pytest.raises(UsageError, match="session"):
+        ftrun.attach(nn.Linear(2, 2), session={})
+
+
+def test_a_value_that_cannot_be_stored_is_named_under_plain_python() -> None:
+    with pytest.raises(
+        ValueNotStorable, match=r"progress\.lock holds a .*skip=\['progress\.lock'\]"
+    ):
+        ftrun.attach(nn.Linear(2, 2), progress={"lock": Lock()})
+    with attached(nn.Linear(2, 2), progress={"lock": Lock()}, skip=["progress.lock"]):
+        pass
+
+
+def test_an_optimizer_whose_state_cannot_be_stored_is_named_after_its_first_step(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with attached(model, optimizer) as session:
+        for _ in session.steps(3):
+            optimizer.state[model.weight]["lock"] = Lock()
+            optimizer.step()
+    [line] = [record.getMessage() for record in caplog.records]
+    assert "UNPROTECTED" in line
+    assert "optimizer.state.model.weight.lock" in line
+
+
+def test_an_exception_in_the_scripts_own_state_dict_is_named_as_the_scripts() -> None:
+    ema = Ema()
+    ema.is_broken = True
+    with pytest.raises(
+        StateDictFailed, match=r"Ema.state_dict\(\) of ema.*KeyError: 'shadow'"
+    ) as found:
+        ftrun.attach(nn.Linear(2, 2), ema=ema)
+    assert isinstance(found.value.__cause__, KeyError)
+    assert not session_module.is_attached()
+
+
+@pytest.mark.parametrize("pattern", ["model.nothing", "state.x"])
+def test_a_pattern_to_skip_that_matches_nothing_is_an_error(pattern: str) -> None:
+    with pytest.raises(UsageError, match=pattern):
+        ftrun.attach(nn.Linear(2, 2), skip=[pattern])
+
+
+def test_a_parameter_that_is_trained_is_not_skipped() -> None:
+    model = nn.Linear(2, 2)
+    with pytest.raises(UsageError, match=r"model\.weight.*optimizer"):
+        ftrun.attach(model, torch.optim.SGD(model.parameters(), 0.1), skip=["model.*"])
+
+
+def trained(session: Session, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+
+
+def test_a_turn_left_by_break_after_the_optimizer_has_stepped_is_a_step() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    loader = DataLoader(range(4))
+    with attached(model, optimizer, loader=loader) as session:
+        for _ in session.epochs(5):
+            for _ in session.batches(loader):
+                trained(session, model, optimizer)
+                if session.step == 5:
+                    break
+            if session.step >= 6:
+                break
+        assert session.step == 6
+
+
+def test_a_turn_left_by_return_is_one_too() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def train(session: Session) -> None:
+        for at in session.steps(9):
+            trained(session, model, optimizer)
+            if at == 2:
+                return
+
+    with attached(model, optimizer) as session:
+        train(session)
+        assert session.step == 3
+
+
+def handed_on(loop: Iterator[int]) -> Iterator[int]:
+    yield from loop
+
+
+def changed(loop: Iterator[int]) -> Iterator[int]:
+    for step in loop:
+        yield step + 1
+
+
+@pytest.mark.parametrize("around", [iter, enumerate, handed_on, changed])
+def test_a_turn_left_by_an_exception_is_no_step_although_an_optimizer_has_stepped(
+    around: Callable[[Iterator[int]], Iterator[object]],
+) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with attached(model, optimizer) as session:
+        try:
+            for _ in around(session.steps(9)):
+                trained(session, model, optimizer)
+                _ = {}["missing"] if session.step == 3 else None
+        except KeyError:
+            pass
+        assert session.step == 3
+
+
+def test_a_loop_that_something_else_holds_is_not_taken_for_left() -> None:
+    """It is closed later, when the state may be another."""
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def train(session: Session) -> None:
+        loop = session.steps(9)
+        for _ in loop:
+            trained(session, model, optimizer)
+            break
+        model.weight.data.zero_()
+
+    with attached(model, optimizer) as session:
+        train(session)
+        assert session.step == 0
+
+
+def test_until_ends_the_batches_and_the_epochs_around_them(session: Session) -> None:
+    loader = DataLoader(range(4))
+    seen = [
+        (epoch, int(batch))
+        for epoch in session.epochs(9)
+        for batch in session.batches(loader, until=6)
+    ]
+    assert seen == [(0, 0), (0, 1), (0, 2), (0, 3), (1, 0), (1, 1)]
+    assert session.step == 6
+    assert [int(batch) for _ in session.epochs() for batch in session.batches(loader, until=7)] == [
+        2
+    ]
+
+
+def test_passes_until_a_number_of_steps_go_on_where_they_stopped(session: Session) -> None:
+    loader = DataLoader(range(4))
+    seen: list[int] = []
+    for until in (3, 6):
+        while session.step < until:
+            seen += [int(batch) for batch in session.batches(loader, until=until)]
+    assert seen == [0, 1, 2, 3, 0, 1]
+
+
+def test_until_is_refused_where_another_loop_counts(session: Session) -> None:
+    for _ in session.steps(1):
+        with pytest.raises(UsageError, match="until"):
+            next(session.batches(DataLoader(range(4)), until=3))
+
+
+def test_the_index_of_a_batch_is_that_in_its_pass(session: Session) -> None:
+    loader = DataLoader(range(3))
+    seen = [session.batch_index for _ in session.epochs(2) for _ in session.batches(loader)]
+    assert seen == [0, 1, 2, 0, 1, 2]
+    with pytest.raises(UsageError):
+        _ = session.batch_index
