@@ -193,7 +193,7 @@ def outline_of(
         if choice.takes(name):
             found.objects[name] = state
     if not choice.patterns:
-        found.session = {key: parts["session"][key] for key in ("step", "epoch")}
+        found.session = {k: v for k, v in parts["session"].items() if k in ("step", "epoch")}
     choice.check_all_used()
     return found
 

@@ -116,6 +116,9 @@ class Attached:
             self.stateful[name] = thing
         elif isinstance(thing, MutableMapping):
             self.dicts[name] = thing
+        elif isinstance(thing, list | tuple):
+            for index, one in enumerate(thing):
+                self.add(f"{name}.{index}", one)
         else:
             raise UsageError(
                 f"attach({name}=...) was given a {type(thing).__name__}, which has no state that a "

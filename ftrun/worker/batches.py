@@ -40,7 +40,7 @@ class Feed:
 
     def state(self) -> dict[str, Any]:
         """Where the loader is, as plain values and what its own state_dict holds."""
-        if self._resume is not None:
+        if self._resume is not None and not self._has_own_position:
             return self._resume  # nothing has been taken since it was restored
         own = self.loader.state_dict() if self._has_own_position else None
         return {
@@ -57,10 +57,12 @@ class Feed:
         self._handed_out = state["handed_out"]
         self._started_with = state["started_with"]
         self._resume = state
+        if state["own"] is not None and self._is_stateful:
+            self.loader.load_state_dict(state["own"])
 
     def pause(self) -> None:
         """The next iteration goes on in this pass, as it would after a restore."""
-        self._resume = self.state()
+        self.load_state(self.state())
 
     def end_pass(self) -> None:
         """Whatever is left of a restored pass is not wanted."""
@@ -152,8 +154,6 @@ class Feed:
         return bool(getattr(self.loader, "persistent_workers", False))
 
     def _again(self, resume: dict[str, Any]) -> Iterator[Any]:
-        if resume["own"] is not None and self._is_stateful:
-            self.loader.load_state_dict(resume["own"])
         if self._is_stateful or resume["started_with"] is None:
             iterator = self._iterator_over(self.loader)
             # Its own position was that of one rank among another number of them.

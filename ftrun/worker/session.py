@@ -87,10 +87,6 @@ def attach(  # noqa: PLR0913 - what a script has
     parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
     attached = Attached(casts=cast, skip=Skip([skip] if isinstance(skip, str) else skip))
     _sort_in(attached, parts, named)
-    feeds = {
-        name: thing if isinstance(thing, Feed) else Feed(name, thing)
-        for name, thing in by_name("loader", loader).items()
-    }
     context = worker_context()
     if layout is not None or mesh:
         from ftrun.worker.declared_layout import Declared, declared
@@ -98,7 +94,7 @@ def attach(  # noqa: PLR0913 - what a script has
         if not isinstance(layout, Declared):
             layout = declared(layout, mesh, context.world_size if context else None)
         attached.layout = layout
-    session = Session(attached, feeds, context, warmup)
+    session = Session(attached, _feeds_of(loader), context, warmup)
     _live = weakref.ref(session)
     return session
 
@@ -119,10 +115,15 @@ def _sort_in(attached: Attached, parts: Mapping[str, object], named: Mapping[str
                     "attach(..., loader=loader)"
                 )
             attached.add(name, thing)
-    for name, given in named.items():
-        several = by_name(name, given) if isinstance(given, list | tuple) else {name: given}
-        for one, thing in several.items():
-            attached.add(one, thing)
+    for name, thing in named.items():
+        attached.add(name, thing)
+
+
+def _feeds_of(loader: object) -> dict[str, Feed]:
+    return {
+        name: thing if isinstance(thing, Feed) else Feed(name, thing)
+        for name, thing in by_name("loader", loader).items()
+    }
 
 
 def is_attached() -> bool:
@@ -278,10 +279,11 @@ class Session(Loops):
             self._step, self._epoch = own["step"], own["epoch"]
             self._left_before = own.get("left", "")
             self._explain(own.get("explained_in", ""))
-            for name, state in saved["loaders"].items():
-                if name in self._feeds:
-                    self._feeds[name].load_state(state)
-            self._waiting = {n: s for n, s in saved["loaders"].items() if n not in self._feeds}
+            self._waiting = saved["loaders"]
+            if self._left_before == "batches()":  # the rest of that pass is not wanted
+                self._waiting = {n: {**state, "own": None} for n, state in self._waiting.items()}
+            for name in self._waiting.keys() & self._feeds.keys():
+                self._feeds[name].load_state(self._waiting.pop(name))
             self._leave_out(context.skip_batches)
         protection.begin(self._own_state)
         protection.put_back_random_states()

@@ -15,7 +15,7 @@ from ftrun.wire.arena import Arena, verify
 from ftrun.wire.channel import Received, connect
 from ftrun.wire.pages import Beat, Command, Page, create_command_page, create_page
 from ftrun.worker import early_restore, ready_memory
-from ftrun.worker.attached import Attached, by_name
+from ftrun.worker.attached import Attached, Skip, by_name
 from ftrun.worker.batches import Feed
 from ftrun.worker.context import SnapshotSettings, WorkerContext
 from ftrun.worker.copying import entry_view
@@ -103,7 +103,7 @@ class Run:
     ) -> Session:
         if early_restore._begun is None:  # as the process of a rank does when it starts
             early_restore.begin(context)
-        attached = Attached()
+        attached = Attached(skip=Skip(given.pop("skip", ())))  # type: ignore[arg-type]
         for argument, thing in given.items():
             models = ("model", "optimizer", "scheduler")
             found = by_name(argument, thing) if argument in models else {argument: thing}

@@ -9,6 +9,7 @@ from ftrun.snapshot.layout import When
 from ftrun.snapshot.plain import decode
 from ftrun.worker.attached import Attached, by_name, every_name, unwrapped
 from ftrun.worker.state_tree import StateTree
+from ftrun.worker.tensors import at_home, kind_of
 
 
 def tree_of(**given: object) -> StateTree:
@@ -137,3 +138,11 @@ def test_a_tensor_without_bytes_of_its_own_is_named(value: torch.Tensor) -> None
     with pytest.raises(ValueNotStorable) as caught:
         tree_of(model=net).lasting()
     assert caught.value.key == "model.odd"
+
+
+def test_a_tensor_among_plain_values_comes_back_on_the_kind_of_device_it_was_on() -> None:
+    tensor = torch.ones(2)
+    assert kind_of(tensor) == "tensor"
+    assert at_home(tensor, "tensor") is tensor
+    assert kind_of(torch.empty(2, device="meta")) == "tensor@meta"
+    assert at_home(tensor, "tensor@meta").is_meta

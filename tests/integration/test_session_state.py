@@ -1,0 +1,287 @@
+"""What a session restores beside models and optimizers, and how its loops go on after a restart.
+
+Each test trains in this process against a real SMP, as `test_capture_and_restore.py` does.
+"""
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+import ftrun
+from ftrun.errors import UsageError
+from ftrun.worker.context import SnapshotSettings
+from ftrun.worker.session import Session
+from tests.integration.in_process_worker import PATIENCE_S, Run
+
+EVERY_THIRD = SnapshotSettings(every=3, commit_wait_s=PATIENCE_S)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Run]:
+    made = Run(tmp_path)
+    yield made
+    made.close()
+
+
+def parts() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Linear(3, 3)
+    return model, torch.optim.SGD(model.parameters(), 0.1)
+
+
+def begin(run: Run, **named: object) -> tuple[Session, nn.Module, torch.optim.Optimizer]:
+    model, optimizer = parts()
+    return run.attach(model=model, optimizer=optimizer, **named), model, optimizer
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+    model(torch.rand(2, 3)).sum().backward()
+    optimizer.step()
+
+
+def test_the_state_of_a_session_comes_back_as_it_was_at_the_boundary(run: Run) -> None:
+    session, model, optimizer = begin(run)
+    assert session.state == {}
+    session.state.update(best=1.5, batch=[torch.arange(3), np.arange(2)], nested={"seen": {1, 2}})
+    for step in session.steps(2):
+        train(model, optimizer)
+        session.state["best"] = 0.5 - step
+        session.state["batch"][0] += 1
+    session.state["best"] = 99.0  # after the last boundary
+
+    session, *_ = begin(run)
+    assert session.restored
+    assert session.state["best"] == -0.5
+    assert session.state["batch"][0].tolist() == [2, 3, 4]
+    assert session.state["batch"][1].tolist() == [0, 1]
+    assert session.state["nested"] == {"seen": {1, 2}}
+
+
+def test_a_run_without_a_state_of_its_own_is_restored_by_a_script_that_has_one(run: Run) -> None:
+    session, model, optimizer = begin(run)
+    for _ in session.steps(1):
+        train(model, optimizer)
+    session, *_ = begin(run)
+    assert session.state == {}
+    assert session.step == 1
+
+
+def test_generators_of_torch_numpy_and_python_go_on_where_they_were(run: Run) -> None:
+    def made() -> dict[str, object]:
+        return {
+            "torch_rng": torch.Generator().manual_seed(1),
+            "pcg": np.random.default_rng(1),
+            "mersenne": np.random.Generator(np.random.MT19937(1)),
+            "philox": np.random.Philox(1),
+            "legacy": np.random.RandomState(1),
+            "python_rng": random.Random(1),
+            "several": [np.random.Generator(np.random.SFC64(1)), random.Random(2)],
+        }
+
+    def draw(given: dict[str, object]) -> list[float]:
+        one, other = given["several"]
+        philox = np.random.Generator(given["philox"])
+        return [
+            torch.rand(1, generator=given["torch_rng"]).item(),
+            *(given[name].random() for name in ("pcg", "mersenne")),
+            philox.random(),
+            # The second number of a pair, which Python and numpy keep.
+            given["legacy"].standard_normal(),
+            given["python_rng"].gauss(0, 1),
+            one.random(),
+            other.gauss(0, 1),
+        ]
+
+    given = made()
+    session, model, optimizer = begin(run, **given)
+    for _ in session.steps(3):
+        train(model, optimizer)
+        draw(given)
+    expected = draw(given)
+
+    again = made()
+    begin(run, **again)
+    assert draw(again) == expected
+
+
+class Counter:
+    """Two numbers of the script's own."""
+
+    def __init__(self) -> None:
+        self.values = {"count": 0, "start": 0}
+
+    def state_dict(self) -> dict[str, int]:
+        return dict(self.values)
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.values = dict(state)
+
+
+def test_what_is_skipped_is_in_no_snapshot_and_keeps_the_scripts_own_value(run: Run) -> None:
+    skip = ["model.1.*", "progress.*.lock", "counter.start"]
+
+    def made(value: float) -> dict[str, object]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3, affine=False))
+        model[1].running_mean.fill_(value)
+        counter = Counter()
+        counter.values["start"] = int(value)
+        return {
+            "model": model,
+            "optimizer": torch.optim.SGD(model[0].parameters(), 0.1),
+            "progress": {"inner": {"lock": object(), "best": value}},
+            "counter": counter,
+            "skip": skip,
+        }
+
+    given = made(1.0)
+    lock = given["progress"]["inner"]["lock"]
+    session = run.attach(**given)
+    for step in session.steps(2):
+        train(given["model"], given["optimizer"])
+        given["progress"]["inner"]["best"] = step
+        given["counter"].values.update(count=step, start=5)
+    names = run.saved()[1]
+    assert "model.0.weight" in names
+    assert [name for name in names if name.startswith("model.1")] == []
+
+    again = made(7.0)
+    own = again["progress"]["inner"]["lock"]
+    assert own is not lock
+    session = run.attach(**again)
+    assert session.restored
+    assert again["model"][1].running_mean.tolist() == [7.0] * 3
+    assert again["progress"]["inner"] == {"best": 1, "lock": own}
+    assert again["counter"].values == {"count": 1, "start": 7}
+
+
+def test_a_pattern_that_matches_nothing_is_refused_in_a_run_too(run: Run) -> None:
+    with pytest.raises(UsageError, match="typo"):
+        begin(run, progress={"best": 1}, skip=["progress.typo"])
+
+
+def test_the_first_restore_of_a_run_says_what_is_not_restored(
+    run: Run, caplog: pytest.LogCaptureFixture
+) -> None:
+    session, model, optimizer = begin(run)
+    session.state["best"] = 1
+    for _ in session.steps(1):
+        train(model, optimizer)
+    for _ in range(2):
+        session, model, optimizer = begin(run)
+        for _ in session.steps(session.step + 1):
+            train(model, optimizer)
+    lines = [record.getMessage() for record in caplog.records]
+    assert len([line for line in lines if "Local variables" in line]) == 1
+    assert any("step 1 is restored" in line and "best" in line for line in lines)
+
+
+def test_a_loop_left_by_break_has_its_last_step_in_a_snapshot_and_no_turn_after_a_restart(
+    run: Run,
+) -> None:
+    run.settings = EVERY_THIRD
+    session, model, optimizer = begin(run)
+    for step in session.steps(9):
+        train(model, optimizer)
+        if step == 4:
+            break
+    assert run.saved()[0] == session.step == 5
+    weight = model.weight.clone()
+    drawn = torch.rand(1)
+
+    session, model, optimizer = begin(run)
+    assert [*session.steps(9)] == []
+    assert torch.equal(model.weight, weight)
+    assert torch.equal(torch.rand(1), drawn)
+
+
+def test_the_steps_before_a_break_at_the_top_of_a_turn_are_in_a_snapshot(run: Run) -> None:
+    run.settings = EVERY_THIRD
+    session, model, optimizer = begin(run)
+    for _ in session.steps(9):
+        if session.step == 5:
+            break
+        train(model, optimizer)
+    assert run.saved()[0] == session.step == 5
+    weight = model.weight.clone()
+
+    session, model, _ = begin(run)
+    assert [*session.steps(9)] == []
+    assert torch.equal(model.weight, weight)
+
+
+def test_an_exception_takes_no_snapshot_of_half_a_turn(run: Run) -> None:
+    run.settings = EVERY_THIRD
+    session, model, optimizer = begin(run)
+    with pytest.raises(KeyError):  # noqa: PT012 - the loop is what raises
+        for step in session.steps(9):
+            train(model, optimizer)
+            _ = {}["missing"] if step == 4 else None
+    assert run.saved()[0] == 3
+
+
+def undisturbed(loop: Callable[..., list[object]]) -> list[object]:
+    """What the loop gives under plain python."""
+    torch.manual_seed(3)
+    model, optimizer = parts()
+    session = ftrun.attach(model, optimizer)
+    try:
+        return loop(session, model, optimizer)
+    finally:
+        session.close()
+
+
+def test_batches_left_by_break_end_their_pass_and_the_epochs_go_on(run: Run) -> None:
+    loader = DataLoader(torch.arange(6), shuffle=True)
+
+    def loop(
+        session: Session, model: nn.Module, optimizer: torch.optim.Optimizer, last: int = 3
+    ) -> list[object]:
+        seen: list[object] = []
+        for epoch in session.epochs(last):
+            for batch in session.batches(loader):
+                seen.append((epoch, int(batch)))
+                train(model, optimizer)
+                if session.batch_index == 3:
+                    break
+            seen.append("evaluated")
+        return seen
+
+    expected = undisturbed(loop)
+    torch.manual_seed(3)
+    assert loop(*begin(run), last=1) == expected[:5]
+    # The snapshot is of the break, so the end of that epoch is repeated.
+    assert loop(*begin(run)) == expected[4:]
+
+
+@pytest.mark.parametrize("first", [2, 4, 5])
+def test_until_goes_on_in_the_same_pass_after_a_restart_as_without_one(
+    run: Run, first: int
+) -> None:
+    loader = DataLoader(torch.arange(4), shuffle=True)
+
+    def loop(
+        session: Session,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *untils: int,
+    ) -> list[object]:
+        seen: list[object] = []
+        for until in untils or (first, 7):
+            while session.step < until:
+                for batch in session.batches(loader, until=until):
+                    seen.append(int(batch))
+                    train(model, optimizer)
+        return [*seen, *torch.rand(2).tolist()]
+
+    expected = undisturbed(loop)
+    torch.manual_seed(3)
+    assert loop(*begin(run), first)[:first] == expected[:first]
+    assert run.saved()[0] == first
+    assert loop(*begin(run)) == expected[first:]
