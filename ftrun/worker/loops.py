@@ -25,6 +25,11 @@ from ftrun.worker.leaving import frame_of_loop, is_left_by_break
 _log = logging.getLogger(__name__)
 
 
+def left_pass(loader: str) -> str:
+    """How a snapshot names the loop over a loader's batches, where that was left early."""
+    return f"batches({loader})"
+
+
 class Loops:
     """Loops with step boundaries; what a boundary does is up to the subclass."""
 
@@ -125,7 +130,7 @@ class Loops:
         self._enter("batches()")
         frame = 0
         try:
-            if self._was_left("batches()"):
+            if self._was_left(left_pass(feed.name)):
                 feed.end_pass()
                 self._begin()
                 return
@@ -144,7 +149,7 @@ class Loops:
                     return
         except GeneratorExit:
             if is_left_by_break(frame):
-                self._leave_early("batches()")
+                self._leave_early(left_pass(feed.name))
             raise
         finally:
             self._leave()

@@ -22,7 +22,7 @@ from ftrun.errors import FtrunError, UsageError
 from ftrun.worker.attached import Attached, Skip, by_name
 from ftrun.worker.batches import Feed
 from ftrun.worker.context import WorkerContext, worker_context
-from ftrun.worker.loops import Loops
+from ftrun.worker.loops import Loops, left_pass
 from ftrun.worker.state_tree import StateTree
 
 if TYPE_CHECKING:
@@ -279,9 +279,11 @@ class Session(Loops):
             self._step, self._epoch = own["step"], own["epoch"]
             self._left_before = own.get("left", "")
             self._explain(own.get("explained_in", ""))
-            self._waiting = saved["loaders"]
-            if self._left_before == "batches()":  # the rest of that pass is not wanted
-                self._waiting = {n: {**state, "own": None} for n, state in self._waiting.items()}
+            self._waiting = {
+                # What is left of a pass that was left by break is not wanted.
+                name: {**state, "own": None} if self._left_before == left_pass(name) else state
+                for name, state in saved["loaders"].items()
+            }
             for name in self._waiting.keys() & self._feeds.keys():
                 self._feeds[name].load_state(self._waiting.pop(name))
             self._leave_out(context.skip_batches)
