@@ -44,6 +44,11 @@ def cluster_status(brain: Brain) -> dict[str, Any]:
         "state": _state(brain, lead),
         "life": life_of(brain),
         "incidents": incidents_of(brain, now_s=now_s),
+        "warnings": [
+            f"node {node_id}: {beat.repeat_warning}"
+            for node_id, beat in sorted(beats.items())
+            if beat.repeat_warning
+        ],
         "paused": lead.pause.why,
         "set_aside": sorted(brain.oversight.set_aside(now_s=now_s)),
         "unfit": lead.screening.told,

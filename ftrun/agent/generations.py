@@ -18,6 +18,7 @@ import xxhash
 from ftrun import clock
 from ftrun.agent.elastic import FtrunElasticAgent
 from ftrun.agent.kept_state import KeptState
+from ftrun.agent.repeated_steps import RepeatedSteps
 from ftrun.agent.resume import sources_of
 from ftrun.agent.smp_link import SmpLink
 from ftrun.agent.smp_places import begin_generation, load_order
@@ -81,6 +82,7 @@ class Generations:
         self._smp = smp
         self._stub = stub
         self._workers = workers
+        self.repeats = RepeatedSteps(journal, workers)
         self._took_effect = False
         self._kept = KeptState()
         self._decided_s = 0.0
@@ -128,6 +130,8 @@ class Generations:
         agent.close_generation()
         node = plan.member(self._node_id)
         ranks = node.ranks if node is not None else range(0)
+        resized = bool(self._old_world_size)
+        self.repeats.prepare(plan, ranks, self._restored, resized=resized)
         self._workers.prepare(
             plan,
             ranks,
@@ -170,6 +174,7 @@ class Generations:
         )
         self._keep_state()
         crash_point("agent.restart.state_kept")
+        self.repeats.launched()
 
     def tell_smp(self) -> None:
         """Say who takes part from now on; an SMP that is gone is told when the next one is up."""

@@ -178,6 +178,7 @@ class NodeOrders:
         run = self._run
         self.has_left = order.goes_on
         run.workers.kill()
+        run.generations.repeats.conclude()
         if run.onlookers is not None:
             run.onlookers.at_end()
         if run.desk is not None:

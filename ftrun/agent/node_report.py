@@ -98,6 +98,7 @@ class NodeReport:
             troubles=self.troubles.recent,
             differs=self._differs[0],
             differing_ranks=self._differs[1],
+            repeat_warning=run.generations.repeats.warning,
         )
 
     def _ready(self) -> VersionPair | None:

@@ -135,4 +135,5 @@ class RunLoop:
         self.parts.look()
         self.signals.handle()
         self.report.take_notices(now_s=clock.now_s())
+        self.generations.repeats.look()
         self.tell(is_urgent=False)

@@ -52,6 +52,7 @@ def own_status(run: RunLoop) -> dict[str, Any]:
                 "at_s_ago": now_s - restart.noticed_s,
                 "restored": restart.restored,
                 "phases_s": restart.phases_s,
+                "repeated": _repeated(run, restart.generation),
             }
             for restart in list(run.generations.restarts)
         ],
@@ -61,6 +62,7 @@ def own_status(run: RunLoop) -> dict[str, Any]:
             "window_s": run.brain.oversight.supervisor.budget.window_s,
         },
         "incidents": incidents_of(run.brain, now_s=now_s) if leads else [],
+        "warnings": [warning] if (warning := run.generations.repeats.warning) else [],
         "ranks": ranks,
         "snapshots": snapshots,
         "checkpoint": _checkpoint(run, now_s),
@@ -83,6 +85,7 @@ def _add_cluster(document: dict[str, Any], cluster: dict[str, Any], *, has_secre
     document["state"] = cluster["state"]
     document["life"] = cluster.get("life")
     document["incidents"] = cluster.get("incidents") or []
+    document["warnings"] = cluster.get("warnings") or document["warnings"]
     # What a node's own ranks say is a part of it; a spare's have nothing to say.
     snapshots = document["snapshots"]
     snapshots["protected"] = bool(cluster.get("survives")) and not cluster.get("unprotected")
@@ -92,6 +95,12 @@ def _add_cluster(document: dict[str, Any], cluster: dict[str, Any], *, has_secre
     for rank in document["ranks"]:
         late_s = whole.get(rank["rank"], {}).get("lateness_s")
         rank["lateness_s"] = rank["lateness_s"] if late_s is None else late_s
+
+
+def _repeated(run: RunLoop, generation: int) -> dict[str, Any] | None:
+    """What the comparison of the steps that this generation repeated has shown."""
+    found = run.generations.repeats.results.get(generation)
+    return found.as_json() if found is not None else None
 
 
 def _state(run: RunLoop) -> str:

@@ -100,6 +100,8 @@ def show_status(document: Mapping[str, Any]) -> None:
     """The status of a run: the verdict first, then what it rests on."""
     console = new_console()
     console.print(Text(_verdict(document), style=_style(document)), soft_wrap=True)
+    for warning in document.get("warnings") or ():
+        console.print(Text(f"WARNING     {warning}", style="bold yellow"), soft_wrap=True)
     console.print(_headline(document), soft_wrap=True)
     if nodes := (document.get("cluster") or {}).get("nodes"):
         _print_table(_node_table(nodes))
@@ -305,6 +307,8 @@ def _restart_lines(document: Mapping[str, Any]) -> list[str]:
             + (f"restored {restored}" if restored else "began from the script's beginning")
             + (f"{total} ({steps})" if steps else "")
         )
+        if repeated := restart.get("repeated"):
+            lines.append(f"    {repeated.get('text')}")
     return lines
 
 

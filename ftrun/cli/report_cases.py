@@ -80,9 +80,19 @@ class _Sorting:
             self._trouble(line)
         elif line.kind == "Recovered" and self.restart is not None:
             self.restart.lines.append(line)
+        elif line.kind == "RepeatedSteps":
+            self._repeated(line)
         elif line.kind in _FOLLOWS and self._is_under_way():
             assert self.restart is not None
             self.restart.lines.append(line)
+
+    def _repeated(self, line: Line) -> None:
+        """It belongs to the restart that started its generation, however much later it comes."""
+        wanted = line.whole("generation")
+        for case in reversed(self.cases):
+            if wanted in {one.whole("generation") for one in case.of("StartGeneration")}:
+                case.lines.append(line)
+                return
 
     def _is_under_way(self) -> bool:
         return self.restart is not None and not self.restart.has_recovered

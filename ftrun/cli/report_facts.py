@@ -120,6 +120,8 @@ class IncidentFacts:
     step: int | None = None
     steps_lost: int | None = None
     restored: str = ""
+    repeated: tuple[str, ...] = ()
+    """What the comparison of repeated steps has shown, of each node."""
     action: str = ""
     verified: tuple[str, ...] = ()
     bars: tuple[Bar, ...] = ()

@@ -69,6 +69,7 @@ def incident_of(case: Case, background: Background) -> IncidentFacts:
         step=step,
         steps_lost=steps_lost,
         restored=restored,
+        repeated=_repeated(case),
         action=_action(case),
         verified=_verified(closed),
         bars=tuple(bars_of(case, moments)),
@@ -188,6 +189,14 @@ def _generation(case: Case) -> int | None:
     line = case.first("StartGeneration", "Generation", "Ballot")
     found = line.whole("generation") if line is not None else None
     return found - 1 if found else found
+
+
+def _repeated(case: Case) -> tuple[str, ...]:
+    """The newest word of each node."""
+    newest = {line.node: line.text("text", 400) for line in case.of("RepeatedSteps")}
+    if len(set(newest.values())) == 1:
+        return tuple(newest.values())[:1]
+    return tuple(f"{node}: {text}" for node, text in sorted(newest.items()))
 
 
 def _outcome(case: Case, moments: Moments, kind: str) -> str:

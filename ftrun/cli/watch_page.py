@@ -92,7 +92,12 @@ def _head(document: Mapping[str, Any], width: int, steps_per_s: float | None) ->
     if restarts := document.get("restarts"):
         parts.append(f"{len(restarts)} restart{'s' if len(restarts) > 1 else ''}")
     first = [Styled(line, mark) for line in _wrapped(verdict, width, most=3)]
-    return [*first, Styled(_cut(_GAP.join(parts), width), "dim")]
+    warnings = [
+        Styled(line, "warn")
+        for one in (document.get("warnings") or ())[:3]
+        for line in _wrapped(f"WARNING: {clean(str(one), _MAX_TEXT)}", width, most=2)
+    ]
+    return [*first, *warnings, Styled(_cut(_GAP.join(parts), width), "dim")]
 
 
 def _table(rows: Sequence[Row], width: int) -> list[Styled]:

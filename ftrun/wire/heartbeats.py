@@ -87,6 +87,8 @@ class Beat(Message, frozen=True):
     """When this one was sent."""
     fitness: Fitness | None = None
     """Of the newest check of this node; None: it makes none."""
+    repeat_warning: str = ""
+    """Steps that this node's ranks repeated after a restart differ; in words."""
 
 
 def beat(here: Beat, **added: object) -> Beat:

@@ -13,11 +13,15 @@ means "not yet".
 import mmap
 import os
 import struct
+from collections.abc import Sequence
 from enum import IntEnum
 
+import xxhash
+
+from ftrun.monitor.repeat_check import BoundaryRecord
 from ftrun.monitor.step_times import FORGET_AT, NUM_BUCKETS, bucket_of
 
-PAGE_BYTES = 8192
+PAGE_BYTES = 53248
 _TIMES_AT = 64  # in words: how often a step took how long, and how many of these are counted
 _NUM_TIMES_AT = _TIMES_AT + NUM_BUCKETS
 _CALLS_AT = 200  # in words: pairs of a step and the collectives called by then
@@ -27,6 +31,21 @@ _NOTE_AT, _NOTE_BYTES = 2176, 1024
 _GROUPS_AT, _GROUPS_BYTES = 4096, 4096
 MAX_GROUPS_BYTES = _GROUPS_BYTES - 2
 NEVER_STEP = (1 << 63) - 1
+
+MAX_SAMPLES = 32
+"""Parameters of which a boundary record has a digest."""
+
+NUM_RECORDS = 256
+"""Boundary records that a page holds; a newer one takes the place of the oldest."""
+
+MAX_SAMPLE_NAME_BYTES = 120
+_SAMPLES_AT, _SAMPLES_BYTES = 8192, 4096
+_RECORDS_AT = 12288
+_RECORD = struct.Struct(f"<IIIIqq{4 * MAX_SAMPLES}s")
+"""Check, has a loss, digests that are set, 0, step, bits of the loss, digests."""
+
+_RECORD_BYTES = _RECORD.size
+_CHECK_BYTES = 4
 
 
 class Beat(IntEnum):
@@ -149,6 +168,51 @@ class Page:
     @groups.setter
     def groups(self, text: str) -> None:
         self._set_text(_GROUPS_AT, _GROUPS_BYTES, text)
+
+    @property
+    def samples(self) -> tuple[str, ...]:
+        """Names of the parameters of which boundary records have digests."""
+        text = self._text(_SAMPLES_AT, _SAMPLES_BYTES)
+        return tuple(text.split("\n")) if text else ()
+
+    @samples.setter
+    def samples(self, names: Sequence[str]) -> None:
+        """At most `MAX_SAMPLES` names; of a long one the end is kept. Removes all records."""
+        self._map[_RECORDS_AT : _RECORDS_AT + NUM_RECORDS * _RECORD_BYTES] = bytes(
+            NUM_RECORDS * _RECORD_BYTES
+        )
+        ends = (name.encode()[-MAX_SAMPLE_NAME_BYTES:].decode(errors="ignore") for name in names)
+        self._set_text(_SAMPLES_AT, _SAMPLES_BYTES, "\n".join(ends))
+
+    def write_record(self, step: int, loss: int | None, has_digest: int, digests: bytes) -> None:
+        """Keep what was noted at a boundary; another call for the same step replaces it.
+
+        A record that a kill, or the reader, finds half written does not match its check.
+
+        Args:
+            step: from 1.
+            loss: bits of the loss; None: not known.
+            has_digest: bit i is set if `digests[i]` is valid.
+            digests: 4 bytes for each of at most `MAX_SAMPLES` parameters.
+        """
+        known = int(loss is not None)
+        body = _RECORD.pack(0, known, has_digest, 0, step, loss or 0, digests)
+        check = xxhash.xxh32_intdigest(body).to_bytes(_CHECK_BYTES, "little")
+        at = _RECORDS_AT + step % NUM_RECORDS * _RECORD_BYTES
+        self._map[at : at + _RECORD_BYTES] = check + body[_CHECK_BYTES:]
+
+    def records(self) -> dict[int, BoundaryRecord]:
+        """The boundary records by step; a torn one is left out."""
+        found: dict[int, BoundaryRecord] = {}
+        raw = self._map[_RECORDS_AT : _RECORDS_AT + NUM_RECORDS * _RECORD_BYTES]
+        for at in range(0, len(raw), _RECORD_BYTES):
+            check, known, has_digest, _, step, loss, digests = _RECORD.unpack_from(raw, at)
+            if step == 0:
+                continue
+            body = bytes(_CHECK_BYTES) + raw[at + _CHECK_BYTES : at + _RECORD_BYTES]
+            if xxhash.xxh32_intdigest(body) == check:
+                found[step] = BoundaryRecord(loss if known else None, has_digest, digests)
+        return found
 
     @property
     def phase(self) -> str:

@@ -21,6 +21,7 @@ from ftrun.wire.pages import Beat, Command
 from ftrun.worker import early_restore, heartbeat, ready_memory
 from ftrun.worker.accumulation import Accumulation
 from ftrun.worker.attached import Attached
+from ftrun.worker.boundary_digests import BoundaryDigests
 from ftrun.worker.buckets import WrapperWatch, is_needed, ready_order, warm_buckets
 from ftrun.worker.capture import Capture
 from ftrun.worker.context import WorkerContext
@@ -59,6 +60,7 @@ class Protection:
             self._check_overwritten,
         )
         self._watch = WrapperWatch()
+        self.digests = BoundaryDigests(context.page, attached)
         self._capture: Capture | None = None
         self._saved: Restorable | None = None
         self._inherited: Arena | None = None
@@ -268,6 +270,7 @@ class Protection:
             force: take a snapshot whatever the interval says.
             allowed: the script does not object to one here.
         """
+        self.digests.boundary(step)
         heartbeat.step_done(self._context.page, step)
         is_good = self._is_good()
         allowed, force = allowed and is_good, force and is_good

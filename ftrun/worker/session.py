@@ -150,7 +150,8 @@ class Session(Loops):
         self._has_begun = False
         self._restored = False
         self._waiting: dict[str, Any] = {}
-        self._last_loss: torch.Tensor | None = None
+        self._last_loss: tuple[int, torch.Tensor] | None = None
+        """Copied from a device: the step it belongs to, and where it arrives."""
         self._protection: Protection | None = None
         self._checked: StateTree | None = None
         self._explained_in = ""
@@ -236,15 +237,18 @@ class Session(Loops):
         """Show the loss in `ftrun status`. Never waits for a device."""
         if self._context is None:
             return
+        step = self._step + 1
         if isinstance(loss, torch.Tensor):
             loss = loss.detach()
             if loss.device.type != "cpu":
                 # The copy of the one before has long arrived.
-                last, self._last_loss = self._last_loss, loss.to("cpu", non_blocking=True)
+                last, self._last_loss = self._last_loss, (step, loss.to("cpu", non_blocking=True))
                 if last is None:
                     return
-                loss = last
-        self._context.page.loss = float(loss)
+                step, loss = last
+        value = self._context.page.loss = float(loss)
+        if self._protection is not None:
+            self._protection.digests.take_loss(step, value)
 
     def close(self) -> None:
         """Detach: no more snapshots, and `attach` may be called again."""

@@ -1,0 +1,332 @@
+"""Whether steps that are repeated after a restart have the bits that they had before.
+
+Runs in:  agent, for the ranks of its node. Pure.
+Takes in: the boundary records of each execution: one generation's steps from one version on.
+Gives:    a `Repeat`: how many steps were compared, and the first difference.
+
+Rule 1: executions are compared only if they come from the same state: the same world size, no
+        batches left out in between, and no resize or difference between them.
+Rule 2: two repeats from the same version that differ show that the script is not deterministic;
+        lost state makes every repeat differ from the first execution in the same way.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from enum import Enum
+from typing import NamedTuple
+
+from ftrun.ids import Version
+
+KEPT = 4
+"""Earlier executions that are kept: the first and the newest."""
+
+KEPT_STEPS = 1024
+"""Records of one rank in one execution that are kept: the newest."""
+
+
+class Outcome(Enum):
+    """What the comparison of one generation has shown."""
+
+    EQUAL = "equal"
+    DIFFERS = "differs"
+    STATE_LOST = "state lost"
+    NOT_DETERMINISTIC = "not deterministic"
+    NOT_COMPARED = "not compared"
+
+
+_DIFFER = "repeated steps differ from the first execution"
+WARNINGS = (Outcome.DIFFERS, Outcome.STATE_LOST, Outcome.NOT_DETERMINISTIC)
+
+
+class BoundaryRecord(NamedTuple):
+    """What one rank has noted at one step boundary."""
+
+    loss: int | None
+    """Bits of the reported loss; None: none was reported for this step, or it came too late."""
+    has_digest: int = 0
+    """Bit i is set if the digest of sampled parameter i is valid."""
+    digests: bytes = b""
+    """Of each sampled parameter 4 bytes."""
+
+
+@dataclass
+class RankRecords:
+    """The boundary records of one rank in one execution, by step."""
+
+    names: tuple[str, ...] = ()
+    """Of the sampled parameters."""
+    steps: dict[int, BoundaryRecord] = field(default_factory=dict)
+
+    def add(self, names: tuple[str, ...], records: Mapping[int, BoundaryRecord]) -> None:
+        """Take in newer records; those of another choice of parameters replace all."""
+        if names != self.names:
+            self.names = names
+            self.steps.clear()
+        self.steps.update(records)
+        for step in sorted(self.steps)[:-KEPT_STEPS]:
+            del self.steps[step]
+
+    @property
+    def last_step(self) -> int:
+        """0: none."""
+        return max(self.steps, default=0)
+
+
+@dataclass
+class Execution:
+    """One generation, as far as this node's ranks ran it."""
+
+    generation: int
+    restored: Version | None
+    """None: it began at the beginning of the script."""
+    world_size: int
+    skipped: int = 0
+    """Batches left out after the restored version."""
+    is_resized: bool = False
+    """The restored version is of another world size."""
+    ranks: dict[int, RankRecords] = field(default_factory=dict)
+
+    @property
+    def first_step(self) -> int:
+        return self.restored.step + 1 if self.restored is not None else 1
+
+    def last_step(self) -> int:
+        """The highest recorded step of any rank; 0: none."""
+        return max((one.last_step for one in self.ranks.values()), default=0)
+
+
+@dataclass(frozen=True, slots=True)
+class Repeat:
+    """The result for one generation."""
+
+    outcome: Outcome
+    text: str
+    repeated: int = 0
+    compared: int = 0
+    """Steps of which at least one value of one rank was compared."""
+    step: int | None = None
+    rank: int | None = None
+    what: str = ""
+    """`loss`, or the name of the first sampled parameter that differs."""
+
+    @property
+    def is_warning(self) -> bool:
+        return self.outcome in WARNINGS
+
+    def as_json(self) -> dict[str, object]:
+        return {**asdict(self), "outcome": self.outcome.value}
+
+
+class _Compared(NamedTuple):
+    """One step of one rank, compared with one earlier execution; ordered by step."""
+
+    step: int
+    is_loss_equal: bool
+    rank: int
+    what: str
+    """The first value that differs; empty: none."""
+    is_repeat: bool
+    """Both executions began at the same version."""
+
+    def __str__(self) -> str:
+        return f"first at step {self.step:,} in {self.what} on rank {self.rank}"
+
+
+class RepeatCheck:
+    """Keeps the executions of one node, and compares the current one with those before it."""
+
+    def __init__(self) -> None:
+        self.current: Execution | None = None
+        self._earlier: list[Execution] = []
+        self._has_earlier = False
+        self._diverged: list[int] = []
+        """Generations whose steps are not those that an earlier one made or would have made."""
+
+    def begin(self, execution: Execution) -> None:
+        """Another generation is about to run; the current one becomes an earlier one."""
+        if self.current is not None:
+            self._has_earlier = True
+            self._keep(self.current)
+        restored = execution.restored
+        if restored is not None:
+            # A version of an unknown generation (-1) may come after any of them.
+            cuts = [
+                one
+                for one in self._diverged
+                if one <= restored.generation or restored.generation < 0
+            ]
+            oldest = max(cuts, default=-1)
+            self._earlier = [one for one in self._earlier if one.generation >= oldest]
+        self.current = execution
+
+    def is_over(self) -> bool:
+        """Every rank has recorded, in this generation, all that it had recorded before."""
+        now = self.current
+        assert now is not None
+        return all(self._is_past(now, rank, records) for rank, records in now.ranks.items())
+
+    def result(self, *, attached: bool) -> Repeat:
+        """What the records so far show.
+
+        Args:
+            attached: the script of the current generation has called `ftrun.attach`.
+        """
+        now = self.current
+        assert now is not None
+        if not attached:
+            return _not_compared("nothing attached")
+        runs = self._comparable(now)
+        again = _repeated(now, runs)
+        if again == 0:
+            return self._nothing_repeated(now)
+        compared = [one for run in runs for one in _compared(now, run)]
+        steps = {one.step for one in compared}
+        if not steps:
+            return _not_compared(f"no value of the {_steps(again)} was recorded twice", again)
+        without = sorted(now.ranks.keys() - {rank for run in runs for rank in run.ranks})
+        return _judge(now, compared, again, len(steps), without)
+
+    # --- details ------------------------------------------------------------------------------
+
+    def _keep(self, now: Execution) -> None:
+        if not now.last_step():
+            return
+        by_design = now.is_resized or now.skipped > 0
+        if by_design or self.result(attached=True).is_warning:
+            self._diverged.append(now.generation)
+        self._earlier.append(now)
+        if len(self._earlier) > KEPT:
+            del self._earlier[1]
+
+    def _is_past(self, now: Execution, rank: int, records: RankRecords) -> bool:
+        before = [run.ranks[rank] for run in self._comparable(now) if rank in run.ranks]
+        last = max((one.last_step for one in before), default=0)
+        if last < now.first_step or records.last_step > last:
+            return True
+        here = records.steps.get(last)
+        there = [one.steps[last] for one in before if last in one.steps]
+        return here is not None and not any(_has_more(one, here) for one in there)
+
+    def _comparable(self, now: Execution) -> list[Execution]:
+        """Executions that this one should be equal to; the reference of the first one first."""
+        same = [run for run in self._earlier if _is_same_start(run, now)]
+        if now.skipped:
+            return same
+        others = [
+            run
+            for run in self._earlier
+            if run.world_size == now.world_size
+            and run.restored != now.restored
+            and run.last_step() >= now.first_step
+        ]
+        wanted = now.restored.generation if now.restored is not None else -1
+        made_it = [run for run in others if run.generation == wanted]
+        first = (made_it or [run for run in others if not run.skipped])[-1:]
+        return [*first, *same]
+
+    def _nothing_repeated(self, now: Execution) -> Repeat:
+        ahead = [run for run in self._earlier if run.last_step() >= now.first_step]
+        if now.generation > 0 and not self._has_earlier:
+            return _not_compared("this node has no record of earlier steps")
+        if not ahead:
+            return _not_compared("no step was repeated")
+        newest = ahead[-1]
+        if newest.world_size != now.world_size:
+            ranks = "rank" if now.world_size == 1 else "ranks"
+            return _not_compared(f"{now.world_size} {ranks} instead of {newest.world_size}")
+        left_out = now.skipped or newest.skipped
+        if left_out and not self._comparable(now):
+            batches = "batch was" if left_out == 1 else "batches were"
+            return _not_compared(f"{left_out:,} {batches} left out")
+        return _not_compared("no step was repeated")
+
+
+def _is_same_start(run: Execution, now: Execution) -> bool:
+    return (run.world_size, run.restored, run.skipped) == (
+        now.world_size,
+        now.restored,
+        now.skipped,
+    )
+
+
+def _repeated(now: Execution, runs: Sequence[Execution]) -> int:
+    """Steps of this generation that an earlier one had made."""
+    before = max((run.last_step() for run in runs), default=0)
+    return max(0, min(before, now.last_step()) - now.first_step + 1)
+
+
+def _compared(now: Execution, run: Execution) -> Iterator[_Compared]:
+    """The steps of which both executions have recorded a value."""
+    is_repeat = run.restored == now.restored
+    for rank in now.ranks.keys() & run.ranks.keys():
+        here, there = now.ranks[rank], run.ranks[rank]
+        for step in here.steps.keys() & there.steps.keys():
+            one, other = here.steps[step], there.steps[step]
+            if one == other and here.names == there.names:  # the usual case, made fast
+                if one.loss is not None or one.has_digest:
+                    yield _Compared(step, True, rank, "", is_repeat)
+                continue
+            values, before = _values(here.names, one), _values(there.names, other)
+            names = [name for name in values if name in before]
+            what = next((name for name in names if values[name] != before[name]), "")
+            if names:
+                yield _Compared(step, what != "loss", rank, what, is_repeat)
+
+
+def _values(names: Sequence[str], record: BoundaryRecord) -> Mapping[str, int | bytes]:
+    """What is known: the loss, then digests, by name."""
+    found: dict[str, int | bytes] = {} if record.loss is None else {"loss": record.loss}
+    for at, name in enumerate(names):
+        if record.has_digest >> at & 1:
+            found[name] = record.digests[4 * at : 4 * at + 4]
+    return found
+
+
+def _judge(
+    now: Execution, compared: Sequence[_Compared], again: int, count: int, without: Sequence[int]
+) -> Repeat:
+    different = sorted(one for one in compared if one.what)
+    between = next((one for one in different if one.is_repeat), None)
+    found = between or next(iter(different), None)
+    equal = {(one.step, one.rank) for one in compared if one.is_repeat and not one.what}
+    if found is None:
+        outcome = Outcome.EQUAL
+        some = "" if count == again else f", {count:,} compared"
+        text = f"repeated {_steps(again)}{some}: bitwise equal"
+    elif between is not None:
+        outcome = Outcome.NOT_DETERMINISTIC
+        text = f"repeated steps differ each time: {found}; the script is not deterministic"
+        if now.restored is None:
+            text += ", from its beginning on: no snapshot was restored"
+    elif (found.step, found.rank) in equal:
+        outcome = Outcome.STATE_LOST
+        text = (
+            f"{_DIFFER}: {found}; two repeats are equal, so some state of the script is not "
+            "restored: `ftrun verify` helps to find it"
+        )
+    else:
+        outcome = Outcome.DIFFERS
+        text = (
+            f"{_DIFFER}: {found}; either some state of the script is not restored, or the script "
+            "is not deterministic: `ftrun verify` tells which"
+        )
+    if without:
+        ranks = "rank" if len(without) == 1 else "ranks"
+        text += f"; this node has no record of {ranks} {', '.join(map(str, without))}"
+    if found is None:
+        return Repeat(outcome, text, again, count)
+    return Repeat(outcome, text, again, count, found.step, found.rank, found.what)
+
+
+def _has_more(before: BoundaryRecord, here: BoundaryRecord) -> bool:
+    """Whether a value that the earlier record has may still come."""
+    late_loss = before.loss is not None and here.loss is None
+    return late_loss or before.has_digest & ~here.has_digest != 0
+
+
+def _not_compared(why: str, repeated: int = 0) -> Repeat:
+    return Repeat(Outcome.NOT_COMPARED, f"not compared: {why}", repeated)
+
+
+def _steps(count: int) -> str:
+    return f"{count:,} step" if count == 1 else f"{count:,} steps"

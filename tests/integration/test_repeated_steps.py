@@ -1,0 +1,126 @@
+"""Steps that are repeated after a kill are compared with the first execution, and ftrun says so."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+
+from tests.integration.conftest import Run, Start
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+TRAIN = """
+import os, signal, sys, time
+import torch, torch.distributed as dist, ftrun
+
+kind, kills = sys.argv[1], [int(one) for one in sys.argv[2].split(",")]
+rank, generation = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+torch.manual_seed(rank)
+model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+if int(os.environ["WORLD_SIZE"]) > 1:
+    dist.init_process_group("gloo")
+    model = torch.nn.parallel.DistributedDataParallel(model)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+if kind == "bare":
+    loop, report = range(20), lambda loss: None
+else:
+    session = ftrun.attach(model=model, optimizer=optimizer)
+    loop, report = session.steps(20), lambda loss: session.report(loss=loss)
+running = 0.0
+for step in loop:
+    loss = model(torch.randn(4, 6)).square().mean()
+    if kind == "hidden":
+        running += 0.1  # a value that no snapshot has
+        loss = loss * (1 + running)
+    if kind == "urandom":
+        loss = loss * (1 + os.urandom(1)[0] / 256)
+    optimizer.zero_grad()
+    loss.backward()
+    time.sleep(0.02)
+    if rank == 0 and generation < len(kills) and step == kills[generation]:
+        os.kill(os.getpid(), signal.SIGKILL)
+    optimizer.step()
+    report(loss)
+"""
+
+
+@pytest.fixture
+def train(start: Start, script: Callable[..., str]) -> Callable[..., Run]:
+    """Train to the end, with a kill in each generation but the last."""
+
+    def run(kind: str, kills: str, *, ranks: int = 1) -> Run:
+        name = script(TRAIN)
+        words = ("--nproc-per-node", str(ranks), "--snapshot-every", "5", name, kind, kills)
+        found = start(*words, env={"OMP_NUM_THREADS": "1"})
+        assert found.wait() == 0, found.text
+        return found
+
+    return run
+
+
+def test_an_exact_repeat_is_reported_as_equal(train: Callable[..., Run]) -> None:
+    run = train("exact", "13", ranks=2)
+    lines = run.journal("RepeatedSteps")
+    assert [line["outcome"] for line in lines] == ["equal"], lines
+    count = lines[0]["repeated"]
+    assert lines[0]["text"] == f"repeated {count} steps: bitwise equal"
+    assert lines[0]["compared"] == count
+    assert "repeated steps differ" not in run.text
+    made = subprocess.run(
+        [sys.executable, "-m", "ftrun", "report", "last", "--run", run.run_id],
+        cwd=run.folder,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    pages = "".join(path.read_text() for path in run.folder.rglob("*.html"))
+    assert f"repeated {count} steps: bitwise equal" in pages, made
+
+
+def test_a_value_that_no_snapshot_has_is_found(start: Start, script: Callable[..., str]) -> None:
+    name = script(TRAIN.replace("steps(20)", "steps(100000)"))
+    run = start("--snapshot-every", "5", name, "hidden", "13,12", env={"OMP_NUM_THREADS": "1"})
+    run.wait_until("compared twice", lambda: len(run.journal("RepeatedSteps")) == 2)
+    first, second = run.journal("RepeatedSteps")
+    restored = str(run.journal("Recovered")[0]["restored"])
+    assert restored.startswith(f"step {int(str(first['step'])) - 1} "), (restored, first)
+    assert (first["outcome"], first["what"], first["rank"]) == ("differs", "loss", 0), first
+    assert str(first["text"]).startswith(
+        "repeated steps differ from the first execution: "
+        f"first at step {first['step']} in loss on rank 0"
+    )
+    assert str(first["text"]) in run.text
+    assert second["outcome"] == "state lost", second
+
+    document = run.status()
+    shown = [restart["repeated"]["text"] for restart in document["restarts"]]  # type: ignore[attr-defined]
+    assert shown == [first["text"], second["text"]]
+    (warning,) = document["warnings"]  # type: ignore[misc]
+    assert warning == f"after the restart to generation 2: {second['text']}"
+    screen = subprocess.run(
+        [sys.executable, "-m", "ftrun", "status", run.run_id],
+        capture_output=True,
+        text=True,
+        env=run.variables,
+        check=True,
+    ).stdout
+    assert screen.splitlines()[1] == f"WARNING     {warning}", screen
+    assert f"    {first['text']}" in screen
+
+
+def test_a_script_that_is_not_deterministic_is_named(train: Callable[..., Run]) -> None:
+    run = train("urandom", "13,12")
+    first, second = run.journal("RepeatedSteps")
+    assert first["outcome"] == "differs", first
+    assert second["outcome"] == "not deterministic", second
+    assert "the script is not deterministic" in run.text
+
+
+@pytest.mark.full
+def test_a_script_that_attaches_nothing_is_not_compared(train: Callable[..., Run]) -> None:
+    run = train("bare", "5")
+    assert [line["text"] for line in run.journal("RepeatedSteps")] == [
+        "not compared: nothing attached"
+    ], json.dumps(run.journal("RepeatedSteps"))
