@@ -363,3 +363,33 @@ def test_a_script_that_does_not_attach_has_no_step_and_its_restart_is_told() -> 
     assert it.step is None
     assert re.match(r"started again after .* m?s, and then all ended well", it.outcome), it.outcome
     assert "at step 0" not in it.sentence
+
+
+def repeated(journal: MadeJournal, t: float, text: str, *, node: str) -> None:
+    journal.put(t, "RepeatedSteps", node=node, generation=journal.generation, outcome="",
+                text=text, repeated=1, compared=1)  # fmt: skip
+
+
+def test_an_incident_says_what_its_repeated_steps_were() -> None:
+    made = MadeJournal()
+    made.begin()
+    made.hang(100.0, 400, 3)
+    for node in made.nodes:
+        repeated(made, 200.0, "repeated 1 step: bitwise equal", node=node)
+    made.hang(300.0, 900, 3)
+    repeated(made, 400.0, "repeated 1 step: bitwise equal", node="node0")
+    repeated(made, 400.0, "repeated steps differ at first sight", node="node1")
+    repeated(made, 401.0, "repeated steps differ from <all>", node="node1")
+    made.hang(500.0, 1900, 3)
+    lines = [json.dumps(line).encode() + b"\n" for line in made.entries]
+    facts = run_facts(lines)
+    first, second, third = facts.incidents
+    assert first.repeated == ("repeated 1 step: bitwise equal",)
+    assert second.repeated == (
+        "node0: repeated 1 step: bitwise equal",
+        "node1: repeated steps differ from <all>",
+    )
+    assert third.repeated == ()
+    shown = incident_page(facts, second, source="here", made_t_s=0.0)
+    assert "node1: repeated steps differ from &lt;all&gt;" in shown
+    assert "Steps done again, <bdi>" not in incident_page(facts, third, source="here", made_t_s=0.0)

@@ -142,3 +142,9 @@ def test_ranges_and_times() -> None:
 
 def test_enough_room_shows_each_rank() -> None:
     assert len(rows_of(whole_run(2, 4), max_rows=20)) == 9
+
+
+def test_warnings_are_on_the_first_screen() -> None:
+    found = texts(whole_run(2, 2, warnings=["node n1: repeated steps differ"]))
+    assert found[1] == "WARNING: node n1: repeated steps differ"
+    assert not any("WARNING" in line for line in texts(whole_run(2, 2)))
