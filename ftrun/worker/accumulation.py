@@ -13,13 +13,14 @@ A step that GradScaler skips looks the same; it costs the snapshot of that bound
 """
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from ftrun.worker.tensors import version_of
+from ftrun.worker.unprotected import Hook
 
 Signature = dict[int, tuple["weakref.ref[torch.Tensor]", int]]
 """Gradients with their versions, by id."""
@@ -40,15 +41,21 @@ class Accumulation:
     Args:
         optimizers: those that are attached.
         objects: all other attached objects; those that are `Accumulating` are asked.
+        guarded: wraps the hook.
     """
 
-    def __init__(self, optimizers: Iterable[Optimizer], objects: Iterable[object] = ()) -> None:
+    def __init__(
+        self,
+        optimizers: Iterable[Optimizer],
+        objects: Iterable[object] = (),
+        guarded: Callable[[Hook], Hook] = lambda hook: hook,
+    ) -> None:
         self._telling = [one for one in objects if isinstance(one, Accumulating)]
         self._optimizers = {id(optimizer): optimizer for optimizer in optimizers}
         self._stepped: set[int] = set()
         self._at_step: dict[int, Signature] = {}
         self._versions: dict[int, list[int]] = {}
-        self._hook = register_optimizer_step_pre_hook(self._before_step)
+        self._hook = register_optimizer_step_pre_hook(guarded(self._before_step))
 
     def close(self) -> None:
         self._hook.remove()

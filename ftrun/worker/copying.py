@@ -14,6 +14,7 @@ thread alone; Tensor.copy_ would use the threads that compute the forward, at a 
 when all cores are busy. Both calls release the interpreter lock.
 """
 
+import logging
 import queue
 import threading
 from collections.abc import Callable, Collection, Sequence
@@ -29,6 +30,8 @@ from ftrun.snapshot.layout import PLAIN_NAME, Entry, Layout, Piece, When, cut
 from ftrun.worker.laziness import LazySamples, LazyTensor, is_lazy
 from ftrun.worker.state_tree import Source
 from ftrun.worker.tensors import DTYPES, byte_view, can_be_cut
+
+_log = logging.getLogger(__name__)
 
 digest_of: Callable[[Any], int] = xxhash.xxh3_64_intdigest
 
@@ -214,7 +217,7 @@ class CopyThread:
         return not self._idle.is_set()
 
     def start(self, job: Callable[[], None]) -> None:
-        """Begin a job; the last one has been waited for. The job catches what it raises."""
+        """Begin a job; the last one has been waited for. What it raises is logged."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="ftrun-copy", daemon=True)
             self._thread.start()
@@ -230,5 +233,7 @@ class CopyThread:
             job = self._jobs.get()
             try:
                 job()
+            except Exception:  # noqa: BLE001 - the thread must stay for the next job
+                _log.exception("a bug in ftrun: a job of the copy thread failed")
             finally:
                 self._idle.set()

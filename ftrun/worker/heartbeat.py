@@ -11,6 +11,7 @@ fake step by which get_state_dict fills a fresh optimizer; that one is not count
 """
 
 import functools
+import logging
 import os
 import sys
 from collections.abc import Callable
@@ -21,6 +22,8 @@ from ftrun.wire import environment as env
 from ftrun.wire.pages import Beat, Page
 from ftrun.worker import early_restore, finite, ready_memory, visibility
 from ftrun.worker.context import WorkerContext, worker_context
+
+_log = logging.getLogger(__name__)
 
 READ_AT_IMPORT = (
     "OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS",
@@ -101,7 +104,7 @@ def _after_step(context: WorkerContext, started_with: dict[str, str]) -> Callabl
             if not page.get(Beat.ATTACHED):
                 step_done(page, done + 1)
 
-    return after_step
+    return context.unprotected.guarded(after_step)
 
 
 def _is_fake_step() -> bool:
@@ -144,7 +147,10 @@ def _time_init_group(context: WorkerContext) -> None:
         result = original(*args, **kwargs)
         if not context.page.get(Beat.INIT_GROUP_NS):
             context.page.set(Beat.INIT_GROUP_NS, clock.now_ns())
-        visibility.start_server(context.page)
+        try:
+            visibility.start_server(context.page)
+        except Exception as error:  # noqa: BLE001 - a bug in ftrun must not end the script
+            _log.warning("a bug in ftrun: no flight recorder of this rank", exc_info=error)
         return result
 
     dist.init_process_group = init_process_group

@@ -48,7 +48,7 @@ class OptimizerWatch:
         self._before: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._reported: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._has_logged = self._is_checked = False
-        self._hook = register_optimizer_step_pre_hook(self._before_step)
+        self._hook = register_optimizer_step_pre_hook(reasons.guarded(self._before_step))
 
     def close(self) -> None:
         self._hook.remove()

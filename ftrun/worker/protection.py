@@ -52,7 +52,9 @@ class Protection:
         self._tree = StateTree(attached)
         self._link = MemoryLink(context)
         stepping = [*attached.optimizers.values(), *self._inner.covered]
-        self._accumulation = Accumulation(stepping, attached.stateful.values())
+        self._accumulation = Accumulation(
+            stepping, attached.stateful.values(), context.unprotected.guarded
+        )
         self._optimizers = OptimizerWatch(
             self._inner.every(),
             lambda: self._tree.lasting().names,
@@ -269,7 +271,20 @@ class Protection:
             extra: the session's own values, asked for where a snapshot is taken.
             force: take a snapshot whatever the interval says.
             allowed: the script does not object to one here.
+
+        Raises:
+            MemoryTooSmall: there is no memory for snapshots, and the profile requires them.
         """
+        try:
+            self._end_step(step, extra, force=force, allowed=allowed)
+        except MemoryTooSmall:
+            raise
+        except Exception as error:  # noqa: BLE001 - a bug in ftrun must not end the script
+            self._context.unprotected.add_bug("the step boundary", error)
+
+    def _end_step(
+        self, step: int, extra: Callable[[], dict[str, Any]], *, force: bool, allowed: bool
+    ) -> None:
         self.digests.boundary(step)
         heartbeat.step_done(self._context.page, step)
         is_good = self._is_good()

@@ -234,7 +234,16 @@ class Session(Loops):
         return Phase(self, before or "train")
 
     def report(self, *, loss: "float | torch.Tensor") -> None:
-        """Show the loss in `ftrun status`. Never waits for a device."""
+        """Show the loss in `ftrun status`. Never waits for a device.
+
+        Raises:
+            UsageError: it is no single number.
+        """
+        if isinstance(loss, torch.Tensor) and loss.numel() != 1:
+            raise UsageError(
+                f"report(loss=) was given a tensor of shape {list(loss.shape)}: pass one number, "
+                "such as loss.mean()"
+            )
         if self._context is None:
             return
         step = self._step + 1
@@ -248,7 +257,7 @@ class Session(Loops):
                 step, loss = last
         value = self._context.page.loss = float(loss)
         if self._protection is not None:
-            self._protection.digests.take_loss(step, value)
+            self._context.unprotected.guarded(self._protection.digests.take_loss)(step, value)
 
     def close(self) -> None:
         """Detach: no more snapshots, and `attach` may be called again."""

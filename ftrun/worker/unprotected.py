@@ -5,10 +5,16 @@ Takes in: a reason under a key, and its removal when it no longer holds.
 Gives:    the heartbeat page's UNPROTECTED field and note.
 """
 
+import functools
 import logging
 import threading
+from collections.abc import Callable
+from typing import Any
 
 from ftrun.wire.pages import Beat, Page
+
+Hook = Callable[..., None]
+"""A function that torch calls in each optimizer step; what it returns would replace arguments."""
 
 _log = logging.getLogger(__name__)
 
@@ -37,6 +43,30 @@ class UnprotectedReasons:
             self._publish()
         if is_new:
             _log.warning("UNPROTECTED: %s", reason)
+
+    def add_bug(self, where: str, error: Exception) -> None:
+        """Show a fault of ftrun itself.
+
+        Args:
+            where: the part that failed, such as "the optimizer hook".
+            error: its traceback is logged, once for each part.
+        """
+        is_new = (key := f"bug in {where}") not in self
+        self.add(key, f"a bug in ftrun: {type(error).__name__}: {error} (in {where})")
+        if is_new:
+            _log.warning("this is the traceback; please report it", exc_info=error)
+
+    def guarded(self, hook: Hook) -> Hook:
+        """The same hook, for calls that the script makes: its exceptions become reasons here."""
+
+        @functools.wraps(hook)
+        def call(*args: Any) -> None:
+            try:
+                hook(*args)
+            except Exception as error:  # noqa: BLE001 - a bug in ftrun must not end the script
+                self.add_bug(hook.__qualname__, error)
+
+        return call
 
     def remove(self, key: str) -> None:
         """The cause is gone; nothing happens if it was not there."""

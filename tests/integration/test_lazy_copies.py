@@ -18,8 +18,11 @@ from torch import nn
 
 from ftrun.snapshot.layout import PIECE_BYTES
 from ftrun.wire.pages import Beat
-from ftrun.worker import copying
+from ftrun.worker import copying, heartbeat
+from ftrun.worker.accumulation import Accumulation
 from ftrun.worker.context import SnapshotSettings
+from ftrun.worker.laziness import LazyCopyCheck
+from ftrun.worker.optimizer_watch import OptimizerWatch
 from ftrun.worker.session import Session
 from tests.integration.in_process_worker import PATIENCE_S, WIDTH, Run, made, states
 
@@ -372,3 +375,63 @@ def test_a_swap_inside_a_phase_waits_for_the_copy(
     assert run.page.get(Beat.DISCARDED_COUNT) == 0
     assert run.page.get(Beat.SEALED_COUNT) == LAST
     assert not run.page.note
+
+
+BUG = "a bug in ftrun: KeyError: 'a broken part'"
+
+
+def break_it(owner: object, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make a function of ftrun fail as a bug would."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise KeyError("a broken part")
+
+    monkeypatch.setattr(owner, name, fail)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        (Accumulation, "_before_step"),
+        (OptimizerWatch, "_before_step"),
+        (LazyCopyCheck, "observe"),
+        (copying.SlotCopy, "copy_lazy"),
+        (copying.SlotCopy, "differing"),
+        (heartbeat, "step_done"),
+        (Accumulation, "boundary"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value.__name__,
+)
+def test_a_bug_in_ftrun_ends_protection_and_not_the_training(
+    run: Run, monkeypatch: pytest.MonkeyPatch, owner: object, name: str
+) -> None:
+    break_it(owner, name, monkeypatch)
+    model, optimizer = made()
+    run.settings = SnapshotSettings(every=1, commit_wait_s=PATIENCE_S, proof_first=1)
+    session = run.attach(model=model, optimizer=optimizer)
+    for _ in session.steps(LAST):
+        with session.phase("eval"):
+            pass
+        optimizer.zero_grad()
+        model(torch.ones(4, WIDTH)).square().mean().backward()
+        optimizer.step()
+    assert session.step == LAST
+    assert int(optimizer.state[model[0].weight]["step"]) == LAST
+    assert run.page.get(Beat.UNPROTECTED) == 1
+    assert BUG in run.page.note
+
+
+def test_a_bug_in_the_phase_hook_ends_protection_and_not_the_training(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer = made()
+    session = run.attach(model=model, optimizer=optimizer)
+    for at in session.steps(2):
+        if at:
+            break_it(LazyCopyCheck, "observe", monkeypatch)
+            session.phase("eval")
+            assert BUG in run.page.note
+        optimizer.zero_grad()
+        model(torch.ones(4, WIDTH)).square().mean().backward()
+        optimizer.step()
+    assert session.step == 2

@@ -34,6 +34,12 @@ def test_without_an_agent_the_loop_runs_and_nothing_is_restored(session: Session
         pass
 
 
+def test_a_loss_of_several_numbers_is_refused(session: Session) -> None:
+    with pytest.raises(UsageError, match=r"a tensor of shape \[3, 1\]: pass one number"):
+        session.report(loss=torch.ones(3, 1))
+    session.report(loss=torch.ones(1, 1))
+
+
 def test_a_turn_left_by_break_is_no_boundary(session: Session) -> None:
     for at in session.steps(5):
         if at == 2:

@@ -1,0 +1,77 @@
+"""Reasons for lost protection, and hooks whose faults become such reasons."""
+
+import logging
+
+import pytest
+import torch
+
+from ftrun.ids import Generation, Incarnation, Rank, RunId
+from ftrun.wire.pages import Beat, Page, create_command_page, create_page
+from ftrun.worker import finite, heartbeat
+from ftrun.worker.context import SnapshotSettings, WorkerContext
+from ftrun.worker.copying import CopyThread
+from ftrun.worker.unprotected import UnprotectedReasons
+
+
+@pytest.fixture
+def page() -> Page:
+    return Page(create_page("beat"))
+
+
+def broken(*_: object) -> None:
+    raise KeyError("a broken part")
+
+
+def test_a_hook_passes_its_arguments_on_and_returns_nothing(page: Page) -> None:
+    seen: list[tuple[object, ...]] = []
+    hook = UnprotectedReasons(page).guarded(lambda *args: seen.append(args))
+    assert hook(1, (2,), {}) is None
+    assert seen == [(1, (2,), {})]
+    assert not page.get(Beat.UNPROTECTED)
+
+
+def test_a_fault_of_a_hook_is_a_reason_and_is_logged_once_with_its_traceback(
+    page: Page, caplog: pytest.LogCaptureFixture
+) -> None:
+    hook = UnprotectedReasons(page).guarded(broken)
+    hook()
+    hook()
+    assert page.get(Beat.UNPROTECTED) == 1
+    assert page.note == "a bug in ftrun: KeyError: 'a broken part' (in broken)"
+    assert [record.exc_info is not None for record in caplog.records] == [False, True]
+
+
+def test_a_fault_after_an_optimizer_step_stays_within_ftrun(
+    page: Page, monkeypatch: pytest.MonkeyPatch, tmp_path: object
+) -> None:
+    context = WorkerContext(
+        run_id=RunId("r"),
+        rank=Rank(0),
+        world_size=1,
+        generation=Generation(0),
+        incarnation=Incarnation(0),
+        page=page,
+        commands=Page(create_command_page()),
+        arena_fd=None,
+        restore=None,
+        smp_socket=tmp_path,  # type: ignore[arg-type]
+        settings=SnapshotSettings(),
+    )
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)
+    monkeypatch.setattr(finite, "check", broken)
+    heartbeat._after_step(context, {})(optimizer, (), {})
+    assert "a bug in ftrun: KeyError: 'a broken part'" in page.note
+
+
+def test_a_job_that_fails_leaves_the_copy_thread_to_the_next(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    thread, done = CopyThread(), []
+    thread.start(broken)
+    thread.wait()
+    thread.start(lambda: done.append(1))
+    thread.wait()
+    assert done == [1]
+    assert [(r.levelno, r.name) for r in caplog.records] == [
+        (logging.ERROR, "ftrun.worker.copying")
+    ]
