@@ -1,6 +1,28 @@
-"""For all tests: no property has a limit of time, since machines are as busy as they are."""
+"""For all tests: no property has a limit of time, and any order of tests passes.
 
+`--shuffle SEED` runs files, and the tests of each file, in another order; the same for a seed.
+"""
+
+import random
+
+import pytest
 from hypothesis import HealthCheck, settings
 
 settings.register_profile("ftrun", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("ftrun")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--shuffle", metavar="SEED", help="run files, and tests in them, in any order")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """A file's tests stay together: they share what is made once for a module."""
+    seed = config.getoption("--shuffle")
+    if seed is None:
+        return
+    order = random.Random(seed)
+    files = list(dict.fromkeys(item.path for item in items))
+    order.shuffle(files)
+    order.shuffle(items)
+    items.sort(key=lambda item: files.index(item.path))

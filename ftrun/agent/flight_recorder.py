@@ -10,8 +10,11 @@ Source:   handler `fr_trace_json`; read in torch 2.13, where 64 entries take 1 m
 
 import socket
 from contextlib import closing
+from pathlib import Path
 
 import msgspec
+
+from ftrun.wire.channel import short_socket_path
 
 ANSWER_S = 1.0
 MAX_ANSWER_BYTES = 64 << 20
@@ -69,7 +72,8 @@ def read_entries(path: str, *, deadline_s: float = ANSWER_S) -> list[Entry] | No
     try:
         with closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as link:
             link.settimeout(deadline_s)
-            link.connect(path)
+            with short_socket_path(Path(path)) as short:
+                link.connect(short)
             link.sendall(_REQUEST)
             answer = _read_all(link)
         head, _, body = answer.partition(b"\r\n\r\n")

@@ -25,7 +25,7 @@ from ftrun.smp.client import Asker, Client, Role
 from ftrun.smp.jobs import Jobs
 from ftrun.smp.keeper import Keeper
 from ftrun.wire import checkpoint_messages, message, messages, smp_messages, worker_messages
-from ftrun.wire.channel import Channel, Received, accept, listen
+from ftrun.wire.channel import Channel, Received, accept, listen, short_socket_path
 
 _ALLOWED: dict[Role, tuple[type[message.Message], ...]] = {
     Role.UNKNOWN: (messages.Hello,),
@@ -348,13 +348,12 @@ class Server:
 def is_served(path: Path) -> bool:
     """Somebody listens at this path."""
     probe = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-    folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        probe.connect(f"/proc/self/fd/{folder}/{path.name}")
+        with short_socket_path(path) as short:
+            probe.connect(short)
     except OSError:
         return False
     finally:
-        os.close(folder)
         probe.close()
     return True
 

@@ -215,7 +215,7 @@ def connect(path: Path, *, run_id: str, peer: str, hello: Hello, deadline_s: flo
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
     sock.settimeout(deadline_s)
     try:
-        with _short_path(path) as short:
+        with short_socket_path(path) as short:
             sock.connect(short)
     except TimeoutError as error:
         sock.close()
@@ -238,7 +238,7 @@ def listen(path: Path) -> socket.socket:
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
     before = os.umask(0o177)
     try:
-        with _short_path(unready) as short:
+        with short_socket_path(unready) as short:
             sock.bind(short)
     finally:
         os.umask(before)
@@ -263,8 +263,11 @@ def peer_uid(sock: socket.socket) -> int:
     return int(uid)
 
 
-class _short_path:  # noqa: N801 - a context manager used like a function
-    """A name under 108 bytes for a socket, whatever the length of its folder's path."""
+class short_socket_path:  # noqa: N801 - a context manager used like a function
+    """A name under 108 bytes for a socket, whatever the length of its folder's path.
+
+    It is valid in this process while the block runs.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path

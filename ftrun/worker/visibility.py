@@ -15,10 +15,12 @@ import os
 import signal
 import sys
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from ftrun.monitor.process_groups import encode_groups
 from ftrun.wire import environment as env
+from ftrun.wire.channel import short_socket_path
 from ftrun.wire.pages import MAX_GROUPS_BYTES, Beat, Page
 from ftrun.wire.stack_file import leave_calls
 
@@ -68,8 +70,8 @@ def start_server(page: Page) -> None:
         return  # a torch built without it
     with suppress(OSError):
         os.unlink(path)
-    with suppress(RuntimeError, OSError), _quiet_stderr():
-        _server = _WorkerServer(path)
+    with suppress(RuntimeError, OSError), _quiet_stderr(), short_socket_path(Path(path)) as short:
+        _server = _WorkerServer(short)
         # A forked child that ends as an interpreter does would wait for a thread it has not got.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(_server))
         page.set(Beat.HAS_SERVER, 1)

@@ -1,0 +1,35 @@
+"""The agent reads a rank's flight recorder, however long the path of the run folder is."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+CODE = """
+import os
+import torch.distributed
+from ftrun.agent.flight_recorder import read_entries
+from ftrun.wire.pages import Beat, Page, create_page
+from ftrun.worker.visibility import start_server
+
+page = Page(create_page("rank-0"))
+start_server(page)
+print(page.get(Beat.HAS_SERVER), read_entries(os.environ["FTRUN_RANK_SOCKET"]), flush=True)
+os._exit(0)
+"""
+
+
+def test_path_that_is_too_long_for_a_socket(tmp_path: Path) -> None:
+    folder = tmp_path / ("a folder with a blank, an é and a long name " * 4)
+    folder.mkdir()
+    path = folder / "rank-0.sock"
+    assert len(os.fsencode(path)) > 108
+    done = subprocess.run(
+        [sys.executable, "-c", CODE],
+        env={**os.environ, "FTRUN_RANK_SOCKET": str(path)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=100,
+    )
+    assert done.stdout == "1 []\n", done.stderr
