@@ -323,6 +323,7 @@ def _in_words(error: Exception) -> str:
         ("without response", "it ends the connection, as an etcd that speaks TLS only does"),
         ("EOF occurred", "it ends the connection as TLS begins, as an etcd without TLS does"),
         ("EOF_WHILE", "it ends the connection as TLS begins, as an etcd without TLS does"),
+        ("closed (EOF)", "it ends the connection as TLS begins, as an etcd without TLS does"),
     ):
         if sign in text:
             return words

@@ -194,7 +194,7 @@ def paced_rate(wanted_bytes_s: float, size: int) -> float:
 
     with listen_tcp("127.0.0.1", 0) as listener:
         with socket.create_connection(listener.getsockname()) as sock:
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"cubic")
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")  # every user may
             pace(sock, 0)
             pace(sock, wanted_bytes_s)
             reader = threading.Thread(target=read, args=(listener.accept()[0],))

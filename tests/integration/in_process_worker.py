@@ -58,7 +58,7 @@ class Run:
         give_up_s = clock.now_s() + PATIENCE_S
         while not self.socket.exists():
             assert clock.now_s() < give_up_s
-            os.sched_yield()
+            clock.sleep(0.001)
         hello = messages.Hello(role="agent", pid=os.getpid())
         self.agent = connect(
             self.socket, run_id=RUN, peer="the SMP", hello=hello, deadline_s=PATIENCE_S
@@ -141,7 +141,7 @@ class Run:
         give_up_s = clock.now_s() + PATIENCE_S
         while self.commands.get(Command.COMMITTED_STEP) != step:
             assert clock.now_s() < give_up_s
-            os.sched_yield()
+            clock.sleep(0.001)
 
     def ask(self, body: messages.AnyMessage, *fds: int) -> Received:
         """Ask the SMP; what it tells unasked is passed over."""
@@ -157,7 +157,7 @@ class Run:
         give_up_s = clock.now_s() + PATIENCE_S
         while self.commands.get(Command.COMMITTED_STEP) != newest.step:
             assert clock.now_s() < give_up_s
-            os.sched_yield()
+            clock.sleep(0.001)
         return newest
 
     def arena_fd(self) -> int:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -173,7 +174,7 @@ def test_shell_completion(words: str, expected: str, tmp_path: Path) -> None:
 
 def test_completion_script_can_be_shown(tmp_path: Path) -> None:
     # The shell is found by looking at the parent process.
-    code = f"{' '.join(FTRUN)} --show-completion; true"
+    code = f"{shlex.join(FTRUN)} --show-completion; true"
     done = subprocess.run(
         ["bash", "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path, timeout=60
     )

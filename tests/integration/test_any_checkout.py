@@ -1,0 +1,86 @@
+"""scripts/test and scripts/demo pass in any checkout: 150 characters, a blank, no ASCII, no root.
+
+Each makes the environment that it needs, as after a fresh clone, so that this takes minutes.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+LENGTH = 150
+NOBODY = 65534
+PASSED_ON = ("PIP_", "SSL_", "REQUESTS_", "HTTP_", "HTTPS_", "NO_PROXY", "LANG", "LC_")
+SOME_TESTS = (
+    *("tests/architecture", "tests/contract/test_channel.py", "tests/contract/test_rank_socket.py"),
+    *("tests/unit/cli", "tests/integration/test_cli.py", "tests/integration/test_launch.py"),
+    *("tests/integration/test_session.py", "tests/integration/test_protection.py"),
+)
+"""What depends on paths, users, sockets and start-up; all others take an hour more."""
+
+pytestmark = [pytest.mark.full, pytest.mark.slow, pytest.mark.timeout(3600)]
+
+Do = Callable[..., None]
+
+
+@pytest.fixture(scope="module")
+def do() -> Iterator[Do]:
+    """Run a program of the checkout, in it, as a user who is not root."""
+    with tempfile.TemporaryDirectory(prefix="ftrun-c-") as text:
+        folder = Path(text)
+        checkout = folder / "a checkout with a blänk"
+        checkout /= "x" * (LENGTH - len(str(checkout)) - 1)
+        assert len(str(checkout)) == LENGTH
+        home, temporary = folder / "home", folder / "tmp"
+        for path in (checkout.parent, home, temporary):
+            path.mkdir()
+        subprocess.run(["git", "clone", "--quiet", "--no-hardlinks", ROOT, checkout], check=True)
+        settings = Path.home() / ".config" / "pip"  # which index it asks
+        if settings.is_dir():
+            shutil.copytree(settings, home / ".config" / "pip")
+        variables = {k: v for k, v in os.environ.items() if k.upper().startswith(PASSED_ON)}
+        variables |= {"PATH": _path(), "HOME": str(home), "TMPDIR": str(temporary)}
+        as_user = {}
+        if os.geteuid() == 0:
+            as_user = {"user": NOBODY, "group": NOBODY, "extra_groups": []}
+            _give(folder)
+
+        def run(*words: str) -> None:
+            done = subprocess.run(
+                [*words], cwd=checkout, env=variables, check=False, stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **as_user,
+            )  # fmt: skip
+            assert done.returncode == 0, done.stdout[-20_000:]
+
+        yield run
+
+
+def _path() -> str:
+    """Folders of programs that every user may enter, with a python3 in the first."""
+    if os.geteuid() != 0:
+        return os.environ["PATH"]
+    found = [sys.base_exec_prefix + "/bin", "/usr/local/bin", "/usr/bin", "/bin"]
+    return os.pathsep.join(path for path in found if _is_open(Path(path)))
+
+
+def _is_open(folder: Path) -> bool:
+    return all(path.is_dir() and path.stat().st_mode & 1 for path in (folder, *folder.parents))
+
+
+def _give(folder: Path) -> None:
+    for path in (folder, *folder.rglob("*")):
+        os.chown(path, NOBODY, NOBODY, follow_symlinks=False)
+
+
+def test_scripts_test(do: Do) -> None:
+    do("scripts/test", "-q", "-n", "2", *SOME_TESTS)
+
+
+def test_scripts_demo(do: Do) -> None:
+    do("scripts/demo", "--steps", "60")
