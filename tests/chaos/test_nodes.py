@@ -20,7 +20,7 @@ if reason := available():
 
 pytestmark = [pytest.mark.chaos, pytest.mark.slow, pytest.mark.timeout(300)]
 
-WAIT_S = 90.0
+WAIT_S = 200.0
 NO_ZYGOTE = ("--set", "start.mode=fresh")
 """Where no rank is ever started, and time is dear."""
 

@@ -2,14 +2,11 @@
 
 import os
 import signal
-import subprocess
-import sys
 from itertools import combinations
 from pathlib import Path
 
 import pytest
 
-from ftrun.wire.run_folder import RunId, run_folder
 from tests.chaos.conftest import Checked, let_end, wait_for_memory, wait_until_gone
 from tests.integration.conftest import Run, Start, is_gone
 
@@ -105,42 +102,6 @@ def test_same_run_id_resumes_when_only_the_smp_is_left(
     assert run.wait() == 0, run.text
     undisturbed.check(run)
     assert run.journal("adopted")
-
-
-def test_another_script_may_not_take_the_run_id(start: Start, train: tuple[str, ...]) -> None:
-    run = start(*train)
-    run.wait_for_step(5)
-    os.kill(run.process.pid, signal.SIGKILL)
-    run.process.wait(20)
-    (run.folder / "other.py").write_text("print('other')\n")
-    found = subprocess.run(
-        [sys.executable, "-m", "ftrun", "--run-id", run.run_id, "other.py"],
-        cwd=run.folder,
-        env=run.variables,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert found.returncode == 2
-    assert "train.py" in found.stderr
-
-
-def test_stop_frees_what_an_orphan_holds(start: Start, train: tuple[str, ...]) -> None:
-    run = start(*train)
-    run.wait_for_step(5)
-    smp = run.pid_of("smp")
-    os.kill(run.process.pid, signal.SIGKILL)
-    run.process.wait(20)
-    wait_until_gone(run.pids()[0])
-    subprocess.run(
-        [sys.executable, "-m", "ftrun", "stop", run.run_id],
-        env=run.variables,
-        timeout=60,
-        check=True,
-    )
-    wait_until_gone(smp)
-    assert not run_folder(RunId(run.run_id)).path.exists()
 
 
 def test_another_number_of_ranks_goes_on_from_memory(start: Start, train: tuple[str, ...]) -> None:

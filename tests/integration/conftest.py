@@ -20,7 +20,7 @@ from ftrun.cli.status import document_of
 from ftrun.errors import FtrunError
 from ftrun.wire.run_folder import RunId, run_folder
 
-WAIT_S = 90.0
+WAIT_S = 200.0
 PORTS = range(20_000, 32_000)
 """Below those that the kernel gives to whoever connects to something just then."""
 
