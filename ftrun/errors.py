@@ -10,7 +10,7 @@
     |   |-- FaultRefused                      a fault that cannot really be made here
     |   `-- NotSupportedHere                  the launcher needs Linux
     |-- SnapshotError               exit 77   no state to resume from
-    |   |-- MemoryTooSmall                    two slots do not fit
+    |   |-- MemoryTooSmall                    memory for snapshots does not fit
     |   |-- ValueNotStorable                  a key whose value is neither tensor nor plain data
     |   |-- StateDictFailed                   the script's own state_dict() raised
     |   |-- ShapeChanged                      saved and present tensor differ
@@ -130,17 +130,49 @@ class SnapshotError(FtrunError):
 
 
 class MemoryTooSmall(SnapshotError):
-    """Two slots for every rank of the node do not fit into memory."""
+    """Memory for snapshots does not fit on this node.
 
-    def __init__(self, *, needed_bytes: int, available_bytes: int, limit: str) -> None:
+    Args:
+        needed_bytes: still to be allocated, for all ranks of the node that were counted.
+        available_bytes: free now, less the margin.
+        limit: which limit leaves the least.
+        state_bytes: one slot of the rank that asked; 0: no single rank asked.
+        num_ranks: ranks that `needed_bytes` is for.
+        parity_bytes: what parity of other nodes needs besides, at most.
+    """
+
+    def __init__(
+        self,
+        *,
+        needed_bytes: int,
+        available_bytes: int,
+        limit: str,
+        state_bytes: int = 0,
+        num_ranks: int = 0,
+        parity_bytes: int = 0,
+    ) -> None:
         self.needed_bytes = needed_bytes
         self.available_bytes = available_bytes
         self.limit = limit
+        self.state_bytes = state_bytes
+        self.num_ranks = num_ranks
+        self.parity_bytes = parity_bytes
+        details, help_ = "", "Raise this limit or start fewer ranks per node"
+        if num_ranks:
+            ranks = "1 rank" if num_ranks == 1 else f"each of {num_ranks} ranks"
+            details = f": two slots for {ranks}, {_mb(state_bytes)} of state in the one that asked"
+        if parity_bytes:
+            details += f"; parity for other nodes needs up to {_mb(parity_bytes)} besides"
+            help_ += ", or use --erasure K+M with a larger K or a smaller M"
         super().__init__(
-            f"two snapshot slots need {needed_bytes / 1e6:,.0f} MB and {available_bytes / 1e6:,.0f}"
-            f" MB are free ({limit}). Use fewer ranks per node or a larger memory limit, or set "
-            "snapshot.required to false to train without protection"
+            f"snapshots need {_mb(needed_bytes)} more on this node and {_mb(available_bytes)} are "
+            f"free ({limit}){details}. {help_}. Without snapshot.required the run trains without "
+            "snapshots until there is room"
         )
+
+
+def _mb(num_bytes: int) -> str:
+    return f"{num_bytes / 1e6:,.0f} MB"
 
 
 class ValueNotStorable(SnapshotError):

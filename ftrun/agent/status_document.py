@@ -160,11 +160,10 @@ def _snapshots(run: RunLoop, now_s: float) -> dict[str, Any]:
     pages = [place.page for place in run.workers.places]
     commands = run.workers.commands
     committed = committed_in(commands)
-    notes = [page.note for page in pages if page.note]
+    lost = [page.note for page in pages if page.get(Beat.UNPROTECTED)]
+    notes = [*lost, *(page.note for page in pages if page.note)]
     attached = any(page.get(Beat.ATTACHED) for page in pages)
-    unprotected = any(page.get(Beat.UNPROTECTED) for page in pages)
-    note = notes[0] if notes else ""
-    why = run.caretaker.smp_given_up or (note if unprotected else "")
+    why = run.caretaker.smp_given_up or (lost[0] if lost else "")
     # ftrun.dcp takes snapshots without it.
     is_bare = not attached and committed is None
     if is_bare and not why and any(page.get(Beat.BEAT_NS) for page in pages):
@@ -172,7 +171,7 @@ def _snapshots(run: RunLoop, now_s: float) -> dict[str, Any]:
     return {
         "protected": committed is not None and not why,
         "unprotected": why,
-        "note": note,
+        "note": notes[0] if notes else "",
         "step": committed[1] if committed else None,
         "generation": committed[0] if committed else None,
         "age_s": _age_s(run, committed, now_s) if committed else None,

@@ -129,6 +129,15 @@ class Checkpoints:
         """Give up what is being written."""
         self._stop.set()
 
+    def give_back(self) -> None:
+        """Free the memory kept for the next checkpoint, once nothing is being written."""
+        if self._room.num_bytes:
+            self._jobs.submit("disk", self._given_back, failed=_nothing)
+
+    def _given_back(self) -> Finish:
+        self._room.drop()
+        return _nothing
+
     def _write(self, asker: Asker, order: WriteOrder, fds: ArenaFds) -> Finish:
         started_s = clock.now_s()
         try:

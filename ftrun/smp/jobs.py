@@ -4,7 +4,7 @@ Runs in:  the SMP: `submit` and `finish` in the server's thread, the work in one
 Takes in: functions that compute and return what is to be done with the result.
 Gives:    the results, to be run in the server's thread when the descriptor becomes readable.
 
-A lane does one thing after the other: "memory" makes arenas, "disk" reads and writes
+A lane does one thing after the other: "memory-0" and so on make arenas, "disk" reads and writes
 checkpoints. The threads are daemons: an SMP that is told to end does not wait for a disk.
 """
 

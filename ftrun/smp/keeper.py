@@ -4,29 +4,26 @@ Runs in:  the SMP, in the server's thread.
 Takes in: messages of clients whose role allows them; results of jobs.
 Gives:    answers, and VersionCommitted and ArenaGranted to the agent, unasked.
 
-Rule 1: the agent gets a duplicate of each arena before the worker does, so an SMP killed right
-        after granting loses nothing.
-Rule 2: what a message brings from an older generation is refused or dropped.
+Rule: what a message brings from an older generation is refused or dropped.
 """
 
 import json
 import logging
 import os
-from functools import partial
 
-from ftrun.errors import LayoutUnknown, MemoryTooSmall, ProtocolError
+from ftrun.errors import LayoutUnknown, ProtocolError
 from ftrun.ids import Generation, Rank, RunId, version
+from ftrun.smp.arena_requests import ArenaRequests, granted
 from ftrun.smp.checkpoint_load import Loaded
 from ftrun.smp.checkpoints import Checkpoints
 from ftrun.smp.client import Asker, Client
 from ftrun.smp.commits import Commits, Start
 from ftrun.smp.group_work import GroupWork
 from ftrun.smp.images import open_images
-from ftrun.smp.jobs import Finish, Jobs
-from ftrun.smp.memory import ArenaMemory, create
-from ftrun.smp.protecting import protecting_of
+from ftrun.smp.jobs import Jobs
+from ftrun.smp.memory import ArenaMemory
+from ftrun.smp.protecting import parity_share, protecting_of
 from ftrun.wire import checkpoint_messages, messages, smp_messages, worker_messages
-from ftrun.wire.arena import ArenaShape
 from ftrun.wire.channel import Received
 from ftrun.wire.crash_points import crash_point
 from ftrun.wire.pages import Page
@@ -34,7 +31,6 @@ from ftrun.wire.pages import Page
 MAX_RUN_STATE_BYTES = (1 << 20) - (1 << 14)
 """What fits a HandedOver beside the ranks."""
 
-_BUG = messages.Refused("a bug in ftrun; the SMP's log has it")
 _log = logging.getLogger(__name__)
 
 
@@ -52,9 +48,16 @@ class Keeper:
             jobs=jobs,
             tell_agent=self._tell_agent,
         )
+        self.requests = ArenaRequests(
+            self.memory,
+            jobs,
+            tracker=self.commits.tracker,
+            tell_agent=self._tell_agent,
+            is_short=self.checkpoints.give_back,
+            vault_bytes=lambda: self.group_work.vaults.allocated_bytes,
+        )
         self.agent: Client | None = None
         self._run_id = run_id
-        self._jobs = jobs
         self._run_state = b""
 
     @property
@@ -67,57 +70,9 @@ class Keeper:
 
     # --- worker ----------------------------------------------------------------------------
 
-    def reserve(self, asker: Asker, body: worker_messages.ReserveMemory) -> None:
-        try:
-            self.memory.reserve(
-                Rank(body.rank), body.image_bytes, world_size=self.commits.tracker.world_size
-            )
-        except MemoryTooSmall as error:
-            asker.tell(_refusal(error))
-        else:
-            asker.tell(messages.Done())
-
-    def request_arena(self, asker: Asker, body: worker_messages.RequestArena) -> None:
-        shape = ArenaShape(
-            body.rank, body.world_size, body.image_bytes, body.num_pieces, body.layout_id
-        )
-        rank = Rank(body.rank)
-        arena = self.memory.grant_again(shape, self.commits.tracker.generation)
-        if arena is not None:
-            # The agent has it: from its making, from HandOver, or it brought it itself.
-            asker.tell(_granted(shape), fds=(arena.fd,))
-            return
-        try:
-            self.memory.promise(rank, shape.total_bytes)
-        except MemoryTooSmall as error:
-            asker.tell(_refusal(error))
-            return
-        self._jobs.submit(
-            "memory",
-            partial(self._make_arena, asker, shape),
-            failed=partial(self._not_made, asker, rank, _BUG),
-        )
-
-    def _make_arena(self, asker: Asker, shape: ArenaShape) -> Finish:
-        try:
-            fd = create(shape)
-        except MemoryTooSmall as error:
-            return partial(self._not_made, asker, Rank(shape.rank), _refusal(error))
-        return partial(self._made, asker, fd, shape)
-
-    def _made(self, asker: Asker, fd: int, shape: ArenaShape) -> None:
-        self.memory.add(fd, self.commits.tracker.generation)
-        self._grant(asker, fd, shape)
-
-    def _not_made(self, asker: Asker, rank: Rank, answer: messages.AnyMessage) -> None:
-        self.memory.forget_promise(rank)
-        asker.tell(answer)
-
-    def _grant(self, asker: Asker, fd: int, shape: ArenaShape) -> None:
-        self._tell_agent(_granted(shape), fds=(fd,))
-        crash_point("smp.arena.agent_told")
-        asker.tell(_granted(shape), fds=(fd,))
-        crash_point("smp.arena.granted")
+    def sealed(self, body: worker_messages.ShardSealed) -> None:
+        self.memory.forget_promise(Rank(body.rank))
+        self.commits.sealed(Rank(body.rank), version(body.generation, body.step))
 
     def read_shards(
         self,
@@ -148,6 +103,7 @@ class Keeper:
         restored = version(*body.restored) if body.restored is not None else None
         if body.generation > before:
             self.memory.forget_promises()
+        self.requests.begin(parity_share(group))
         is_new = self.group_work.begin(body, group, page, restored)
         self.commits.begin(
             page,
@@ -241,7 +197,7 @@ class Keeper:
         self.group_work.restores.share(loaded.rest)
         self.memory.put_instead(loaded.fds, self.commits.tracker.generation)
         for arena in self.memory.all():
-            self._tell_agent(_granted(arena.shape), fds=(arena.fd,))
+            self._tell_agent(granted(arena.shape), fds=(arena.fd,))
         crash_point("smp.checkpoint.loaded")
 
     # --- anyone ----------------------------------------------------------------------------
@@ -287,13 +243,3 @@ class Keeper:
     def _tell_agent(self, body: messages.AnyMessage, *, fds: tuple[int, ...] = ()) -> None:
         if self.agent is not None:
             self.agent.tell(body, fds=fds)
-
-
-def _granted(shape: ArenaShape) -> worker_messages.ArenaGranted:
-    return worker_messages.ArenaGranted(rank=shape.rank, layout_id=shape.layout_id)
-
-
-def _refusal(error: MemoryTooSmall) -> worker_messages.MemoryRefused:
-    return worker_messages.MemoryRefused(
-        needed_bytes=error.needed_bytes, available_bytes=error.available_bytes, limit=error.limit
-    )

@@ -1,6 +1,6 @@
 """The arenas of this node's ranks.
 
-Runs in:  the SMP: all of it in the server's thread, but `create`, which a job may run.
+Runs in:  the SMP: all of it in the server's thread, except `create`, which a job may run.
 Takes in: what workers ask for, and what the limits allow.
 Gives:    descriptors, offers, and errors with numbers.
 Survives: the worker; the SMP's own death where the agent keeps duplicates.
@@ -8,6 +8,9 @@ Survives: the worker; the SMP's own death where the agent keeps duplicates.
 A rank may have two arenas for a while: when its layout changes, the new one replaces the old
 one at the first commit that lies in the new one. Until then both can be restored from, both are
 offered and handed over, and both count as used memory.
+
+Rule: what the ranks of this node ask for is counted together, and what was refused still counts.
+      A version needs all ranks, so memory for some of them would be spent without protection.
 """
 
 import fcntl
@@ -56,13 +59,23 @@ class HeldArena:
         return any(header.version == version for header in self.sealed())
 
 
+@dataclass(slots=True)
+class Allocation:
+    """How far an arena in the making is; its job writes `num_bytes`."""
+
+    total_bytes: int
+    num_bytes: int = 0
+
+
 class ArenaMemory:
     """Arenas by rank, the newest last."""
 
     def __init__(self, available: Callable[[], Available] = available_memory) -> None:
         self._available = available
         self._arenas: dict[Rank, list[HeldArena]] = {}
-        self._promised: dict[Rank, int] = {}
+        self._wanted: dict[Rank, int] = {}
+        """Bytes that a rank has asked for and has not got, granted or refused."""
+        self._making: dict[Rank, Allocation] = {}
 
     @property
     def ranks(self) -> list[Rank]:
@@ -79,17 +92,53 @@ class ArenaMemory:
     def of(self, rank: Rank) -> list[HeldArena]:
         return self._arenas.get(rank, [])
 
-    def promise(self, rank: Rank, total_bytes: int) -> None:
-        """Set memory aside, besides what this rank has and what others are promised.
+    def promise(self, rank: Rank, total_bytes: int, *, image_bytes: int) -> None:
+        """Set memory aside, besides what this rank has and what other ranks have asked for.
+
+        Args:
+            rank: that asks; this replaces what it has asked for before.
+            total_bytes: of the memory to set aside.
+            image_bytes: of one slot, for the error.
 
         Raises:
-            MemoryTooSmall: it does not fit; nothing is promised to this rank then.
+            MemoryTooSmall: what all ranks have asked for does not fit.
         """
-        self._promised[rank] = total_bytes
-        needed = sum(self._promised.values())
+        self._wanted[rank] = total_bytes
+        # Before the bytes allocated meanwhile: the other order would count some of them twice.
         available = self._available()
+        needed = self._needed_bytes
         if needed > available.num_bytes:
-            del self._promised[rank]
+            raise MemoryTooSmall(
+                needed_bytes=needed,
+                available_bytes=available.num_bytes,
+                limit=available.limit,
+                state_bytes=image_bytes,
+                num_ranks=sum(1 for wanted in self._wanted.values() if wanted),
+            )
+
+    @property
+    def known_ranks(self) -> set[Rank]:
+        """Ranks that have an arena or have asked for one."""
+        return {*self._arenas, *self._wanted}
+
+    @property
+    def planned_bytes(self) -> int:
+        """Of the newest arenas, with all that ranks have asked for."""
+        newest = sum(arenas[-1].shape.total_bytes for arenas in self._arenas.values())
+        return newest + sum(self._wanted.values())
+
+    @property
+    def _needed_bytes(self) -> int:
+        needed = dict(self._wanted)
+        for rank, making in self._making.items():
+            needed[rank] = max(needed.get(rank, 0), making.total_bytes) - making.num_bytes
+        return sum(needed.values())
+
+    def check(self, more_bytes: int) -> None:
+        """Raise MemoryTooSmall if this does not fit beside all that ranks have asked for."""
+        available = self._available()
+        needed = self._needed_bytes + more_bytes
+        if needed > available.num_bytes:
             raise MemoryTooSmall(
                 needed_bytes=needed, available_bytes=available.num_bytes, limit=available.limit
             )
@@ -105,14 +154,23 @@ class ArenaMemory:
         total = arena_bytes(image_bytes, image_bytes // PIECE_BYTES + _SPARE_PIECES)
         shapes = [arena.shape for arena in self.of(rank) if arena.shape.world_size == world_size]
         has = max((shape.total_bytes for shape in shapes), default=0)
-        self.promise(rank, max(0, total - has))
+        self.promise(rank, max(0, total - has), image_bytes=image_bytes)
+
+    def begin_making(self, shape: ArenaShape) -> Allocation:
+        """Count an arena while its pages are allocated, until `end_making`."""
+        found = self._making[Rank(shape.rank)] = Allocation(shape.total_bytes)
+        return found
+
+    def end_making(self, rank: Rank) -> None:
+        self._making.pop(rank, None)
 
     def forget_promise(self, rank: Rank) -> None:
-        self._promised.pop(rank, None)
+        """The rank needs no more than it has."""
+        self._wanted.pop(rank, None)
 
     def forget_promises(self) -> None:
-        """Those they were made to are dead."""
-        self._promised.clear()
+        """The ranks that have asked are dead."""
+        self._wanted.clear()
 
     def grant_again(self, shape: ArenaShape, generation: Generation) -> HeldArena | None:
         """An arena of just this shape; it counts as the newest from now on."""
@@ -208,7 +266,7 @@ class ArenaMemory:
         """Give all memory back; it is gone when nobody else holds a descriptor."""
         for arena in self.all():
             self._free(arena)
-        self._promised.clear()
+        self.forget_promises()
 
     def _free(self, arena: HeldArena) -> None:
         rank = Rank(arena.shape.rank)
@@ -219,8 +277,8 @@ class ArenaMemory:
         _log.debug("rank %d: freed an arena of %d bytes", rank, arena.shape.total_bytes)
 
 
-def create(shape: ArenaShape, available: Callable[[], Available] = available_memory) -> int:
-    """A descriptor of a fresh arena, its pages allocated.
+def create(shape: ArenaShape, allocated: Callable[[int], object] | None = None) -> int:
+    """A descriptor of a fresh arena, its pages allocated; arguments as of `create_memfd`.
 
     The kernel clears a page when it is first touched, which is in the worker: doing it here as
     well made the whole slower (1 GiB: fallocate 0.15 s, populate 0.33 s, a second mapping
@@ -230,12 +288,14 @@ def create(shape: ArenaShape, available: Callable[[], Available] = available_mem
         MemoryTooSmall: the kernel has no such memory, whatever the limits say.
     """
     try:
-        fd = create_memfd(shape)
+        fd = create_memfd(shape, allocated)
     except (OSError, OverflowError) as error:
         raise MemoryTooSmall(
             needed_bytes=shape.total_bytes,
-            available_bytes=available().num_bytes,
+            available_bytes=available_memory().num_bytes,
             limit=f"the kernel refused it: {error}",
+            state_bytes=shape.image_bytes,
+            num_ranks=1,
         ) from error
     crash_point("smp.arena.created")
     return fd

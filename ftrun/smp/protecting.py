@@ -104,6 +104,13 @@ def protecting_of(body: smp_messages.BeginGeneration) -> Protecting | None:
     )
 
 
+def parity_share(group: Protecting | None) -> float:
+    """Bytes of parity that a node keeps for each byte of its own state, at most: m/k."""
+    if group is None or not group.is_possible:
+        return 0.0
+    return group.parity / (len(group.nodes) - group.parity)
+
+
 def rooms_for(plan: Plan, manifests: dict[int, NodeManifest], group: Protecting) -> dict[int, int]:
     """Bytes to set aside for the mirrors that come here, by place."""
     count = len(group.nodes)

@@ -264,11 +264,11 @@ class Server:
         rank = Rank(body.rank)
         match body:
             case worker_messages.ReserveMemory():
-                keeper.reserve(asker, body)
+                keeper.requests.reserve(asker, body)
             case worker_messages.RequestArena():
-                keeper.request_arena(asker, body)
+                keeper.requests.request(asker, body)
             case worker_messages.ShardSealed():
-                keeper.commits.sealed(rank, version(body.generation, body.step))
+                keeper.sealed(body)
             case worker_messages.ShardSkipped():
                 keeper.commits.skipped(version(body.generation, body.step))
             case worker_messages.WithdrawShard():

@@ -33,6 +33,13 @@ SMALL_BYTES = 1 << 18
 PIECE_BYTES = 1 << 18
 """Copied and hashed in one go: measured best between 128 and 512 KiB (2 MiB L2, 2026-11)."""
 
+PLAIN_BYTES = 1 << 15
+"""Least room for plain values; `PLAIN_SHARE` of the tensors' bytes if that is more, up to
+`PIECE_BYTES`. Values that outgrow their room cost a new arena."""
+
+PLAIN_SHARE = 1 / 1024
+_PLAIN_GROWTH = 4
+
 ALIGN_BYTES = 64
 PAGE_BYTES = 4096
 
@@ -185,21 +192,29 @@ def cut(offset: int, num_bytes: int) -> list[Piece]:
 
 
 def make_layout(
-    entries: Sequence[Entry], *, plain_bytes: int, metadata: dict[str, str] | None = None
+    entries: Sequence[Entry],
+    *,
+    plain_bytes: int,
+    metadata: dict[str, str] | None = None,
+    plain_capacity: int = 0,
 ) -> Layout:
     """Order the entries, give them offsets, and add room for the plain values.
 
     Args:
         entries: at least none; their offsets are ignored.
-        plain_bytes: how many bytes of plain values there are now. Twice as many, and at least
-            16 KiB, are set aside, because numbers grow as a run goes on.
+        plain_bytes: how many bytes of plain values there are now. At least four times as many are
+            set aside, because they grow as a run goes on.
         metadata: goes into the header as it is.
+        plain_capacity: room for plain values; 0: chosen here.
     """
     # Wide items first, so that no item of a pack lies across its own size.
     ordered = sorted(
         entries, key=lambda e: (e.when is When.LAZY, not e.is_small, -ITEM_BYTES[e.dtype])
     )
-    capacity = max(1 << 14, 1 << (2 * plain_bytes - 1).bit_length())
+    tensor_bytes = sum(entry.num_bytes for entry in entries)
+    room = max(PLAIN_BYTES, min(int(tensor_bytes * PLAIN_SHARE), PIECE_BYTES))
+    room = max(room, _PLAIN_GROWTH * plain_bytes)
+    capacity = plain_capacity or 1 << (room - 1).bit_length()
     placed: list[Entry] = []
     offset = 0
     for entry in ordered:

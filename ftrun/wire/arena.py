@@ -37,6 +37,9 @@ _MAGIC = 0x4E524154_46303031
 _ARENA_HEADER = struct.Struct("<QQQQQQQ")
 _SLOT_HEADER = struct.Struct("<QQqqQQQQ")
 _CHECK = struct.Struct("<Q")
+_ALLOCATED_BYTES = 1 << 24
+"""Allocated at once; the smaller, the better known is how much of an arena is still to come."""
+
 _MADV_POPULATE_READ = 22
 _MADV_POPULATE_WRITE = 23
 
@@ -97,11 +100,15 @@ def arena_bytes(image_bytes: int, num_pieces: int) -> int:
     return ArenaShape(0, 1, image_bytes, num_pieces, 0).total_bytes
 
 
-def create_memfd(shape: ArenaShape) -> int:
+def create_memfd(shape: ArenaShape, allocated: Callable[[int], object] | None = None) -> int:
     """A populated arena, sealed against resizing.
 
     Allocated with posix_fallocate: a full memory is an OSError here and not a SIGBUS in the
-    middle of a step.
+    middle of a step. The interpreter lock is released meanwhile.
+
+    Args:
+        shape: of the arena.
+        allocated: called with the bytes allocated so far.
 
     Raises:
         OSError: ENOSPC or ENOMEM, with nothing left behind.
@@ -110,7 +117,12 @@ def create_memfd(shape: ArenaShape) -> int:
 
     fd = os.memfd_create(f"ftrun-rank-{shape.rank}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
-        os.posix_fallocate(fd, 0, shape.total_bytes)
+        os.ftruncate(fd, shape.total_bytes)  # a size beyond every limit fails before allocation
+        for at in range(0, shape.total_bytes, _ALLOCATED_BYTES):
+            num_bytes = min(_ALLOCATED_BYTES, shape.total_bytes - at)
+            os.posix_fallocate(fd, at, num_bytes)
+            if allocated is not None:
+                allocated(at + num_bytes)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
         header = _ARENA_HEADER.pack(
             _MAGIC,

@@ -139,8 +139,8 @@ class SmpNotice(Message, frozen=True):
     """SMP -> agent, unasked: something for the journal that asks for no act.
 
     Args:
-        kind: "replicas_differ", "peer_lost", "stalled", "source_set_aside", "unprotected" or
-            "restore".
+        kind: "replicas_differ", "peer_lost", "stalled", "source_set_aside", "unprotected",
+            "memory" or "restore".
         why: in words.
         nodes: whom it is about.
         ranks: the same, where it is known.

@@ -7,22 +7,34 @@ from ftrun.wire.message import Message
 
 
 class ReserveMemory(Message, frozen=True):
-    """Worker -> SMP, at attach: will two slots of this size fit? Done or MemoryRefused."""
+    """Worker -> SMP: will two slots of this size fit? Done or MemoryRefused.
+
+    Asked at attach with an estimate, and again when the size is known to be larger.
+    """
 
     rank: int
     image_bytes: int
 
 
 class MemoryRefused(Message, frozen=True):
-    """SMP -> worker: two slots for every rank of the node do not fit."""
+    """SMP -> worker: what the ranks of the node have asked for does not fit.
+
+    The fields are those of `MemoryTooSmall`.
+    """
 
     needed_bytes: int
     available_bytes: int
     limit: str
+    state_bytes: int = 0
+    num_ranks: int = 0
+    parity_bytes: int = 0
 
 
 class RequestArena(Message, frozen=True):
-    """Worker -> SMP: memory for a layout. ArenaGranted with one descriptor, or MemoryRefused."""
+    """Worker -> SMP: memory for a layout. ArenaGranted with one descriptor, or MemoryRefused.
+
+    Asked again while it is being made, it is made once.
+    """
 
     rank: int
     world_size: int

@@ -114,6 +114,8 @@ class Capture:
                 self._take(step, collect, is_last=force)
                 if force:
                     self._thread.wait()
+            else:
+                self._store.check_size(self._tree, collect, self._link)
         except PeerError as error:
             # The agent starts another SMP; until then there is no memory to ask for.
             self._page.add(Beat.SKIPPED_COUNT, 1)
@@ -121,7 +123,7 @@ class Capture:
                 self._trouble = str(error)
                 _log.warning("no snapshot of step %d, nor until that is over: %s", step, error)
         except MemoryTooSmall as error:
-            self._give_up(error)
+            self._go_without(step, error)
             if self._context.settings.required:
                 raise
         except Exception as error:  # noqa: BLE001 - rule 5
@@ -305,6 +307,7 @@ class Capture:
             slots.arena.write_header(slot, self._header(slots, SlotState.SEALED, step, digest))
             crash_point("worker.capture.sealed")
             self._settling.sealed(step)
+            self._context.unprotected.remove("memory")
             self._page.set(Beat.SEALED_GENERATION, self._context.generation)
             self._page.set(Beat.SEALED_STEP, step)
             self._page.set(Beat.SEALED_NS, clock.now_ns())
@@ -328,6 +331,13 @@ class Capture:
         if not self._page.get(Beat.UNPROTECTED):
             self._page.note = text
         _log.warning("%s", text)
+
+    def _go_without(self, step: int, error: MemoryTooSmall) -> None:
+        """No snapshot of this step; the slots stay as they are, and later ones are tried."""
+        self._page.add(Beat.SKIPPED_COUNT, 1)
+        self._context.unprotected.add("memory", str(error))
+        self._settling.skipped(step)
+        self._link.withdraw(step)
 
     def _give_up(self, error: Exception) -> None:
         """No more snapshots from this process; training goes on."""

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from ftrun import clock
 from ftrun.errors import LayoutUnknown, MemoryTooSmall, PeerError, PeerTimeout, ProtocolError
 from ftrun.ids import Rank, Version
+from ftrun.wire.arena import arena_bytes
 from ftrun.wire.channel import Channel, Received, connect
 from ftrun.wire.messages import AnyMessage, Done, Hello, Refused
 from ftrun.wire.worker_messages import (
@@ -39,7 +40,11 @@ from ftrun.wire.worker_messages import (
 from ftrun.worker.context import WorkerContext
 
 _CONNECT_S = 1.0
-_ANSWER_S = 60.0  # the SMP allocates and populates: 0.25 s per GiB measured, more when it is busy
+_ANSWER_S = 60.0
+_SLOWEST_BYTES_S = 0.1 * (1 << 30)
+"""At which a node allocates arenas at least, of all its ranks together. Measured: 6 GiB/s alone
+(2026-11); less where a virtual machine must ask its host for each page."""
+
 _RESERVE_S = 10.0
 _WITHDRAW_S = 2.0
 _REST_S = 10.0
@@ -59,26 +64,37 @@ class MemoryLink:
         self._untold: ShardSealed | None = None
         self._rest_s = _REST_S
         self._rests_until_s = 0.0
+        self.reserved_bytes = 0
+        """Of one slot, in the last question whether two fit."""
 
-    def reserve(self, image_bytes: int) -> None:
+    def reserve(self, image_bytes: int, *, is_between_steps: bool = False) -> None:
         """Ask whether two slots of this size fit.
+
+        Args:
+            image_bytes: of one slot.
+            is_between_steps: the training waits for the answer.
 
         Raises:
             MemoryTooSmall: they do not.
             PeerError: the SMP cannot be asked.
         """
+        self.reserved_bytes = image_bytes
         body = ReserveMemory(self._context.rank, image_bytes)
-        _raise_if_refused(self._ask(body, deadline_s=_RESERVE_S))
+        deadline_s = _WITHDRAW_S if is_between_steps else _RESERVE_S
+        _raise_if_refused(self._ask(body, deadline_s=deadline_s))
 
     def request_arena(self, *, image_bytes: int, num_pieces: int, layout_id: int) -> int:
         """The descriptor of a new arena, the caller's to close.
+
+        Waits for as long as a slow node may take to allocate such arenas for all its ranks.
 
         Raises:
             MemoryTooSmall, PeerError.
         """
         context = self._context
         received = self._ask(
-            RequestArena(context.rank, context.world_size, image_bytes, num_pieces, layout_id)
+            RequestArena(context.rank, context.world_size, image_bytes, num_pieces, layout_id),
+            deadline_s=allocation_limit_s(arena_bytes(image_bytes, num_pieces)),
         )
         _raise_if_refused(received)
         if not isinstance(received.body, ArenaGranted) or len(received.fds) != 1:
@@ -245,11 +261,22 @@ class MemoryLink:
             self._channel = None
 
 
+def allocation_limit_s(total_bytes: int) -> float:
+    """Longest wait for an arena of this size: other ranks of the node may come first."""
+    num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return _ANSWER_S + num_ranks * total_bytes / _SLOWEST_BYTES_S
+
+
 def _raise_if_refused(received: Received) -> None:
     body = received.body
     if isinstance(body, MemoryRefused):
         raise MemoryTooSmall(
-            needed_bytes=body.needed_bytes, available_bytes=body.available_bytes, limit=body.limit
+            needed_bytes=body.needed_bytes,
+            available_bytes=body.available_bytes,
+            limit=body.limit,
+            state_bytes=body.state_bytes,
+            num_ranks=body.num_ranks,
+            parity_bytes=body.parity_bytes,
         )
     if not isinstance(body, (Done, ArenaGranted)):
         raise ProtocolError(f"the SMP answered {body!r} to a question about memory")

@@ -31,7 +31,7 @@ from ftrun.worker.optimizer_watch import OptimizerWatch, shown
 from ftrun.worker.overwritten import RestoredMarks
 from ftrun.worker.reload import Restorable, SavedState
 from ftrun.worker.slots import needed_bytes
-from ftrun.worker.state_tree import StateTree
+from ftrun.worker.state_tree import State, StateTree
 
 _POLL_S = 0.02
 _STOP_WAIT_S = 600.0
@@ -153,10 +153,10 @@ class Protection:
         context = self._context
         if not context.settings.enabled:
             return
-        self._tree.collect(extra())  # what cannot be stored is said now, not at the first step
+        state = self._tree.collect(extra())  # an error for what cannot be stored comes now
         self._tree.check_skip()
-        if self._inherited is None and context.arena_fd is None and not self._reserve():
-            return
+        if self._inherited is None:
+            self._reserve(state)
         self._capture = Capture(context, self._tree, self._link)
         atexit.register(self._capture.finish)
         if self._inherited is not None:
@@ -185,18 +185,21 @@ class Protection:
             self._saved.close()
         self._saved = self._marks = None
 
-    def _reserve(self) -> bool:
+    def _reserve(self, state: State) -> None:
+        """Ask whether the state will fit; where it does not, each snapshot is tried all the same.
+
+        Raises:
+            MemoryTooSmall: it does not fit, and the profile requires snapshots.
+        """
         context = self._context
         try:
-            self._link.reserve(needed_bytes(self._tree))
+            self._link.reserve(needed_bytes(self._tree, state))
         except MemoryTooSmall as error:
+            context.unprotected.add("memory", str(error))
             if context.settings.required:
                 raise
-            context.unprotected.add("memory", str(error))
-            return False
         except PeerError as error:
             _log.warning("memory is not reserved: %s", error)
-        return True
 
     # --- loop ------------------------------------------------------------------------------
 

@@ -8,15 +8,24 @@ Making an arena costs 0.5 s per GiB (2026-11), most of it the first touch of its
 boundary that needs one waits for it, so that the first step is protected, but no longer than
 `commit_wait_s`: a very large one is made beside the training, and until then nothing is taken.
 The last boundary of a run waits longer: a short run would have no snapshot at all.
+
+Rule: memory that was refused is asked for again after a pause that doubles, at once when the
+      state has another shape or the memory has become free, and at the last boundary. Until then
+      the old arena stays, with what is committed in it.
 """
 
 import os
 import threading
+from collections.abc import Callable
 
+import torch
 import xxhash
 
-from ftrun.snapshot.layout import Layout, When, make_layout
-from ftrun.wire.arena import NUM_SLOTS, Arena
+from ftrun import clock
+from ftrun.errors import LayoutUnknown, MemoryTooSmall, PeerError
+from ftrun.free_memory import available_memory
+from ftrun.snapshot.layout import Entry, Layout, make_layout, parse_header
+from ftrun.wire.arena import NUM_SLOTS, Arena, SlotState
 from ftrun.wire.crash_points import crash_point
 from ftrun.wire.pages import Beat
 from ftrun.worker.context import WorkerContext
@@ -24,21 +33,33 @@ from ftrun.worker.copying import SlotCopy, SlotViews
 from ftrun.worker.memory_link import MemoryLink
 from ftrun.worker.state_tree import Lasting, State, StateTree
 
-Shape = tuple[tuple[object, ...], ...]
+Shape = tuple[tuple[Entry, ...], tuple[Entry, ...]]
 
 _LAST_WAIT_S = 60.0
-"""For an arena at the last boundary; as long as the SMP's answer is waited for."""
+"""For an arena at the last boundary."""
+
+_RETRY_S = 10.0
+"""From a refusal to the next request; doubles with each."""
+
+_LONGEST_RETRY_S = 600.0
+_RECHECK_S = 1.0
+"""From a refusal to the first look whether the memory has become free."""
 
 
 class Slots:
     """An arena as the capture uses it: its layout, and per slot the views and the copies."""
 
-    def __init__(self, arena: Arena, layout: Layout, layout_id: int) -> None:
+    def __init__(self, arena: Arena, layout: Layout, layout_id: int, shape: Shape) -> None:
         self.arena = arena
         self.layout = layout
         self.layout_id = layout_id
+        self._shape = shape
         self.views = [SlotViews(layout, arena.image(slot)) for slot in range(NUM_SLOTS)]
         self._copies: list[tuple[Lasting, SlotCopy] | None] = [None] * NUM_SLOTS
+
+    def fit(self, shape: Shape, plain_bytes: int) -> bool:
+        """Whether a state goes in here."""
+        return shape == self._shape and plain_bytes <= self.layout.plain_capacity
 
     def copy_of(self, slot: int, state: State, hasty: set[str]) -> SlotCopy:
         """The copies into a slot; made anew when the sources are no longer the same objects."""
@@ -55,6 +76,35 @@ class Slots:
         self._copies = [None] * NUM_SLOTS
 
 
+class _Refusal:
+    """Memory that was refused, and when it is asked for again."""
+
+    def __init__(self, error: MemoryTooSmall, shape: Shape, plain_bytes: int) -> None:
+        self.error = error
+        self._shape = shape
+        self._plain_bytes = plain_bytes
+        self._pause_s = _RETRY_S
+        self._refused_s = clock.now_s()
+
+    def again(self, error: MemoryTooSmall) -> None:
+        """The same was asked for once more."""
+        self.error = error
+        self._pause_s = min(2 * self._pause_s, _LONGEST_RETRY_S)
+        self._refused_s = clock.now_s()
+
+    def is_of(self, shape: Shape, plain_bytes: int) -> bool:
+        """Whether this much was refused, or less of the same."""
+        return shape == self._shape and plain_bytes >= self._plain_bytes
+
+    def is_over(self) -> bool:
+        """Whether to ask again."""
+        since_s = clock.now_s() - self._refused_s
+        error = self.error
+        if since_s < _RECHECK_S or error.available_bytes >= error.needed_bytes:
+            return since_s >= self._pause_s
+        return since_s >= self._pause_s or available_memory().num_bytes >= error.needed_bytes
+
+
 class SlotStore:
     """Has slots for the state there is."""
 
@@ -62,9 +112,11 @@ class SlotStore:
         self.current: Slots | None = None
         self._context = context
         self._inherited: Arena | None = None
-        self._shape: Shape | None = None
+        self._wanted: tuple[Shape, int] = (((), ()), 0)
+        self._refusal: _Refusal | None = None
         self._maker: threading.Thread | None = None
         self._made: Slots | Exception | None = None
+        self._is_size_known = False
 
     def inherit(self, arena: Arena) -> None:
         """Use this arena as long as the layout stays what it was."""
@@ -83,35 +135,67 @@ class SlotStore:
         if is_last and self._maker is not None:
             self._maker.join(_LAST_WAIT_S)
         self._take_made()
-        slots = self.current
-        shape: Shape = (state.lasting.entries, tuple(source.entry for source in state.fresh))
-        fits = slots is not None and len(state.plain) + 8 <= slots.layout.plain_capacity
-        if slots is not None and fits and shape == self._shape:
-            return slots
+        shape, plain_bytes = _size_of(state)
+        if self.current is not None and self.current.fit(shape, plain_bytes):
+            return self.current
         if self._maker is not None:
             return None  # made for another shape; looked at again when it is there
-        layout = make_layout(
-            [*state.lasting.entries, *(source.entry for source in state.fresh)],
-            plain_bytes=len(state.plain) + 8,
-            metadata={"format": "pt", "ftrun.rank": str(self._context.rank)},
-        )
-        layout_id = xxhash.xxh3_64_intdigest(layout.header)
-        self._shape = shape
-        inherited = self._reuse(layout, layout_id)
-        if inherited is not None:
-            return self._use(Slots(inherited, layout, layout_id))
-        maker = self._begin_making(layout, layout_id)
+        self._raise_if_refused(shape, plain_bytes, is_last=is_last)
+        reused = self._reuse(shape, plain_bytes)
+        if reused is not None:
+            return self._use(reused)
+        maker = self._begin_making(shape, plain_bytes)
         maker.join(_LAST_WAIT_S if is_last else self._context.settings.commit_wait_s)
         return self.current if self._take_made() else None
+
+    def check_size(self, tree: StateTree, collect: Callable[[], State], link: MemoryLink) -> None:
+        """Tell as soon as the state is larger than what was reserved at attach.
+
+        That is after the first step of the optimizers, which may be long before a snapshot.
+
+        Raises:
+            MemoryTooSmall: it does not fit, and the profile requires snapshots.
+        """
+        if self._is_size_known or self.current is not None:
+            return
+        optimizers = tree.attached.optimizers.values()
+        self._is_size_known = not optimizers or any(one.state for one in optimizers)
+        if not self._is_size_known:
+            return
+        needed = needed_bytes(tree, collect())
+        if needed <= link.reserved_bytes:
+            return
+        try:
+            link.reserve(needed, is_between_steps=True)
+        except MemoryTooSmall as error:
+            self._context.unprotected.add("memory", str(error))
+            if self._context.settings.required:
+                raise
+        except PeerError:
+            pass  # the request for the arena will tell
 
     def forget_copies(self) -> None:
         if self.current is not None:
             self.current.forget_copies()
 
-    def _begin_making(self, layout: Layout, layout_id: int) -> threading.Thread:
+    def _raise_if_refused(self, shape: Shape, plain_bytes: int, *, is_last: bool) -> None:
+        """Raises: MemoryTooSmall: the same was refused a short while ago."""
+        refusal = self._refusal
+        if refusal is None:
+            return
+        if not refusal.is_of(shape, plain_bytes):
+            self._refusal = None
+        elif not is_last and not refusal.is_over():
+            raise refusal.error
+
+    def _begin_making(self, shape: Shape, plain_bytes: int) -> threading.Thread:
+        layout, layout_id = self._layout(shape, plain_bytes)
+        self._wanted = (shape, plain_bytes)
+
         def work() -> None:
             try:
-                self._made = Slots(self._make_arena(layout, layout_id), layout, layout_id)
+                arena = self._make_arena(layout, layout_id)
+                self._made = Slots(arena, layout, layout_id, shape)
             except Exception as error:  # noqa: BLE001 - raised again in the training thread
                 self._made = error
 
@@ -125,11 +209,16 @@ class SlotStore:
             return False
         self._maker.join()
         made, self._made, self._maker = self._made, None, None
+        if isinstance(made, MemoryTooSmall):
+            if self._refusal is None:
+                self._refusal = _Refusal(made, *self._wanted)
+            else:
+                self._refusal.again(made)
         if isinstance(made, Exception):
-            self._shape = None
             raise made
         if made is None:
             return False
+        self._refusal = None
         self._use(made)
         return True
 
@@ -138,12 +227,29 @@ class SlotStore:
         self._context.page.set(Beat.IMAGE_BYTES, slots.layout.image_bytes)
         return slots
 
-    def _reuse(self, layout: Layout, layout_id: int) -> Arena | None:
+    def _layout(
+        self, shape: Shape, plain_bytes: int, plain_capacity: int = 0
+    ) -> tuple[Layout, int]:
+        layout = make_layout(
+            [*shape[0], *shape[1]],
+            plain_bytes=plain_bytes,
+            metadata={"format": "pt", "ftrun.rank": str(self._context.rank)},
+            plain_capacity=plain_capacity,
+        )
+        return layout, xxhash.xxh3_64_intdigest(layout.header)
+
+    def _reuse(self, shape: Shape, plain_bytes: int) -> Slots | None:
+        """The inherited arena, if the state goes in there; it is looked at once."""
         arena, self._inherited = self._inherited, None
-        if arena is None or arena.shape.layout_id != layout_id:
+        capacity = 0 if arena is None else _plain_capacity(arena)
+        if arena is None or plain_bytes > capacity:
             return None
-        fits = arena.shape.image_bytes == layout.image_bytes
-        return arena if fits and arena.shape.num_pieces == len(layout.pieces) else None
+        layout, layout_id = self._layout(shape, plain_bytes, capacity)
+        has = arena.shape
+        wanted = (layout_id, layout.image_bytes, len(layout.pieces))
+        if (has.layout_id, has.image_bytes, has.num_pieces) != wanted:
+            return None
+        return Slots(arena, layout, layout_id, shape)
 
     def _make_arena(self, layout: Layout, layout_id: int) -> Arena:
         # A line of its own: a boundary must not wait for this answer to say something else.
@@ -163,23 +269,40 @@ class SlotStore:
         return arena
 
 
-def needed_bytes(tree: StateTree) -> int:
-    """An estimate of one image before the optimizers have made their state."""
-    lasting = tree.lasting()
-    known = sum(entry.num_bytes for entry in lasting.entries)
-    lazy = sum(source.entry.num_bytes for source in lasting.sources if source.when is When.LAZY)
-    has_state = any(optimizer.state for optimizer in tree.attached.optimizers.values())
-    copies = 0 if has_state else _state_copies(tree)
-    return known + copies * lazy + (1 << 20)
+def _plain_capacity(arena: Arena) -> int:
+    """Room for plain values in an arena that has a sealed slot; else 0."""
+    for slot in range(NUM_SLOTS):
+        if arena.header(slot).state is SlotState.SEALED:
+            try:
+                return parse_header(arena.image(slot))[0].plain_capacity
+            except LayoutUnknown:
+                continue
+    return 0
 
 
-def _state_copies(tree: StateTree) -> int:
-    """How many tensors of a parameter's size an optimizer keeps for it, at most."""
-    most = 0
+def _size_of(state: State) -> tuple[Shape, int]:
+    """What is stored of a state, and the bytes of its plain values."""
+    fresh = tuple(source.entry for source in state.fresh)
+    return (state.lasting.entries, fresh), len(state.plain) + 8
+
+
+def needed_bytes(tree: StateTree, state: State) -> int:
+    """Bytes of one image; an estimate for optimizers that have made no state yet."""
+    shape, plain_bytes = _size_of(state)
+    layout = make_layout([*shape[0], *shape[1]], plain_bytes=plain_bytes)
+    sizes = {entry.name: entry.num_bytes for entry in state.lasting.entries}
+    to_come = 0
     for optimizer in tree.attached.optimizers.values():
-        defaults = optimizer.defaults
-        if "betas" in defaults:
-            most = max(most, 3 if defaults.get("amsgrad") else 2)
-        else:
-            most = max(most, 1 if defaults.get("momentum", 1) else 0)
-    return most
+        if not optimizer.state:
+            names = state.lasting.names
+            learned = (names[id(p)] for group in optimizer.param_groups for p in group["params"])
+            to_come += _state_copies(optimizer) * sum(sizes[name] for name in learned)
+    return layout.image_bytes + to_come
+
+
+def _state_copies(optimizer: torch.optim.Optimizer) -> int:
+    """How many tensors of a parameter's size an optimizer probably keeps for it."""
+    defaults = optimizer.defaults
+    if "betas" in defaults:
+        return 3 if defaults.get("amsgrad") else 2
+    return 1 if defaults.get("momentum", 1) else 0

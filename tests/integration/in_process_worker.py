@@ -41,12 +41,7 @@ class Run:
 
     def __init__(self, folder: Path) -> None:
         self.socket = folder / "smp.sock"
-        self.smp = subprocess.Popen(
-            [
-                *(sys.executable, "-m", "ftrun.smp", "--run-id", RUN),
-                *("--socket", str(self.socket), "--orphan-s", "60"),
-            ]
-        )
+        self._start_smp()
         self.sessions: list[Session] = []
         try:
             self._meet()
@@ -54,7 +49,26 @@ class Run:
             self._end_smp()
             raise
 
-    def _meet(self) -> None:
+    def _start_smp(self, crash_at: str = "") -> None:
+        self.smp = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "ftrun.smp", "--run-id", RUN),
+                *("--socket", str(self.socket), "--orphan-s", "60"),
+            ],
+            env={**os.environ, "FTRUN_CRASH_AT": crash_at},
+        )
+
+    def next_smp(self, crash_at: str = "") -> None:
+        """Another SMP in the place of this one; it has no memory, and the run goes on with it."""
+        self.agent.close()
+        self.smp.kill()
+        self.smp.wait(PATIENCE_S)
+        self.socket.unlink(missing_ok=True)
+        self._start_smp(crash_at)
+        self._connect()
+        self.ask(smp_messages.BeginGeneration(0, 1, [0]), self.command_fd)
+
+    def _connect(self) -> None:
         give_up_s = clock.now_s() + PATIENCE_S
         while not self.socket.exists():
             assert clock.now_s() < give_up_s
@@ -63,6 +77,9 @@ class Run:
         self.agent = connect(
             self.socket, run_id=RUN, peer="the SMP", hello=hello, deadline_s=PATIENCE_S
         )
+
+    def _meet(self) -> None:
+        self._connect()
         self.command_fd = create_command_page()
         self.commands, self.page = Page(self.command_fd), Page(create_page("beat"))
         self.ask(smp_messages.BeginGeneration(0, 1, [0]), self.command_fd)

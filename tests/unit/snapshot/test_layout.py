@@ -13,6 +13,7 @@ from ftrun.snapshot.layout import (
     ITEM_BYTES,
     PAGE_BYTES,
     PIECE_BYTES,
+    PLAIN_BYTES,
     PLAIN_NAME,
     SMALL_BYTES,
     Entry,
@@ -46,9 +47,26 @@ def test_entries_lie_end_to_end_and_large_ones_are_aligned(
             assert entry.offset % ALIGN_BYTES == 0
     assert at == layout.data_bytes
     assert layout.entries[-1].name == PLAIN_NAME
-    assert layout.plain_capacity >= 2 * plain_bytes
+    assert layout.plain_capacity >= 4 * plain_bytes
     names = {entry.name for entry in given_entries}
     assert names <= {entry.name for entry in layout.entries}
+
+
+def test_plain_values_that_grow_by_a_little_need_other_layouts_seldom() -> None:
+    weight = [Entry("weight", "F32", (1 << 20,), When.LAZY)]
+    capacity, num_layouts = 0, 0
+    for plain_bytes in range(12_000, 4_000_000, 9):  # a number for each step, in a list
+        if plain_bytes > capacity:
+            capacity = make_layout(weight, plain_bytes=plain_bytes).plain_capacity
+            num_layouts += 1
+    assert num_layouts <= 5
+
+
+def test_large_tensors_leave_more_room_for_plain_values() -> None:
+    weight = [Entry("weight", "F32", (1 << 28,), When.LAZY)]
+    assert make_layout(weight, plain_bytes=10).plain_capacity == PIECE_BYTES
+    assert make_layout([], plain_bytes=10).plain_capacity == PLAIN_BYTES
+    assert make_layout(weight, plain_bytes=10, plain_capacity=64).plain_capacity == 64
 
 
 @settings(deadline=None, max_examples=60)

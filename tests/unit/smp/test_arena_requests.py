@@ -1,0 +1,201 @@
+"""Arenas of several ranks are made at the same time, and one of each rank at a time."""
+
+import contextlib
+import os
+import select
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from ftrun.free_memory import Available
+from ftrun.ids import Generation, Rank
+from ftrun.smp import arena_requests
+from ftrun.smp.arena_requests import ArenaRequests
+from ftrun.smp.jobs import Jobs
+from ftrun.smp.memory import ArenaMemory, create
+from ftrun.snapshot.versions import CommitTracker
+from ftrun.wire import messages, smp_messages, worker_messages
+
+PATIENCE_S = 60.0
+MB = 10**6
+
+
+class Worker:
+    """Keeps the answers it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[messages.AnyMessage, tuple[int, ...]]] = []
+
+    def tell(self, body: messages.AnyMessage, *, fds: tuple[int, ...] = ()) -> None:
+        self.told.append((body, fds))
+
+    @property
+    def answer(self) -> messages.AnyMessage:
+        ((body, _),) = self.told
+        return body
+
+
+class Node:
+    """The SMP's arenas; a test lets them be made."""
+
+    def __init__(self) -> None:
+        self.jobs, self.tracker = Jobs(), CommitTracker()
+        self.free_bytes = 10**10
+        self.memory = ArenaMemory(lambda: Available(self.free_bytes, "a limit"))
+        self.agent: list[Any] = []
+        self.num_short = self.vault_bytes = 0
+        self.requests = ArenaRequests(
+            self.memory,
+            self.jobs,
+            tracker=self.tracker,
+            tell_agent=lambda body, *, fds=(): self.agent.append(body),
+            is_short=self.be_short,
+            vault_bytes=lambda: self.vault_bytes,
+        )
+        self.may_go_on = threading.Event()
+        self.allocating: list[int] = []
+        self.begin(0)
+
+    def be_short(self) -> None:
+        self.num_short += 1
+
+    def begin(self, generation: int) -> None:
+        ranks = [Rank(rank) for rank in range(2)]
+        self.tracker.begin_generation(Generation(generation), ranks, 2, {}, decides_alone=True)
+        self.memory.forget_promises()
+
+    def allocate(self, shape: Any, allocated: Any) -> int:
+        """As `create` does, when the test lets it."""
+        self.allocating.append(shape.rank)
+        assert self.may_go_on.wait(PATIENCE_S)
+        return create(shape, allocated)
+
+    def ask(self, rank: int = 0, *, layout_id: int = 1, image_bytes: int = MB) -> Worker:
+        worker = Worker()
+        body = worker_messages.RequestArena(rank, 2, image_bytes, 4, layout_id)
+        self.requests.request(worker, body)  # type: ignore[arg-type]
+        return worker
+
+    def finish(self, *workers: Worker) -> None:
+        """Run what jobs have found until these have an answer."""
+        while not all(worker.told for worker in workers):
+            assert select.select([self.jobs], [], [], PATIENCE_S)[0]
+            self.jobs.finish()
+
+    def layouts(self, rank: int = 0) -> list[int]:
+        return [arena.shape.layout_id for arena in self.memory.of(Rank(rank))]
+
+
+@pytest.fixture
+def node(monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
+    made = Node()
+    monkeypatch.setattr(arena_requests, "create", made.allocate)
+    yield made
+    made.may_go_on.set()
+    made.memory.free()
+
+
+def num_arenas() -> int:
+    """Descriptors of arenas that this process holds."""
+    found = 0
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            found += "memfd:ftrun-rank" in os.readlink(f"/proc/self/fd/{fd}")
+    return found
+
+
+def test_arenas_of_two_ranks_are_made_at_the_same_time(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    meeting = threading.Barrier(2)
+
+    def allocate(shape: Any, allocated: Any) -> int:
+        meeting.wait(PATIENCE_S)
+        return create(shape, allocated)
+
+    monkeypatch.setattr(arena_requests, "create", allocate)
+    workers = [node.ask(0), node.ask(1)]
+    node.finish(*workers)
+    assert all(isinstance(one.answer, worker_messages.ArenaGranted) for one in workers)
+    assert node.layouts(0) == node.layouts(1) == [1]
+
+
+def test_a_request_that_is_repeated_joins_the_one_in_the_making(node: Node) -> None:
+    workers = [node.ask(), node.ask()]
+    node.may_go_on.set()
+    node.finish(*workers)
+    assert node.allocating == [0]
+    (one, first), (two, second) = (worker.told[0] for worker in workers)
+    assert one == two
+    assert first == second == (node.memory.of(Rank(0))[0].fd,)
+    assert node.layouts() == [1]
+    again = node.ask()
+    assert again.told == [(one, first)]
+
+
+def test_another_layout_waits_and_the_arena_that_is_not_wanted_is_freed(node: Node) -> None:
+    late, worker = node.ask(layout_id=1), node.ask(layout_id=2)
+    node.may_go_on.set()
+    node.finish(late, worker)
+    assert isinstance(late.answer, messages.Refused)
+    assert worker.answer == worker_messages.ArenaGranted(0, 2)
+    assert node.layouts() == [2]
+    assert node.agent == [worker.answer]
+    assert num_arenas() == 1
+
+
+def test_an_arena_that_the_next_generation_asks_for_too_is_made_once(node: Node) -> None:
+    dead = node.ask()
+    node.begin(1)
+    worker = node.ask()
+    node.may_go_on.set()
+    node.finish(dead, worker)
+    assert node.allocating == [0]
+    assert isinstance(worker.answer, worker_messages.ArenaGranted)
+    assert node.memory.of(Rank(0))[0].granted_in == 1
+
+
+def test_an_arena_that_no_rank_of_the_next_generation_asks_for_is_freed(node: Node) -> None:
+    dead = node.ask()
+    node.begin(1)
+    node.may_go_on.set()
+    node.finish(dead)
+    assert isinstance(dead.answer, messages.Refused)
+    assert node.memory.all() == []
+    assert num_arenas() == 0
+    assert node.agent == []
+    node.free_bytes = 3 * MB  # for one arena: the freed one is not counted any more
+    worker = node.ask()
+    node.finish(worker)
+    assert isinstance(worker.answer, worker_messages.ArenaGranted)
+
+
+def test_a_refusal_has_numbers_and_asks_for_memory_back(node: Node) -> None:
+    node.free_bytes = MB
+    answer = node.ask().answer
+    assert isinstance(answer, worker_messages.MemoryRefused)
+    assert answer.needed_bytes >= 2 * MB
+    assert (answer.state_bytes, answer.num_ranks, answer.parity_bytes) == (MB, 1, 0)
+    assert node.num_short == 1
+    assert node.allocating == []
+
+
+def test_parity_that_may_not_fit_is_told_once_all_ranks_are_known(node: Node) -> None:
+    node.requests.begin(0.5)
+    node.free_bytes = 5 * MB
+    for rank in (0, 1, 1):
+        asked = Worker()
+        reserve = worker_messages.ReserveMemory(rank, MB)
+        node.requests.reserve(asked, reserve)  # type: ignore[arg-type]
+        assert asked.answer == messages.Done()
+        assert len(node.agent) == (rank == 1)
+    (notice,) = node.agent
+    assert isinstance(notice, smp_messages.SmpNotice)
+    assert notice.kind == "memory"
+    assert "--erasure" in notice.why
+    node.free_bytes = MB
+    answer = node.ask().answer
+    assert isinstance(answer, worker_messages.MemoryRefused)
+    assert 2 * MB <= answer.parity_bytes < 3 * MB
