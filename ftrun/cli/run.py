@@ -33,6 +33,7 @@ from ftrun.errors import NotSupportedHere, PeerTimeout, RunIdTaken, UsageError
 from ftrun.ids import RunId
 from ftrun.urls import is_url, located
 from ftrun.wire.checkpoint_messages import INDEX_NAME
+from ftrun.wire.environment import LOG_FOLDER
 from ftrun.wire.run_folder import RunFolder, all_run_folders, check_run_id, run_folder
 
 _KEY_OF_FLAG = {
@@ -97,7 +98,7 @@ def build_spec(line: CommandLine, *, variables: Mapping[str, str]) -> RunSpec:
     nodes = nodes_of(line, variables, resolved.profile, step)
     is_shared = nodes is not None and bool(nodes.etcd)
     run_id = _run_id(line, variables, script, _common_name(nodes, step), is_shared=is_shared)
-    log_folder = Path.cwd() / "ftrun-logs" / run_id
+    log_folder = Path(variables.get(LOG_FOLDER) or Path.cwd() / "ftrun-logs").absolute() / run_id
     given = line.torchrun_value("max-restarts")
     source, text = "--max-restarts", given
     for name in ("FTRUN_MAX_RESTARTS", "PET_MAX_RESTARTS"):

@@ -44,3 +44,9 @@ STACK_FD = "FTRUN_STACK_FD"
 
 FAULT_FD = "FTRUN_FAULT_FD"
 """Descriptor of this rank's fault page; only in a run with --allow-faults."""
+
+VERIFY = "FTRUN_VERIFY"
+"""A `VerifyPlan` as JSON; only in the runs of `ftrun verify`."""
+
+LOG_FOLDER = "FTRUN_LOG_FOLDER"
+"""Read by `ftrun run`: the folder in which the run's log folder is made; absent: ./ftrun-logs."""

@@ -10,13 +10,18 @@ import os
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from ftrun.ids import Generation, Incarnation, Rank, RunId, Version, version
 from ftrun.wire import environment as env
 from ftrun.wire.pages import Page
+from ftrun.wire.verify_records import VerifyPlan
 from ftrun.worker.unprotected import UnprotectedReasons
+
+if TYPE_CHECKING:
+    from ftrun.worker.recording import Recording
 
 
 class SnapshotSettings(msgspec.Struct, frozen=True):
@@ -55,6 +60,16 @@ class WorkerContext:
     def unprotected(self) -> UnprotectedReasons:
         """What this process reports as lost protection."""
         return UnprotectedReasons(self.page)
+
+    @cached_property
+    def recording(self) -> "Recording | None":
+        """Records what this rank does, in a run of `ftrun verify`."""
+        plan = os.environ.get(env.VERIFY)
+        if plan is None:
+            return None
+        from ftrun.worker.recording import Recording
+
+        return Recording(self, msgspec.json.decode(plan, type=VerifyPlan))
 
     @property
     def is_resized(self) -> bool:

@@ -60,6 +60,8 @@ def install(*, started_with: dict[str, str]) -> None:
         from ftrun.worker import inner_faults
 
         inner_faults.install(context)
+    if context.recording is not None:
+        context.recording.install()
 
 
 def step_done(page: Page, step: int) -> None:

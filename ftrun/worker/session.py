@@ -28,6 +28,7 @@ from ftrun.worker.state_tree import StateTree
 if TYPE_CHECKING:
     from ftrun.worker.declared_layout import Declared
     from ftrun.worker.protection import Protection
+    from ftrun.worker.recording import Recording
 
 _log = logging.getLogger(__name__)
 
@@ -269,6 +270,10 @@ class Session(Loops):
 
     # --- inside ----------------------------------------------------------------------------
 
+    @property
+    def _recording(self) -> "Recording | None":
+        return self._context.recording if self._context is not None else None
+
     def _protect(
         self,
         context: WorkerContext,
@@ -302,6 +307,8 @@ class Session(Loops):
             self._leave_out(context.skip_batches)
         protection.begin(self._own_state)
         protection.put_back_random_states()
+        if context.recording is not None:
+            context.recording.attached(attached, self._own_state, self, self._step)
 
     def _leave_out(self, count: int) -> None:
         """The batches that led to bad numbers do not come again."""
@@ -374,6 +381,8 @@ class Session(Loops):
             self._has_begun = True
             if self._protection is not None:
                 self._protection.first_turn()
+            if self._recording is not None:
+                self._recording.begun()
 
     def _boundary(self, *, allowed: bool) -> None:
         self._step += 1
@@ -386,7 +395,11 @@ class Session(Loops):
         force, self._force = self._force, False
         self._boundaries += 1
         self._watch_loaders()
+        if self._recording is not None:
+            allowed = self._recording.boundary(self._step) and allowed
         self._protection.boundary(self._step, self._own_state, force=force, allowed=allowed)
+        if self._recording is not None:
+            self._recording.passed(self._step)
 
     def _watch_loaders(self) -> None:
         """Report loaders whose position no snapshot has, from the second boundary on."""

@@ -1,0 +1,334 @@
+"""Names the reason of a difference, where the records of two runs tell it.
+
+Takes in: two traces, the keys that differ without a failure, the first difference if there is one.
+Gives:    `Finding`s: what in the script is not restored, at which line, and what to do.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ftrun.tools.verify.compare import (
+    Difference,
+    Life,
+    Trace,
+    compared_lives,
+    differing,
+    event_pairs,
+    has_session,
+    name_of,
+    reference_turns,
+    word_of,
+)
+from ftrun.tools.verify.source_lines import lines_that_set
+from ftrun.wire.verify_records import BATCH, BOUNDARY, FORWARD, OPTIMIZER, VerifyRecord
+
+_SHOWN = 4
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing in the script that a restart does not bring back, or that ftrun cannot protect."""
+
+    kind: str
+    names: tuple[str, ...]
+    text: str
+    remedy: str = ""
+    where: str = ""
+    """FILE:LINE."""
+
+
+def find(
+    reference: Trace, trace: Trace, noise: set[str], difference: Difference | None
+) -> list[Finding]:
+    """Everything that is found, each thing once."""
+    found: list[Finding] = []
+    found += _optimizers(trace)
+    found += _swaps(reference)
+    for rank, life in compared_lives(trace):
+        if life.generation > 0 and life.attached is not None:
+            found += _restored(trace[rank], life, noise)
+            found += _first_turn(reference, rank, life, noise)
+    if difference is not None and difference.generation > 0:
+        found += _at(difference, noise)
+    found += _reported(trace)
+    unique: dict[tuple[str, tuple[str, ...]], Finding] = {}
+    for finding in found:
+        unique.setdefault((finding.kind, finding.names), finding)
+    if difference is not None and not unique:
+        return [_unexplained(difference, has_session(trace))]
+    return list(unique.values())
+
+
+def random_sources(reference: Trace, trace: Trace, difference: Difference) -> Finding:
+    """Why two runs without a failure differ."""
+    names = tuple(sorted({
+        name_of(key).removeprefix("rng.").split("[")[0]
+        for rank, life in compared_lives(trace)
+        for before in reference.get(rank, ())[:1]
+        if life.attached is not None and before.attached is not None
+        for key in differing(before.attached, life.attached)
+        if word_of(key) == "random"
+    }))  # fmt: skip
+    if names:
+        text = f"random states that differ when attach returns: {', '.join(names)}"
+        remedy = "seed them at the top of the script, such as torch.manual_seed(0)"
+    elif difference.event == BATCH or word_of(difference.keys[0]) == "input":
+        text = "the random states are equal, and the data differ"
+        remedy = "seed the generators of data set and sampler; sort file lists"
+    else:
+        text = "random states are equal when attach returns"
+        remedy = (
+            "look for operations that are not deterministic (torch.use_deterministic_algorithms), "
+            "the time of day, races between threads, and files that the first run has written"
+        )
+    return Finding("not deterministic", names, text, remedy, difference.record.where)
+
+
+# --- restore -------------------------------------------------------------------------------------
+
+
+def _restored(lives: Sequence[Life], life: Life, noise: set[str]) -> Iterator[Finding]:
+    assert life.attached is not None
+    step = life.start
+    if not life.restored:
+        yield Finding(
+            "not restored", (), "no snapshot could be restored: the run began again at step 0",
+            "see what ftrun reports in the log of the run",
+        )  # fmt: skip
+        return
+    saved = _boundary_before(lives, life)
+    if saved is not None:
+        keys = [
+            key for key in differing(saved, life.attached)
+            if word_of(key) in ("tensor", "value", "strides", "random") and key not in noise
+        ]  # fmt: skip
+        if keys:
+            names = tuple(name_of(key) for key in keys)
+            yield Finding(
+                "snapshot", names,
+                f"the snapshot of step {step} holds other values than that step ended with: "
+                f"{_some(names)}",
+                "if the script writes to these tensors between two steps (weights swapped by "
+                ".data), do it inside of `with session.phase(...)`; else report it as a bug",
+            )  # fmt: skip
+    if life.begun is not None:
+        yield from _overwritten(life.attached, life.begun)
+
+
+def _overwritten(attached: VerifyRecord, begun: VerifyRecord) -> Iterator[Finding]:
+    keys = [k for k in differing(attached, begun) if word_of(k) in ("tensor", "value")]
+    if keys:
+        names = tuple(name_of(key) for key in keys)
+        yield Finding(
+            "overwritten", names,
+            f"the script changes restored state after attach: {_some(names)}",
+            "call attach after load_state_dict and after the model is initialized",
+            _place(attached.where),
+        )  # fmt: skip
+
+
+def _boundary_before(lives: Sequence[Life], life: Life) -> VerifyRecord | None:
+    """The boundary of the restored step, from the last generation that made it."""
+    for earlier in reversed(lives[: lives.index(life)]):
+        events = earlier.turns.get(life.start)
+        if events and events[-1].event == BOUNDARY:
+            return events[-1]
+    return None
+
+
+# --- the first step after a restart ----------------------------------------------------------------
+
+
+def _first_turn(reference: Trace, rank: int, life: Life, noise: set[str]) -> Iterator[Finding]:
+    """What differs before the first step after a restart has computed anything."""
+    for step, before, now in event_pairs(reference, rank, life):
+        if step != life.start + 1:
+            return
+        if now.event not in (FORWARD, OPTIMIZER):
+            continue
+        changed = now.notes.get("changed", "").split()
+        if changed and not before.notes.get("changed") and life.begun is None:
+            yield Finding(
+                "overwritten", tuple(changed),
+                f"the script changes restored state after attach: {_some(changed)}",
+                "call attach after load_state_dict and after the model is initialized",
+                _place(now.where),
+            )  # fmt: skip
+        keys = [key for key in differing(before, now) if key not in noise]
+        yield from _variables(before, now, keys)
+        yield from _modules(keys)
+        return
+
+
+def _variables(before: VerifyRecord, now: VerifyRecord, keys: Sequence[str]) -> Iterator[Finding]:
+    local = [key for key in keys if word_of(key) == "local"]
+    if not local:
+        return
+    inputs = {d for key, d in now.digests.items() if word_of(key) == "input"}
+    is_tensor = {k for k in local if now.values.get(k, "").startswith("tensor")}
+    # What the model is called with comes first, then tensors, which may be the rest of the batch.
+    local.sort(key=lambda k: (now.digests[k] not in inputs, k not in is_tensor))
+    has_batch = any(now.digests[key] in inputs for key in local)
+    names = tuple(dict.fromkeys(key.rpartition("|")[2] for key in local))
+    text = "; ".join(_variable(key, before, now) for key in local[:_SHOWN])
+    more = f"; and {len(local) - _SHOWN} more" if len(local) > _SHOWN else ""
+    if has_batch:
+        head = "a batch was prefetched into variables, which are not restored"
+        remedy = (
+            "take the batch at the top of the step, or from session.batches(loader), or keep what "
+            "it is drawn by in attached state"
+        )
+    else:
+        head = "variables of the script are not restored"
+        remedy = "keep what has to last in attached state, such as attach(extra={...})"
+    where = _place(now.where)
+    yield Finding("prefetched batch" if has_batch else "variable", names, f"{head}: {text}{more}",
+                  remedy, where)  # fmt: skip
+
+
+def _variable(key: str, before: VerifyRecord, now: VerifyRecord) -> str:
+    file, _, line, name = key.removeprefix("local ").split("|", 3)
+    lines = lines_that_set(file, name, int(line))
+    places = ", ".join(f"{_file(file)}:{at}" for at in lines[:_SHOWN])
+    is_now, was = now.values.get(key, ""), before.values.get(key, "")
+    change = f" = {is_now} in place of {was}" if is_now != was and is_now and was else ""
+    return f"{name}{change} (set at {places})" if places else f"{name}{change}"
+
+
+def _modules(keys: Sequence[str]) -> Iterator[Finding]:
+    kinds = {
+        "mode": "train() or eval() was called on modules, and that is not restored",
+        "buffer": "buffers that are not persistent are not restored",
+        "attribute": "plain attributes of modules are not restored",
+    }
+    for word, text in kinds.items():
+        names = tuple(name_of(key) for key in keys if word_of(key) == word)
+        if names:
+            yield Finding(
+                word, names, f"{text}: {_some(names)}",
+                "register them as persistent buffers or give the module a get_extra_state",
+            )  # fmt: skip
+
+
+# --- the event that differs --------------------------------------------------------------------------
+
+
+def _at(difference: Difference, noise: set[str]) -> Iterator[Finding]:
+    record, before = difference.record, difference.reference
+    if record.event == BATCH:
+        yield _batch(difference)
+    if record.event == OPTIMIZER or difference.event == BOUNDARY:
+        gradients = [k for k in differing(before, record) if word_of(k) == "gradient"]
+        unset = tuple(name_of(k) for k in gradients if "none" in (before.digests.get(k), record.digests.get(k)))  # noqa: E501
+        if unset:
+            yield Finding(
+                "gradient", unset, f"gradients are unset in one run and zero in the other: {_some(unset)}",
+                "use zero_grad(set_to_none=True)",
+            )  # fmt: skip
+
+
+def _batch(difference: Difference) -> Finding:
+    record, before = difference.record, difference.reference
+    place = _place(record.where)
+    at = f"the loader at {place}" if place else "a loader"
+    same_indices = record.digests.get("indices") == before.digests.get("indices")
+    workers = int(record.notes.get("workers", "0"))
+    if not same_indices or "indices" not in record.digests:
+        return Finding(
+            "data order", (), f"{at} hands out other samples in step {difference.step} than "
+            "without the failure", "attach the loader and take its batches from "
+            "session.batches(loader); keep the sampler's randomness in the loader's generator", place,
+        )  # fmt: skip
+    if workers and record.notes.get("kind") != "stateful":
+        return Finding(
+            "augmentation", (), f"{at} loads the same samples in step {difference.step} with other "
+            f"values: its {workers} worker processes draw random numbers, and a restart does not "
+            "repeat them", "use torchdata's StatefulDataLoader, or seed the augmentation by the "
+            "sample's index and the epoch", place,
+        )  # fmt: skip
+    return Finding(
+        "augmentation", (), f"{at} loads the same samples in step {difference.step} with other "
+        "values: the data set draws random numbers that are not restored",
+        "draw them from python's, numpy's or torch's global generator, or attach the generator",
+        place,
+    )  # fmt: skip
+
+
+# --- found in any run --------------------------------------------------------------------------------
+
+
+def _optimizers(trace: Trace) -> Iterator[Finding]:
+    for _, life in compared_lives(trace):
+        for events in life.turns.values():
+            for record in events:
+                if record.event == OPTIMIZER and record.notes.get("is_attached") == "0":
+                    place = _place(record.where)
+                    yield Finding(
+                        "unattached optimizer", (record.what, place),
+                        f"{record.what}, whose step() is called at {place}, is not attached: its "
+                        "state is in no snapshot",
+                        "pass it to attach, such as attach(optimizer={'a': a, 'b': b})", place,
+                    )  # fmt: skip
+
+
+def _swaps(trace: Trace) -> Iterator[Finding]:
+    """Weights that a forward finds changed, and the optimizer finds as they were."""
+    for lives in trace.values():
+        for events in reference_turns(lives).values():
+            changed: list[str] = []
+            place = ""
+            for record in events:
+                now = record.notes.get("changed", "").split()
+                if record.event == FORWARD and now and not changed:
+                    changed, place = now, _place(record.where)
+                if record.event == OPTIMIZER:
+                    back = tuple(name for name in changed if name not in now)
+                    if back:
+                        yield Finding(
+                            "weight swap", back,
+                            f"between two steps the model runs with other weights at {place}: "
+                            f"{_some(back)}; they are put back before the optimizer steps",
+                            "put the swap into `with session.phase(\"eval\"):`", place,
+                        )  # fmt: skip
+                    break
+
+
+def _reported(trace: Trace) -> Iterator[Finding]:
+    for _, life in compared_lives(trace):
+        for events in life.turns.values():
+            if note := events[-1].notes.get("unprotected"):
+                yield Finding("reported by ftrun", (note,), f"ftrun reports: {note}")
+
+
+def _unexplained(difference: Difference, is_attached: bool) -> Finding:
+    if not is_attached:
+        return Finding(
+            "not attached", (), "the script calls no ftrun.attach, and continues otherwise after a "
+            "restart than it would have", "attach its state, or keep all of it in its checkpoints",
+        )  # fmt: skip
+    what = f"{difference.event} at {_place(difference.record.where)}".removesuffix(" at ")
+    return Finding(
+        "unexplained", (), f"all that is recorded before the {what} is equal: state, random states, "
+        "inputs and variables. Something else differs, such as a file, an object in a library, or "
+        "an iterator that holds values", "attach what holds it",
+        _place(difference.record.where),
+    )  # fmt: skip
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
+
+
+def _place(where: str) -> str:
+    file, _, line = where.rpartition(":")
+    return f"{_file(file)}:{line}" if file else ""
+
+
+def _file(path: str) -> str:
+    """Relative to the current folder, if it lies there."""
+    try:
+        return str(Path(path).relative_to(Path.cwd()))
+    except ValueError:
+        return path

@@ -1,0 +1,326 @@
+"""Records what a rank does at each step, kills it at chosen moments, and ends it early.
+
+Runs in:  worker, training thread, only in a run of `ftrun verify`.
+Takes in: a `VerifyPlan`; calls of the session at its boundaries; hooks on the optimizers, on
+          `Tensor.backward`, on torch's DataLoader and on the attached modules.
+Gives:    `VerifyRecord` lines in the plan's folder.
+Survives: SIGKILL: each line is one write to a file opened for appending.
+
+Without a session the steps are those of the optimizers, and the state is theirs.
+"""
+
+import os
+import signal
+import sys
+import weakref
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from ftrun import clock
+from ftrun.wire import verify_records as records
+from ftrun.wire.verify_records import VerifyPlan, VerifyRecord, record_path
+from ftrun.worker import record_digests as digests
+from ftrun.worker.attached import Attached, unwrapped
+from ftrun.worker.state_tree import StateTree
+
+_MAX_FORWARDS = 64
+"""Of one step; later ones are not recorded."""
+
+_CHECKED_FORWARDS = 8
+"""Of one step, before which parameters are compared with those of the last boundary."""
+
+_END_WAIT_S = 60.0
+_POLL_S = 0.005
+
+_INNER = ("optim", "base_optimizer", "optimizer")
+"""Where wrappers such as ZeroRedundancyOptimizer, SAM and Lookahead keep the optimizer they use."""
+
+
+class Recording:
+    """The recorder of one process."""
+
+    def __init__(self, context: Any, plan: VerifyPlan) -> None:
+        self._rank: int = context.rank
+        self._world_size: int = context.world_size
+        self._context = context
+        self._plan = plan
+        self._pid = os.getpid()
+        path = record_path(Path(plan.folder), context.rank, context.generation)
+        self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        kills = plan.kills
+        self._kill = kills[context.generation] if context.generation < len(kills) else None
+        self._steps = 0
+        self._num_forwards = 0
+        self._has_variables = False
+        self._tree: StateTree | None = None
+        self._attached = Attached()
+        self._extra: Callable[[], dict[str, Any]] = dict
+        self._captured: set[int] = set()
+        self._at_boundary: dict[str, str] | None = None
+        self._hooked: set[int] = set()
+        self._indices: weakref.WeakKeyDictionary[Any, deque[str]] = weakref.WeakKeyDictionary()
+
+    def install(self) -> None:
+        """Put the hooks in place; before the script begins."""
+        register_optimizer_step_pre_hook(self._before_optimizer)
+        register_optimizer_step_post_hook(self._after_optimizer)
+        _record_backward(self)
+        _record_loaders(self)
+
+    # --- called by the session ----------------------------------------------------------------
+
+    def attached(
+        self, attached: Attached, extra: Callable[[], dict[str, Any]], session: object, step: int
+    ) -> None:
+        """`attach` is about to return; what there was to restore is restored.
+
+        Args:
+            attached: what is attached.
+            extra: the session's own values.
+            session: the session itself.
+            step: steps done.
+        """
+        self._attached, self._extra = attached, extra
+        self._tree = StateTree(attached)
+        self._steps = step
+        things = (
+            *attached.modules.values(), *attached.optimizers.values(),
+            *attached.stateful.values(), *attached.tensors.values(), *attached.dicts.values(),
+            *attached.generators.values(),
+        )  # fmt: skip
+        self._captured = {id(session), *map(id, things), *map(id, _inner_optimizers(attached))}
+        for module in attached.modules.values():
+            inner = unwrapped(module)
+            self._captured.add(id(inner))
+            if id(inner) not in self._hooked:
+                self._hooked.add(id(inner))
+                inner.register_forward_pre_hook(_before_forward, with_kwargs=True)
+        restored = self._context.restore
+        self._write_state(records.ATTACHED, step, what=str(restored) if restored else "")
+
+    def begun(self) -> None:
+        """The first turn of a loop begins."""
+        self._write_state(records.BEGUN, self._steps)
+
+    def boundary(self, step: int) -> bool:
+        """A step is done, and no snapshot of it is taken yet; says whether one may be taken."""
+        kill = self._kill
+        if kill is not None and self._is_killed_here and step > kill.step:
+            self._die()  # no optimizer has stepped in this turn
+        self._steps = step
+        self._write_state(records.BOUNDARY, step)
+        self._num_forwards = 0
+        self._has_variables = False
+        return kill is None or not kill.step - kill.without_snapshot < step <= kill.step
+
+    def passed(self, step: int) -> None:
+        """The session's boundary is over."""
+        kill = self._kill
+        if kill is not None and self._is_killed_here and not kill.is_in_step and step == kill.step:
+            self._die()
+        if step >= self._plan.steps:
+            self._end()
+
+    # --- hooks ---------------------------------------------------------------------------------
+
+    @property
+    def _is_own_process(self) -> bool:
+        """False in a process that the script has forked, and while torch compiles."""
+        return not torch.compiler.is_compiling() and os.getpid() == self._pid
+
+    def before_forward(self, module: torch.nn.Module, given: tuple[object, ...]) -> None:
+        if not self._is_own_process or self._num_forwards >= _MAX_FORWARDS:
+            return
+        self._num_forwards += 1
+        frame = digests.script_frame(sys._getframe(1))
+        record = VerifyRecord(
+            records.FORWARD, self._steps + 1, digests.input_digests("input", given),
+            where=digests.where(frame), what=type(module).__name__,
+        )  # fmt: skip
+        if self._num_forwards <= _CHECKED_FORWARDS:
+            record.notes["changed"] = self._changed()
+        self._add_variables(record, frame)
+        self._write(record)
+
+    def loss(self, tensor: torch.Tensor) -> None:
+        if not self._is_own_process:
+            return
+        frame = digests.script_frame(sys._getframe(1))
+        found = {"loss": digests.tensor_digest(tensor)}
+        values = {"loss": digests.shown(tensor) or ""}
+        record = VerifyRecord(records.LOSS, self._steps + 1, found, values, digests.where(frame))
+        self._write(record)
+
+    def batch(self, iterator: Any, batch: object) -> None:
+        if not self._is_own_process:
+            return
+        drawn = self._indices.get(iterator)
+        found = digests.input_digests("batch", batch)
+        if drawn:
+            found["indices"] = drawn.popleft()
+        kind = type(iterator).__name__
+        notes = {
+            "workers": str(getattr(iterator, "_num_workers", 0)),
+            "kind": "stateful" if kind.startswith("_Stateful") else "plain",
+        }
+        frame = digests.script_frame(sys._getframe(1))
+        place = digests.where(frame)
+        record = VerifyRecord(records.BATCH, self._steps + 1, found, where=place, notes=notes)
+        self._write(record)
+
+    def drawn(self, iterator: Any, indices: object) -> None:
+        """A loader has asked its sampler for the indices of one more batch."""
+        queue = self._indices.setdefault(iterator, deque())
+        queue.append(digests.digest(indices) or "")
+
+    def _before_optimizer(self, optimizer: Any, *_: object) -> None:
+        if not self._is_own_process:
+            return
+        kill = self._kill
+        is_due = kill is not None and self._is_killed_here and kill.is_in_step
+        if kill is not None and is_due and self._steps >= kill.step:
+            self._die()
+        frame = digests.script_frame(sys._getframe(1))
+        names = self._tree.lasting().names if self._tree is not None else {}
+        record = VerifyRecord(
+            records.OPTIMIZER, self._steps + 1, digests.gradient_digests(names, optimizer),
+            where=digests.where(frame), what=type(optimizer).__name__,
+        )  # fmt: skip
+        record.notes["changed"] = self._changed()
+        if self._tree is not None:
+            record.notes["is_attached"] = str(int(id(optimizer) in self._captured))
+        self._at_boundary = None  # from here on parameters change
+        self._add_variables(record, frame)
+        self._write(record)
+
+    def _after_optimizer(self, optimizer: Any, *_: object) -> None:
+        if self._tree is not None or not self._is_own_process:
+            return
+        self._steps += 1
+        found = digests.optimizer_digests(optimizer)
+        self._write(VerifyRecord(records.BOUNDARY, self._steps, found))
+        self._has_variables = False
+        if self._steps >= self._plan.steps:
+            self._end()
+
+    # --- inside --------------------------------------------------------------------------------
+
+    @property
+    def _is_killed_here(self) -> bool:
+        return self._rank == (self._context.generation + 1) % self._world_size
+
+    def _changed(self) -> str:
+        """Names of tensors that differ from the last boundary though no optimizer has stepped."""
+        if self._tree is None or self._at_boundary is None:
+            return ""
+        now = digests.learned_digests(self._tree)
+        before = self._at_boundary
+        return " ".join(n for n, found in now.items() if before.get(n, found) != found)
+
+    def _write_state(self, event: str, step: int, *, what: str = "") -> None:
+        assert self._tree is not None
+        state = self._tree.collect(self._extra())
+        found = digests.state_digests(state)
+        self._at_boundary = {
+            source.name: found[f"tensor {source.name}"] for source in state.lasting.sources
+        }
+        self._captured |= {id(tensor) for tensor in state.lasting.originals}
+        frame = digests.script_frame(sys._getframe(1))
+        notes = {"unprotected": self._context.page.note} if event == records.BOUNDARY else {}
+        record = VerifyRecord(
+            event, step, found, where=digests.where(frame), what=what, notes=notes
+        )
+        record.digests.update(digests.module_digests(self._attached))
+        self._write(record)
+
+    def _add_variables(self, record: VerifyRecord, frame: Any) -> None:
+        """Variables of the script, once a step: at its first call of a module or an optimizer."""
+        if self._has_variables:
+            return
+        self._has_variables = True
+        record.digests.update(digests.module_digests(self._attached))
+        for key, value in digests.local_variables(frame, self._captured):
+            found = digests.digest(value)
+            if found is not None:
+                record.digests[key] = found
+                if (text := digests.shown(value)) is not None:
+                    record.values[key] = text
+
+    def _write(self, record: VerifyRecord) -> None:
+        os.write(self._fd, msgspec.json.encode(record) + b"\n")
+
+    def _die(self) -> None:
+        self._write(VerifyRecord(records.KILLED, self._steps))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def _end(self) -> None:
+        """End this process without what the script does after its loop, once all ranks are here."""
+        folder = Path(self._plan.folder)
+        (folder / f"ended.{self._rank}").touch()
+        give_up_s = clock.now_s() + _END_WAIT_S
+        # A rank that is still in a collective of the last step needs its peers alive.
+        while len(list(folder.glob("ended.*"))) < self._world_size and clock.now_s() < give_up_s:
+            clock.sleep(_POLL_S)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+
+
+def _before_forward(
+    module: torch.nn.Module, given: tuple[object, ...], named: dict[str, object]
+) -> None:
+    """A module-level function: modules with this hook can be copied and pickled."""
+    from ftrun.worker.context import worker_context
+
+    context = worker_context()
+    if not torch.compiler.is_compiling() and context is not None and context.recording is not None:
+        context.recording.before_forward(module, (*given, named) if named else given)
+
+
+def _inner_optimizers(attached: Attached) -> list[object]:
+    found = []
+    for optimizer in attached.optimizers.values():
+        inner: object = optimizer
+        while inner is not None:
+            found.append(inner)
+            inner = next((vars(inner)[key] for key in _INNER if key in vars(inner)), None)
+    return found
+
+
+def _record_backward(recording: Recording) -> None:
+    original = torch.Tensor.backward
+
+    def backward(self: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        recording.loss(self)
+        original(self, *args, **kwargs)  # type: ignore[no-untyped-call]
+
+    torch.Tensor.backward = backward  # type: ignore[method-assign]
+
+
+def _record_loaders(recording: Recording) -> None:
+    """Batches, and the indices they were loaded from, of every torch DataLoader."""
+    from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+    next_batch, next_index = _BaseDataLoaderIter.__next__, _BaseDataLoaderIter._next_index
+
+    def recorded_next(self: Any) -> Any:
+        batch = next_batch(self)
+        recording.batch(self, batch)
+        return batch
+
+    def recorded_index(self: Any) -> Any:
+        indices = next_index(self)  # type: ignore[no-untyped-call]
+        recording.drawn(self, indices)
+        return indices
+
+    _BaseDataLoaderIter.__next__ = recorded_next  # type: ignore[method-assign]
+    _BaseDataLoaderIter._next_index = recorded_index  # type: ignore[method-assign]
