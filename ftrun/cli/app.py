@@ -7,6 +7,7 @@ one, and `ftrun run status` runs a script called status. What follows `run` is n
 read: `command_line.py` takes it apart as torchrun does. typer knows the flags for completion.
 """
 
+import importlib
 import os
 import sys
 import traceback
@@ -95,6 +96,15 @@ def _run(ctx: typer.Context, **_: object) -> None:
 
 
 app.command("run", cls=_RunCommand)(with_flags(_run))
+
+
+def _verify(ctx: typer.Context, **_: object) -> None:
+    """Kill ranks of a script, and compare its results bit for bit."""
+    command = importlib.import_module("ftrun.tools.verify.command")
+    raise typer.Exit(command.verify(ctx.args))
+
+
+app.command("verify", cls=_RunCommand)(with_flags(_verify))
 
 
 @app.command("status")

@@ -12,7 +12,7 @@ short form that torchrun understands means here what it means there.
 
 import difflib
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ftrun.cli.torchrun_flags import TORCHRUN_FLAGS, Flag
@@ -138,13 +138,18 @@ class CommandLine:
         return [*flags, *([] if "--" in self.tail else ["--"]), *self.tail]
 
 
-def parse(words: Sequence[str]) -> CommandLine:
+def parse(words: Sequence[str], *, more: Sequence[Flag] = ()) -> CommandLine:
     """Take the words after `ftrun run` apart.
+
+    Args:
+        words: as typed.
+        more: flags of a command that takes those of a run too; they are in `own`.
 
     Raises:
         UsageError: an unknown or ambiguous flag, a value that is missing or not allowed.
     """
     found = CommandLine()
+    of_command = _by_spelling(more)
     rest = list(words)
     while rest:
         word = rest[0]
@@ -155,15 +160,17 @@ def parse(words: Sequence[str]) -> CommandLine:
         if word in ("-h", "--help"):
             found.wants_help = True
         elif word.startswith("--"):
-            _take_long(found, word, rest)
+            _take_long(found, word, rest, of_command)
         else:
             _take_short(found, word, rest)
     return found
 
 
-def _take_long(found: CommandLine, word: str, rest: list[str]) -> None:
+def _take_long(
+    found: CommandLine, word: str, rest: list[str], of_command: Mapping[str, Flag]
+) -> None:
     name, equals, value = word.partition("=")
-    flag = _named(name)
+    flag = of_command.get(name) or _named(name)
     if not flag.takes_value:
         if equals:
             raise UsageError(f"{name} takes no value, and {value!r} was given")
@@ -201,10 +208,10 @@ def _keep(found: CommandLine, flag: Flag, value: str | None) -> None:
         if flag.name == "start" and value in ("spawn", "fork", "forkserver"):
             message += "; torchrun's flag of that kind is --start-method"
         raise UsageError(message)
-    if flag in OWN_FLAGS:
-        found.own.setdefault(flag.name, []).append("1" if value is None else value)
-    else:
+    if flag in TORCHRUN_FLAGS:
         found.torchrun.append((flag, value))
+    else:
+        found.own.setdefault(flag.name, []).append("1" if value is None else value)
 
 
 def _named(name: str) -> Flag:

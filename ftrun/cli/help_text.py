@@ -24,6 +24,7 @@ Examples:
   ftrun --nproc-per-node gpu -m my.training          one rank per GPU, a module
   ftrun --checkpoint-dir /data/run1 train.py         on disk too, and resume from there
   ftrun --nnodes 4 --spares 1 --rdzv-endpoint n1 train.py   on each of five nodes
+  ftrun verify --nproc-per-node 2 train.py           once: does a restart change the result
   ftrun --run-id big1 train.py                       after a lost launcher: the same line again
   ftrun status --watch                               how the run is doing, live
   ftrun logs -r 3 -f                                 what rank 3 writes, over restarts

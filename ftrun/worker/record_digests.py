@@ -31,9 +31,11 @@ _MAX_ITEMS = 1000
 _MAX_DEPTH = 4
 _MAX_FRAMES = 8
 _SHOWN_CHARS = 40
-_LIBRARIES = tuple(
-    {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
-    | {__file__.rpartition("/worker/")[0], "<"}
+_LIBRARIES = (
+    sysconfig.get_path("stdlib"),
+    sysconfig.get_path("platstdlib"),
+    __file__.rpartition("/worker/")[0],
+    "<",
 )
 _POSITIONS = ("session", "loaders", "orders", "modules")
 _REPRS = (itertools.count, itertools.repeat, range, slice)
@@ -143,7 +145,7 @@ def tensor_digest(tensor: torch.Tensor) -> str:
         flat = local.cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
         head = f"{flat.dtype}{tuple(local.shape)}"
         hasher = xxhash.xxh3_64(head.encode())
-        hasher.update(flat.view(torch.uint8).numpy())
+        hasher.update(flat.view(torch.uint8).numpy().data)
     return hasher.hexdigest()
 
 
@@ -164,7 +166,7 @@ class _Folder:
         self._update = update
 
     def fold(self, value: object, depth: int) -> bool:
-        if isinstance(value, _PLAIN) or isinstance(value, _REPRS):
+        if isinstance(value, (*_PLAIN, *_REPRS)):
             self._update(f"{type(value).__name__}{value!r}".encode())
             return True
         if isinstance(value, torch.Tensor):
@@ -227,7 +229,7 @@ def _state_of(value: object) -> object:
     return None
 
 
-# --- variables of the script -----------------------------------------------------------------------
+# --- variables of the script ---------------------------------------------------------------------
 
 
 def script_frame(frame: types.FrameType | None) -> types.FrameType | None:
@@ -239,7 +241,8 @@ def script_frame(frame: types.FrameType | None) -> types.FrameType | None:
 
 @functools.cache
 def is_of_script(filename: str) -> bool:
-    return not filename.startswith(_LIBRARIES)
+    is_installed = "/site-packages/" in filename or "/dist-packages/" in filename
+    return not is_installed and not filename.startswith(_LIBRARIES)
 
 
 def where(frame: types.FrameType | None) -> str:

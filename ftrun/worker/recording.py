@@ -119,7 +119,6 @@ class Recording:
         self._steps = step
         self._write_state(records.BOUNDARY, step)
         self._num_forwards = 0
-        self._has_variables = False
         return kill is None or not kill.step - kill.without_snapshot < step <= kill.step
 
     def passed(self, step: int) -> None:
@@ -216,7 +215,8 @@ class Recording:
 
     @property
     def _is_killed_here(self) -> bool:
-        return self._rank == (self._context.generation + 1) % self._world_size
+        generation: int = self._context.generation
+        return self._rank == (generation + 1) % self._world_size
 
     def _changed(self) -> str:
         """Names of tensors that differ from the last boundary though no optimizer has stepped."""
@@ -239,11 +239,13 @@ class Recording:
         record = VerifyRecord(
             event, step, found, where=digests.where(frame), what=what, notes=notes
         )
-        record.digests.update(digests.module_digests(self._attached))
+        self._has_variables = False
+        self._add_variables(record, frame)
+        self._has_variables = False
         self._write(record)
 
     def _add_variables(self, record: VerifyRecord, frame: Any) -> None:
-        """Variables of the script, once a step: at its first call of a module or an optimizer."""
+        """Variables of the script; within a step at the first call of a module or an optimizer."""
         if self._has_variables:
             return
         self._has_variables = True

@@ -7,8 +7,10 @@ A result is a tensor or value of the state, a loss, a batch, or the input of a m
 else that is recorded (random states, variables, flags) serves to explain a difference in a result.
 """
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 
 from ftrun.wire.verify_records import (
     ATTACHED,
@@ -136,13 +138,12 @@ def restarts(trace: Trace) -> list[Restart]:
     """The kills that were followed by another generation, in order."""
     found = []
     for rank, lives in trace.items():
-        for life, after in zip(lives, lives[1:], strict=False):
+        for life, after in itertools.pairwise(lives):
             if life.killed is not None:
-                version = after.start if after.restored else 0
-                found.append(
-                    (life.generation, rank, life.killed.step, version, bool(after.restored))
-                )
-    return [Restart(*rest) for _, *rest in sorted(found)]
+                is_restored = bool(after.restored)
+                start = after.start if is_restored else 0
+                found.append((life.generation, Restart(rank, life.killed.step, start, is_restored)))
+    return [restart for _, restart in sorted(found, key=itemgetter(0))]
 
 
 def differing(reference: VerifyRecord, record: VerifyRecord) -> list[str]:
@@ -151,7 +152,8 @@ def differing(reference: VerifyRecord, record: VerifyRecord) -> list[str]:
     found = [
         key
         for key in {**before, **now}
-        if before.get(key) != now.get(key) and (word_of(key) != "local" or key in before.keys() & now.keys())
+        if before.get(key) != now.get(key)
+        and (word_of(key) != "local" or key in before.keys() & now.keys())
     ]
     return sorted(found, key=lambda key: not is_result(key))
 
@@ -167,7 +169,9 @@ def pairs(
         is_first: the step is the first one after a restart, so that a loader may have loaded
             batches again that it does not hand out; the last ones count.
     """
-    waiting = {event: [r for r in reference if r.event == event] for event in {r.event for r in reference}}
+    waiting = {
+        event: [r for r in reference if r.event == event] for event in {r.event for r in reference}
+    }
     surplus = 0
     if is_first:
         surplus = sum(r.event == BATCH for r in events) - len(waiting.get(BATCH, []))
@@ -203,7 +207,9 @@ def _shift(turns: Mapping[int, Sequence[VerifyRecord]], life: Life) -> int:
         return 0
     step, events = min(life.turns.items())
     first = events[-1].digests
-    found = (at for at, each in turns.items() if each[-1].event == BOUNDARY and each[-1].digests == first)
+    found = (
+        at for at, each in turns.items() if each[-1].event == BOUNDARY and each[-1].digests == first
+    )
     return next(found, step) - step
 
 
@@ -221,7 +227,9 @@ def first_difference(reference: Trace, trace: Trace, *, generations: range) -> D
         if life.generation in generations
         and (difference := _first_of(reference, rank, life)) is not None
     ]
-    order = {event: at for at, event in enumerate((BATCH, "forward", "loss", "optimizer", BOUNDARY))}
+    order = {
+        event: at for at, event in enumerate((BATCH, "forward", "loss", "optimizer", BOUNDARY))
+    }
     return min(
         found, key=lambda d: (d.generation, d.step, order.get(d.event, 0), d.rank), default=None
     )
@@ -231,9 +239,7 @@ def _first_of(reference: Trace, rank: int, life: Life) -> Difference | None:
     for step, before, now in event_pairs(reference, rank, life):
         keys = differing(before, now)
         if keys and is_result(keys[0]):
-            return Difference(
-                rank, life.generation, step, now.event, tuple(keys), now, before
-            )
+            return Difference(rank, life.generation, step, now.event, tuple(keys), now, before)
     return None
 
 

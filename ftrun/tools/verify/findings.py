@@ -62,14 +62,19 @@ def find(
 
 def random_sources(reference: Trace, trace: Trace, difference: Difference) -> Finding:
     """Why two runs without a failure differ."""
-    names = tuple(sorted({
-        name_of(key).removeprefix("rng.").split("[")[0]
-        for rank, life in compared_lives(trace)
-        for before in reference.get(rank, ())[:1]
-        if life.attached is not None and before.attached is not None
-        for key in differing(before.attached, life.attached)
-        if word_of(key) == "random"
-    }))  # fmt: skip
+    names = tuple(
+        sorted(
+            {
+                name_of(key).removeprefix("rng.").split("[")[0]
+                for rank, life in compared_lives(trace)
+                for before in reference.get(rank, ())[:1]
+                if life.generation == 0
+                if life.attached is not None and before.attached is not None
+                for key in differing(before.attached, life.attached)
+                if word_of(key) == "random"
+            }
+        )
+    )
     if names:
         text = f"random states that differ when attach returns: {', '.join(names)}"
         remedy = "seed them at the top of the script, such as torch.manual_seed(0)"
@@ -93,39 +98,47 @@ def _restored(lives: Sequence[Life], life: Life, noise: set[str]) -> Iterator[Fi
     step = life.start
     if not life.restored:
         yield Finding(
-            "not restored", (), "no snapshot could be restored: the run began again at step 0",
+            "not restored",
+            (),
+            "no snapshot could be restored: the run began again at step 0",
             "see what ftrun reports in the log of the run",
-        )  # fmt: skip
+        )
         return
     saved = _boundary_before(lives, life)
     if saved is not None:
         keys = [
-            key for key in differing(saved, life.attached)
+            key
+            for key in differing(saved, life.attached)
             if word_of(key) in ("tensor", "value", "strides", "random") and key not in noise
-        ]  # fmt: skip
+        ]
         if keys:
             names = tuple(name_of(key) for key in keys)
             yield Finding(
-                "snapshot", names,
+                "snapshot",
+                names,
                 f"the snapshot of step {step} holds other values than that step ended with: "
                 f"{_some(names)}",
                 "if the script writes to these tensors between two steps (weights swapped by "
                 ".data), do it inside of `with session.phase(...)`; else report it as a bug",
-            )  # fmt: skip
+            )
     if life.begun is not None:
-        yield from _overwritten(life.attached, life.begun)
+        overwritten = [
+            name_of(key)
+            for key in differing(life.attached, life.begun)
+            if word_of(key) in ("tensor", "value")
+        ]
+        if overwritten:
+            yield _overwritten(overwritten, life.attached)
 
 
-def _overwritten(attached: VerifyRecord, begun: VerifyRecord) -> Iterator[Finding]:
-    keys = [k for k in differing(attached, begun) if word_of(k) in ("tensor", "value")]
-    if keys:
-        names = tuple(name_of(key) for key in keys)
-        yield Finding(
-            "overwritten", names,
-            f"the script changes restored state after attach: {_some(names)}",
-            "call attach after load_state_dict and after the model is initialized",
-            _place(attached.where),
-        )  # fmt: skip
+def _overwritten(names: Sequence[str], record: VerifyRecord) -> Finding:
+    return Finding(
+        "overwritten",
+        tuple(names),
+        f"the script changes restored state after attach: {_some(names)}",
+        "call attach after load_state_dict and after the model is initialized",
+        _place(record.where),
+    )
 
 
 def _boundary_before(lives: Sequence[Life], life: Life) -> VerifyRecord | None:
@@ -137,35 +150,52 @@ def _boundary_before(lives: Sequence[Life], life: Life) -> VerifyRecord | None:
     return None
 
 
-# --- the first step after a restart ----------------------------------------------------------------
+# --- the first step after a restart --------------------------------------------------------------
 
 
 def _first_turn(reference: Trace, rank: int, life: Life, noise: set[str]) -> Iterator[Finding]:
     """What differs before the first step after a restart has computed anything."""
+    events = life.turns.get(life.start + 1, [])
+    inputs = {d for event in events for k, d in event.digests.items() if word_of(k) == "input"}
+    if life.begun is not None:
+        before = _end_of(reference, rank, life.start)
+        if before is not None:
+            keys = [key for key in differing(before, life.begun) if key not in noise]
+            yield from _variables(before, life.begun, keys, inputs)
+            yield from _modules(keys)
+        return
+    has_other_batch = False
     for step, before, now in event_pairs(reference, rank, life):
         if step != life.start + 1:
             return
+        keys = [key for key in differing(before, now) if key not in noise]
+        has_other_batch |= now.event == BATCH and bool(keys)
         if now.event not in (FORWARD, OPTIMIZER):
             continue
         changed = now.notes.get("changed", "").split()
-        if changed and not before.notes.get("changed") and life.begun is None:
-            yield Finding(
-                "overwritten", tuple(changed),
-                f"the script changes restored state after attach: {_some(changed)}",
-                "call attach after load_state_dict and after the model is initialized",
-                _place(now.where),
-            )  # fmt: skip
-        keys = [key for key in differing(before, now) if key not in noise]
-        yield from _variables(before, now, keys)
+        if changed and not before.notes.get("changed"):
+            yield _overwritten(changed, now)
+        if not has_other_batch:  # else they may differ because the batch does
+            yield from _variables(before, now, keys, inputs)
         yield from _modules(keys)
         return
 
 
-def _variables(before: VerifyRecord, now: VerifyRecord, keys: Sequence[str]) -> Iterator[Finding]:
+def _end_of(reference: Trace, rank: int, step: int) -> VerifyRecord | None:
+    """How a rank of the reference entered the step after this one."""
+    lives = reference.get(rank, ())
+    if step == 0:
+        return lives[0].begun if lives else None
+    events = reference_turns(lives).get(step)
+    return events[-1] if events else None
+
+
+def _variables(
+    before: VerifyRecord, now: VerifyRecord, keys: Sequence[str], inputs: set[str]
+) -> Iterator[Finding]:
     local = [key for key in keys if word_of(key) == "local"]
     if not local:
         return
-    inputs = {d for key, d in now.digests.items() if word_of(key) == "input"}
     is_tensor = {k for k in local if now.values.get(k, "").startswith("tensor")}
     # What the model is called with comes first, then tensors, which may be the rest of the batch.
     local.sort(key=lambda k: (now.digests[k] not in inputs, k not in is_tensor))
@@ -183,8 +213,13 @@ def _variables(before: VerifyRecord, now: VerifyRecord, keys: Sequence[str]) -> 
         head = "variables of the script are not restored"
         remedy = "keep what has to last in attached state, such as attach(extra={...})"
     where = _place(now.where)
-    yield Finding("prefetched batch" if has_batch else "variable", names, f"{head}: {text}{more}",
-                  remedy, where)  # fmt: skip
+    yield Finding(
+        "prefetched batch" if has_batch else "variable",
+        names,
+        f"{head}: {text}{more}",
+        remedy,
+        where,
+    )
 
 
 def _variable(key: str, before: VerifyRecord, now: VerifyRecord) -> str:
@@ -206,12 +241,14 @@ def _modules(keys: Sequence[str]) -> Iterator[Finding]:
         names = tuple(name_of(key) for key in keys if word_of(key) == word)
         if names:
             yield Finding(
-                word, names, f"{text}: {_some(names)}",
+                word,
+                names,
+                f"{text}: {_some(names)}",
                 "register them as persistent buffers or give the module a get_extra_state",
-            )  # fmt: skip
+            )
 
 
-# --- the event that differs --------------------------------------------------------------------------
+# --- the event that differs ----------------------------------------------------------------------
 
 
 def _at(difference: Difference, noise: set[str]) -> Iterator[Finding]:
@@ -220,12 +257,18 @@ def _at(difference: Difference, noise: set[str]) -> Iterator[Finding]:
         yield _batch(difference)
     if record.event == OPTIMIZER or difference.event == BOUNDARY:
         gradients = [k for k in differing(before, record) if word_of(k) == "gradient"]
-        unset = tuple(name_of(k) for k in gradients if "none" in (before.digests.get(k), record.digests.get(k)))  # noqa: E501
+        unset = tuple(
+            name_of(k)
+            for k in gradients
+            if "none" in (before.digests.get(k), record.digests.get(k))
+        )
         if unset:
             yield Finding(
-                "gradient", unset, f"gradients are unset in one run and zero in the other: {_some(unset)}",
+                "gradient",
+                unset,
+                f"gradients are unset in one run only: {_some(unset)}",
                 "use zero_grad(set_to_none=True)",
-            )  # fmt: skip
+            )
 
 
 def _batch(difference: Difference) -> Finding:
@@ -236,26 +279,35 @@ def _batch(difference: Difference) -> Finding:
     workers = int(record.notes.get("workers", "0"))
     if not same_indices or "indices" not in record.digests:
         return Finding(
-            "data order", (), f"{at} hands out other samples in step {difference.step} than "
-            "without the failure", "attach the loader and take its batches from "
-            "session.batches(loader); keep the sampler's randomness in the loader's generator", place,
-        )  # fmt: skip
+            "data order",
+            (),
+            f"{at} hands out other samples in step {difference.step} than without the failure",
+            "attach the loader and take its batches from "
+            "session.batches(loader); give the loader its generator",
+            place,
+        )
     if workers and record.notes.get("kind") != "stateful":
         return Finding(
-            "augmentation", (), f"{at} loads the same samples in step {difference.step} with other "
+            "augmentation",
+            (),
+            f"{at} loads the same samples in step {difference.step} with other "
             f"values: its {workers} worker processes draw random numbers, and a restart does not "
-            "repeat them", "use torchdata's StatefulDataLoader, or seed the augmentation by the "
-            "sample's index and the epoch", place,
-        )  # fmt: skip
+            "repeat them",
+            "use torchdata's StatefulDataLoader, or seed the augmentation by the "
+            "sample's index and the epoch",
+            place,
+        )
     return Finding(
-        "augmentation", (), f"{at} loads the same samples in step {difference.step} with other "
+        "augmentation",
+        (),
+        f"{at} loads the same samples in step {difference.step} with other "
         "values: the data set draws random numbers that are not restored",
         "draw them from python's, numpy's or torch's global generator, or attach the generator",
         place,
-    )  # fmt: skip
+    )
 
 
-# --- found in any run --------------------------------------------------------------------------------
+# --- found in any run ----------------------------------------------------------------------------
 
 
 def _optimizers(trace: Trace) -> Iterator[Finding]:
@@ -265,11 +317,13 @@ def _optimizers(trace: Trace) -> Iterator[Finding]:
                 if record.event == OPTIMIZER and record.notes.get("is_attached") == "0":
                     place = _place(record.where)
                     yield Finding(
-                        "unattached optimizer", (record.what, place),
+                        "unattached optimizer",
+                        (record.what, place),
                         f"{record.what}, whose step() is called at {place}, is not attached: its "
                         "state is in no snapshot",
-                        "pass it to attach, such as attach(optimizer={'a': a, 'b': b})", place,
-                    )  # fmt: skip
+                        "pass it to attach, such as attach(optimizer={'a': a, 'b': b})",
+                        place,
+                    )
 
 
 def _swaps(trace: Trace) -> Iterator[Finding]:
@@ -286,11 +340,13 @@ def _swaps(trace: Trace) -> Iterator[Finding]:
                     back = tuple(name for name in changed if name not in now)
                     if back:
                         yield Finding(
-                            "weight swap", back,
+                            "weight swap",
+                            back,
                             f"between two steps the model runs with other weights at {place}: "
                             f"{_some(back)}; they are put back before the optimizer steps",
-                            "put the swap into `with session.phase(\"eval\"):`", place,
-                        )  # fmt: skip
+                            'put the swap into `with session.phase("eval"):`',
+                            place,
+                        )
                     break
 
 
@@ -304,16 +360,22 @@ def _reported(trace: Trace) -> Iterator[Finding]:
 def _unexplained(difference: Difference, is_attached: bool) -> Finding:
     if not is_attached:
         return Finding(
-            "not attached", (), "the script calls no ftrun.attach, and continues otherwise after a "
-            "restart than it would have", "attach its state, or keep all of it in its checkpoints",
-        )  # fmt: skip
+            "not attached",
+            (),
+            "the script calls no ftrun.attach, and continues otherwise after a "
+            "restart than it would have",
+            "attach its state, or keep all of it in its checkpoints",
+        )
     what = f"{difference.event} at {_place(difference.record.where)}".removesuffix(" at ")
     return Finding(
-        "unexplained", (), f"all that is recorded before the {what} is equal: state, random states, "
-        "inputs and variables. Something else differs, such as a file, an object in a library, or "
-        "an iterator that holds values", "attach what holds it",
+        "unexplained",
+        (),
+        f"all that is recorded before the {what} is equal: state, "
+        "random states, inputs and variables. Something else differs, such as a file, an object "
+        "in a library, or an iterator that holds values",
+        "attach what holds it",
         _place(difference.record.where),
-    )  # fmt: skip
+    )
 
 
 def _some(names: Sequence[str]) -> str:

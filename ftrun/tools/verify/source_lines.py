@@ -2,7 +2,10 @@
 
 import ast
 import functools
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def lines_that_set(file: str, variable: str, function_line: int) -> list[int]:
@@ -18,27 +21,29 @@ def lines_that_set(file: str, variable: str, function_line: int) -> list[int]:
         return []
     scope: ast.AST = tree
     for node in ast.walk(tree):
-        is_function = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
-        if is_function and function_line in _first_lines(node):  # type: ignore[arg-type]
+        if isinstance(node, _FUNCTIONS) and function_line in _first_lines(node):
             scope = node
             break
     attribute = variable.rpartition(".")[2] if "." in variable else None
-    found = {
-        node.lineno
-        for node in ast.walk(scope if attribute is None else tree)
-        if _sets(node, variable, attribute)
-    }
-    return sorted(found)
-
-
-def _sets(node: ast.AST, variable: str, attribute: str | None) -> bool:
     if attribute is not None:
-        return (
-            isinstance(node, ast.Attribute)
-            and node.attr == attribute
-            and isinstance(node.ctx, ast.Store)
-        )
-    return isinstance(node, ast.Name) and node.id == variable and isinstance(node.ctx, ast.Store)
+        stored = (node for node in ast.walk(tree) if isinstance(node, ast.Attribute))
+        return _lines(node for node in stored if node.attr == attribute)
+    names = (node for node in _own_nodes(scope) if isinstance(node, ast.Name))
+    return _lines(node for node in names if node.id == variable)
+
+
+def _lines(nodes: Iterable[ast.Name | ast.Attribute]) -> list[int]:
+    return sorted({node.lineno for node in nodes if isinstance(node.ctx, ast.Store)})
+
+
+def _own_nodes(scope: ast.AST) -> Iterator[ast.AST]:
+    """The nodes of a function or module without those of functions and classes in it."""
+    waiting = list(ast.iter_child_nodes(scope))
+    while waiting:
+        node = waiting.pop()
+        if not isinstance(node, (*_FUNCTIONS, ast.ClassDef)):
+            yield node
+            waiting += ast.iter_child_nodes(node)
 
 
 def _first_lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> set[int]:

@@ -1,0 +1,238 @@
+"""`ftrun verify train.py`: does a restart change what the script computes, and why.
+
+Takes in: its own flags, those of `ftrun run`, a script.
+Gives:    a verdict and its reasons, as text or JSON, and an exit code.
+"""
+
+import json
+import os
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+from ftrun.cli.command_line import CommandLine, parse
+from ftrun.cli.help_text import help_width, rows
+from ftrun.cli.torchrun_flags import Flag
+from ftrun.errors import UsageError
+
+DIFFERENT = 1
+NOT_COMPARED = 3
+
+FLAGS = (
+    Flag("steps", "steps of each run (default 20)", "N"),
+    Flag("kills", "kills in the disturbed run (default 2)", "N"),
+    Flag("at", "kill after these steps instead, such as 7,14", "STEPS"),
+    Flag("timeout", "seconds for all runs together (default 600)", "SECONDS"),
+    Flag("max-disk", "MiB for records and logs (default 1024)", "MIB"),
+    Flag("folder", "keep records, output and logs there (default: removed)", "DIR"),
+    Flag("json", "the result as one JSON document"),
+)
+
+_REPLACED = (
+    "run-id",
+    "checkpoint-dir",
+    "resume",
+    "checkpoint-every",
+    "checkpoint-keep",
+    "snapshot-every",
+    "no-snapshots",
+    "orphan",
+    "metrics-port",
+    "quiet",
+    "grace",
+)
+"""Flags of a run for which a verification has values of its own."""
+
+_INTRO = """\
+Usage: ftrun verify [OPTIONS] [OPTIONS OF ftrun run] SCRIPT [ARGS...]
+
+Run a script undisturbed, then again with ranks killed by SIGKILL, and compare both bit for bit:
+parameters, optimizer state, other attached state, losses, batches and inputs of the model. If
+something differs, say what differs first and which line of the script is the reason. Do this once
+before trusting a new script.
+
+Example:
+  ftrun verify --nproc-per-node 2 train.py --lr 0.1     20 steps, 2 kills
+  ftrun verify --steps 50 --at 12,30 train.py           kills after steps 12 and 30
+
+The script is executed as a whole 2 times, and a third time if the results differ: what it writes
+to files and trackers is written each time. A run ends after --steps steps, without what the script
+does after its loop. FTRUN_VERIFY is set in its environment. One node only.
+
+Options:"""
+
+_OUTRO = """\
+Exit codes: 0 equal; 1 different, also if the script is not deterministic; 2 usage; 3 nothing could
+be compared: the script failed, or a limit was reached; 130 and 143 stopped by a signal.
+"""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What was asked for."""
+
+    line: CommandLine
+    words: tuple[str, ...]
+    """Of each run: flags, script and its arguments."""
+
+    steps: int
+    kill_steps: tuple[int, ...] | None
+    num_kills: int
+    timeout_s: float
+    disk_bytes: int
+    folder: Path | None
+    is_json: bool
+
+
+def verify(words: Sequence[str]) -> int:
+    """Carry out a verification; the exit code.
+
+    Args:
+        words: after `ftrun verify`, as typed.
+
+    Raises:
+        UsageError: nothing was started.
+    """
+    line = parse(words, more=FLAGS)
+    if line.wants_help or not words:
+        sys.stdout.write(_help())
+        return 0
+    options = options_of(line)
+    # Imported here, so that --help loads none of it.
+    from ftrun.tools.verify.verification import Verification
+
+    signal.signal(signal.SIGTERM, _leave)
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup stays nohup
+        signal.signal(signal.SIGHUP, _leave)
+    try:
+        with _folder(options.folder) as folder:
+            outcome = Verification(options, folder, _teller(is_silent=options.is_json)).carry_out()
+    except KeyboardInterrupt:
+        sys.stderr.write("ftrun verify: stopped; its runs are ended and its records removed\n")
+        return 128 + signal.SIGINT
+    if options.is_json:
+        sys.stdout.write(json.dumps(outcome.document, indent=1) + "\n")
+    return outcome.exit_code
+
+
+def options_of(line: CommandLine) -> Options:
+    """Check what was typed.
+
+    Raises:
+        UsageError: a value or a flag that a verification cannot use.
+    """
+    if line.script is None:
+        raise UsageError(
+            "no script is given. For example: ftrun verify --nproc-per-node 2 train.py"
+        )
+    nodes = line.torchrun_value("nnodes") or os.environ.get("PET_NNODES", "1")
+    if nodes not in ("1", "1:1") or line.own_value("spares") not in (None, "0"):
+        raise UsageError(f"ftrun verify runs on one node, and --nnodes is {nodes}; leave it out")
+    at = line.own_value("at")
+    kill_steps = None if at is None else tuple(_count("--at", word) for word in at.split(","))
+    steps = _count("--steps", line.own_value("steps") or "20")
+    if kill_steps is not None and (
+        list(kill_steps) != sorted(set(kill_steps)) or kill_steps[-1] >= steps
+    ):
+        raise UsageError(f"--at takes increasing steps below --steps {steps}, not {at}")
+    folder = line.own_value("folder")
+    options = Options(
+        line=line,
+        words=_words_of_run(line),
+        steps=steps,
+        kill_steps=kill_steps,
+        num_kills=_count("--kills", line.own_value("kills") or "2"),
+        timeout_s=_count("--timeout", line.own_value("timeout") or "600"),
+        disk_bytes=_count("--max-disk", line.own_value("max-disk") or "1024") << 20,
+        folder=None if folder is None else Path(folder),
+        is_json=line.own_value("json") is not None,
+    )
+    if kill_steps is None and options.num_kills >= steps:
+        raise UsageError(f"--kills {options.num_kills} needs more than --steps {steps}")
+    return options
+
+
+def _words_of_run(line: CommandLine) -> tuple[str, ...]:
+    """The flags that are passed on, and the script.
+
+    Raises:
+        UsageError: a run of these words would not start.
+    """
+    from ftrun.cli.run import build_spec
+
+    own = {flag.name for flag in FLAGS} | set(_REPLACED)
+    flags = [
+        f"--{name}" if value == "1" and not _takes_value(name) else f"--{name}={value}"
+        for name, values in line.own.items()
+        if name not in own
+        for value in values
+    ]
+    passed = CommandLine(
+        torchrun=[(flag, value) for flag, value in line.torchrun if flag.name != "max-restarts"],
+        tail=line.tail,
+    )
+    words = (*flags, *passed.torchrun_argv())
+    build_spec(parse(words), variables=os.environ)
+    return words
+
+
+def _takes_value(name: str) -> bool:
+    from ftrun.cli.command_line import OWN_FLAGS
+
+    return next(flag.takes_value for flag in OWN_FLAGS if flag.name == name)
+
+
+def _count(flag: str, text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise UsageError(f"{flag} is a whole number, 1 or more, not {text!r}")
+    return int(text)
+
+
+@contextmanager
+def _folder(wanted: Path | None) -> Iterator[Path]:
+    """The folder of a verification; a temporary one is removed.
+
+    Raises:
+        UsageError: it cannot be used.
+    """
+    if wanted is not None:
+        if wanted.exists() and (not wanted.is_dir() or any(wanted.iterdir())):
+            raise UsageError(f"--folder {wanted} is not an empty folder: name another one")
+        try:
+            wanted.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UsageError(f"--folder {wanted} cannot be made: {error.strerror}") from error
+        yield wanted.resolve()
+        return
+    folder = Path(tempfile.mkdtemp(prefix="ftrun-verify-"))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _teller(*, is_silent: bool) -> Callable[[str], None]:
+    def tell(text: str) -> None:
+        if not is_silent:
+            sys.stdout.write(f"{text}\n")
+            sys.stdout.flush()
+
+    return tell
+
+
+def _help() -> str:
+    flags = {f"--{f.name} {f.metavar or ''}".rstrip(): f.help for f in FLAGS}
+    shown = "\n".join(rows(flags, help_width()))
+    others = "and those of ftrun run, such as --nproc-per-node N: ftrun --help lists them"
+    return f"{_INTRO}\n{shown}\n  {others}\n\n{_OUTRO}"
+
+
+def _leave(number: int, _frame: FrameType | None) -> None:
+    """SIGTERM and SIGHUP end a verification as ^C does: nothing of its runs is left."""
+    raise SystemExit(128 + number)

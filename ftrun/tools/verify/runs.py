@@ -1,0 +1,201 @@
+"""The runs of a verification: planned, started one after the other, watched, and ended.
+
+Takes in: the words of a run, a folder, limits of time and disk.
+Gives:    a `Finished` with the trace of each run.
+Survives: nothing: what a run has started is gone when its block ends, also after ^C.
+"""
+
+import os
+import re
+import secrets
+import signal
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+
+import msgspec
+
+from ftrun import clock
+from ftrun.cli.stub import python_command
+from ftrun.errors import FtrunError
+from ftrun.kernel import end_with_parent
+from ftrun.tools.verify.compare import Life, Trace, life_of
+from ftrun.wire import environment as env
+from ftrun.wire.verify_records import Kill, VerifyPlan, read_records
+
+_POLL_S = 0.05
+_DISK_EVERY_S = 1.0
+_END_S = 20.0
+_STOP_S = 60.0
+_GRACE_S = 2
+_LAST_LINES = 12
+_MEBIBYTE = 1 << 20
+_RECORD_FILE = re.compile(r"rank(\d+)\.(\d+)\.jsonl")
+
+
+class LimitReached(FtrunError):
+    """A run was ended because its time or its disk space was used up."""
+
+
+def plan_kills(steps: int, count: int) -> tuple[Kill, ...]:
+    """Kills spread over the steps, every second one in the middle of a step.
+
+    The others, or a single one, come after steps without a snapshot, so that steps are repeated.
+    """
+    spread = (at * steps // (count + 1) for at in range(1, count + 1))
+    return kills_at(sorted({max(1, step) for step in spread if step < steps}))
+
+
+def kills_at(steps: Sequence[int]) -> tuple[Kill, ...]:
+    """One kill after each of these steps."""
+    kills = []
+    before = 0
+    for at, step in enumerate(steps):
+        is_in_step = at % 2 == 0
+        lost = (1 if len(steps) == 1 else 0) if is_in_step else 2
+        kills.append(Kill(step, is_in_step, min(lost, step - before - 1)))
+        before = step
+    return tuple(kills)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What all runs together may use."""
+
+    give_up_s: float
+    """On the monotonic clock."""
+
+    disk_bytes: int
+
+
+@dataclass
+class Finished:
+    """One run that has ended."""
+
+    exit_code: int
+    took_s: float
+    output: str
+    trace: Trace = field(default_factory=dict)
+
+    @property
+    def last_lines(self) -> str:
+        return "\n".join(self.output.splitlines()[-_LAST_LINES:])
+
+
+class VerifyRun:
+    """One run of the script. Use it in a `with` block."""
+
+    def __init__(self, folder: Path, words: Sequence[str], plan: VerifyPlan) -> None:
+        self._folder = folder
+        self._run_id = f"verify-{secrets.token_hex(4)}"
+        self._output = folder / "output.txt"
+        self._plan = plan
+        self._words = words
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> "VerifyRun":
+        Path(self._plan.folder).mkdir(parents=True)
+        variables = {
+            **os.environ,
+            env.VERIFY: msgspec.json.encode(self._plan).decode(),
+            env.LOG_FOLDER: str(self._folder / "logs"),
+        }
+        command = python_command(
+            "ftrun", "run", "--run-id", self._run_id, "--grace", str(_GRACE_S),
+            "--set", "checkpoint.directory=null", "--set", "checkpoint.resume=never",
+            "--snapshot-every", "1", *self._words,
+        )  # fmt: skip
+        with self._output.open("wb") as output:
+            # A session of its own: ^C comes to this process only, which then ends the run.
+            self._process = subprocess.Popen(
+                command, env=variables, stdin=subprocess.DEVNULL, stdout=output,
+                stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=end_with_parent,
+            )  # fmt: skip
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        process = self._process
+        if process is None or process.poll() is not None:
+            return
+        try:
+            process.send_signal(signal.SIGTERM)
+            process.wait(_END_S)
+        except (subprocess.TimeoutExpired, KeyboardInterrupt):
+            process.kill()
+            process.wait()
+            # The SMP outlives a stub that was killed.
+            subprocess.run(
+                python_command("ftrun", "stop", self._run_id),
+                capture_output=True, timeout=_STOP_S, check=False,
+            )  # fmt: skip
+
+    def wait(self, limits: Limits) -> Finished:
+        """Wait for its end.
+
+        Raises:
+            LimitReached: the time or the disk space of the verification is used up.
+        """
+        assert self._process is not None
+        began_s = looked_s = clock.now_s()
+        while (code := self._process.poll()) is None:
+            now_s = clock.now_s()
+            if now_s > limits.give_up_s:
+                raise LimitReached(
+                    f"the time is used up (--timeout), {now_s - began_s:.0f} s into a run that has "
+                    f"made {_furthest(self._trace())} steps. Raise --timeout or lower --steps. Its "
+                    f"last lines:\n{self._finished(0, began_s).last_lines}"
+                )
+            if now_s - looked_s > _DISK_EVERY_S:
+                looked_s = now_s
+                self._check_disk(limits)
+            clock.sleep(_POLL_S)
+        finished = self._finished(code, began_s)
+        finished.trace = self._trace()
+        return finished
+
+    def _finished(self, code: int, began_s: float) -> Finished:
+        output = self._output.read_text(encoding="utf-8", errors="replace")
+        return Finished(code, clock.now_s() - began_s, output)
+
+    def _check_disk(self, limits: Limits) -> None:
+        """Raises: LimitReached."""
+        used = _size(self._folder.parent)
+        if used > limits.disk_bytes:
+            raise LimitReached(
+                f"records and logs take {used // _MEBIBYTE} MiB, and --max-disk allows "
+                f"{limits.disk_bytes // _MEBIBYTE}. Raise it or lower --steps"
+            )
+
+    def _trace(self) -> Trace:
+        lives: dict[int, dict[int, Life]] = {}
+        for path in Path(self._plan.folder).iterdir():
+            if match := _RECORD_FILE.fullmatch(path.name):
+                rank, generation = int(match[1]), int(match[2])
+                life = life_of(generation, read_records(path))
+                lives.setdefault(rank, {})[generation] = life
+        return {
+            rank: [of_rank[generation] for generation in sorted(of_rank)]
+            for rank, of_rank in sorted(lives.items())
+        }
+
+
+def _furthest(trace: Trace) -> int:
+    return max((life.last_step for lives in trace.values() for life in lives), default=0)
+
+
+def _size(folder: Path) -> int:
+    total = 0
+    for base, _, names in os.walk(folder):
+        for name in names:
+            try:
+                total += os.lstat(os.path.join(base, name)).st_size
+            except OSError:  # removed meanwhile
+                continue
+    return total

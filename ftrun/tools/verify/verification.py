@@ -1,0 +1,289 @@
+"""One verification: its runs in order, the comparison, and the result in words."""
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ftrun import clock
+from ftrun.errors import ExitCode
+from ftrun.tools.verify import compare
+from ftrun.tools.verify.command import DIFFERENT, NOT_COMPARED, Options
+from ftrun.tools.verify.compare import Difference, Restart, Trace
+from ftrun.tools.verify.findings import Finding, find, random_sources
+from ftrun.tools.verify.runs import (
+    Finished,
+    LimitReached,
+    Limits,
+    VerifyRun,
+    kills_at,
+    plan_kills,
+)
+from ftrun.wire.verify_records import VerifyPlan
+
+EQUAL = "equal"
+DIFFERS = "differs"
+NOT_DETERMINISTIC = "not deterministic"
+FAILED_AFTER_RESTART = "failed after a restart"
+NOTHING_COMPARED = "nothing compared"
+
+_FIRST, _REST = range(1), range(1, 1 << 30)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What is shown and what the process ends with."""
+
+    verdict: str
+    exit_code: int
+    document: dict[str, Any]
+
+
+class Verification:
+    """Runs a script several times and compares."""
+
+    def __init__(self, options: Options, folder: Path, tell: Callable[[str], None]) -> None:
+        self._options = options
+        self._folder = folder
+        self._tell = tell
+        steps = options.kill_steps
+        self._kills = (
+            kills_at(steps) if steps is not None else plan_kills(options.steps, options.num_kills)
+        )
+        self._limits = Limits(clock.now_s() + options.timeout_s, options.disk_bytes)
+        self._runs: list[Finished] = []
+
+    def carry_out(self) -> Outcome:
+        """All of it; the result is shown."""
+        self._announce()
+        try:
+            first = self._run("undisturbed")
+            if first.exit_code != ExitCode.DONE:
+                return self._script_failed(first)
+            if compare.steps_of(first.trace) == 0:
+                return self._nothing("the script has made no step: no session's boundary was "
+                                     "passed, and no torch optimizer has stepped")  # fmt: skip
+            self._say_what_is_compared(first.trace)
+            second = self._run(self._kill_words(), disturbed=True)
+            return self._judge(first, second)
+        except LimitReached as error:
+            return self._nothing(str(error))
+
+    # --- runs ----------------------------------------------------------------------------------
+
+    def _announce(self) -> None:
+        options = self._options
+        self._tell(
+            f"ftrun verify {options.line.script}: {options.steps} steps undisturbed, then "
+            f"{options.steps} steps with {self._kill_words()}; a third run if the two differ.\n"
+            "The script is executed as a whole each time: what it writes to files and trackers is "
+            f"written 2 or 3 times.\nAt most {options.timeout_s:.0f} s. "
+            + (f"Records and logs: {self._folder}" if options.folder is not None else
+               "Records and logs are removed at the end; --folder DIR keeps them.")
+            + "\n"
+        )  # fmt: skip
+
+    def _kill_words(self) -> str:
+        steps = ", ".join(str(kill.step) for kill in self._kills)
+        return f"a rank killed after step {steps}" if self._kills else "no kill"
+
+    def _run(self, what: str, *, disturbed: bool = False) -> Finished:
+        """Raises: LimitReached."""
+        number = len(self._runs) + 1
+        self._tell(f"run {number}: {what} ...")
+        folder = self._folder / f"run{number}"
+        kills = self._kills if disturbed else ()
+        plan = VerifyPlan(str(folder / "records"), self._options.steps, kills)
+        with VerifyRun(folder, self._options.words, plan) as run:
+            finished = run.wait(self._limits)
+        self._runs.append(finished)
+        told = [f"run {number}: {compare.steps_of(finished.trace)} steps, {finished.took_s:.1f} s"]
+        told += [_restart_words(restart) for restart in compare.restarts(finished.trace)]
+        self._tell("; ".join(told))
+        return finished
+
+    def _say_what_is_compared(self, trace: Trace) -> None:
+        if not compare.has_session(trace):
+            self._tell(
+                "Nothing is attached: the script calls no ftrun.attach, so that a restart begins "
+                "at its own beginning or at its own checkpoint. Compared are parameters and state "
+                "of the optimizers after each of their steps, losses, and batches of DataLoaders."
+            )
+
+    # --- verdict -------------------------------------------------------------------------------
+
+    def _judge(self, first: Finished, second: Finished) -> Outcome:
+        reference, trace = first.trace, second.trace
+        restarts = compare.restarts(trace)
+        early = compare.first_difference(reference, trace, generations=_FIRST)
+        if early is not None:
+            return self._not_deterministic(reference, trace, early, "the second before its kill")
+        noise = compare.noise(reference, trace, generations=_FIRST)
+        late = compare.first_difference(reference, trace, generations=_REST)
+        if not restarts:
+            if second.exit_code != ExitCode.DONE:
+                return self._script_failed(second)
+            return self._nothing(
+                f"no rank could be killed: the script made {compare.steps_of(trace)} steps, and "
+                f"the first kill was due after step {self._kills[0].step}. Lower --steps or --at"
+            )
+        if late is None and second.exit_code == ExitCode.DONE:
+            findings = find(reference, trace, noise, None)
+            return self._equal(trace, restarts, findings)
+        third = self._run("undisturbed again, to tell apart what is not deterministic")
+        again = compare.first_difference(reference, third.trace, generations=_FIRST)
+        if again is not None:
+            return self._not_deterministic(reference, third.trace, again, "the third")
+        noise |= compare.noise(reference, third.trace, generations=_FIRST)
+        findings = find(reference, trace, noise, late)
+        if second.exit_code != ExitCode.DONE:
+            return self._failed_after_restart(second, late, restarts, findings)
+        assert late is not None
+        return self._differs(trace, late, restarts, findings)
+
+    def _equal(self, trace: Trace, restarts: list[Restart], findings: list[Finding]) -> Outcome:
+        counts = compare.counts(trace)
+        repeated = sum(restart.repeated for restart in restarts)
+        lines = [
+            f"EQUAL: {len(restarts)} restarts, {repeated} steps repeated; equal bit for bit: "
+            f"{counts['tensors']} tensors and {counts['values']} values of the state after each "
+            f"step, {counts['losses']} losses, {counts['inputs']} batches and inputs"
+        ]
+        if findings:
+            lines.append("Without an effect on what is compared, and to be known:")
+            lines += _numbered(findings)
+        if len(restarts) < len(self._kills):
+            lines.append(f"{len(restarts)} of {len(self._kills)} kills were carried out.")
+        return self._outcome(EQUAL, ExitCode.DONE, lines, restarts, findings)
+
+    def _differs(
+        self, trace: Trace, found: Difference, restarts: list[Restart], findings: list[Finding]
+    ) -> Outcome:
+        lines = [f"DIFFERS: {_difference_words(found)}", *_exactness(trace, found, findings)]
+        lines += ["Reasons found:", *_numbered(findings)]
+        return self._outcome(DIFFERS, DIFFERENT, lines, restarts, findings, found)
+
+    def _failed_after_restart(
+        self,
+        run: Finished,
+        found: Difference | None,
+        restarts: list[Restart],
+        findings: list[Finding],
+    ) -> Outcome:
+        lines = [
+            f"DIFFERS: after a restart the run ends with {run.exit_code}; undisturbed it does not. "
+            f"Its last lines:\n{_indented(run.last_lines)}"
+        ]
+        if findings:
+            lines += ["Reasons found:", *_numbered(findings)]
+        return self._outcome(FAILED_AFTER_RESTART, DIFFERENT, lines, restarts, findings, found)
+
+    def _not_deterministic(
+        self, reference: Trace, trace: Trace, found: Difference, which: str
+    ) -> Outcome:
+        finding = random_sources(reference, trace, found)
+        lines = [
+            f"NOT DETERMINISTIC: two runs without a failure differ (the first, and {which}), so "
+            f"that a restart cannot be judged: {_difference_words(found)}",
+            *_numbered([finding]),
+        ]
+        restarts = compare.restarts(self._runs[1].trace)
+        return self._outcome(NOT_DETERMINISTIC, DIFFERENT, lines, restarts, [finding], found)
+
+    def _script_failed(self, run: Finished) -> Outcome:
+        return self._nothing(
+            f"the script failed without a kill: the run ended with {run.exit_code}. Its last "
+            f"lines:\n{_indented(run.last_lines)}"
+        )
+
+    def _nothing(self, reason: str) -> Outcome:
+        return self._outcome(NOTHING_COMPARED, NOT_COMPARED, [f"NOT COMPARED: {reason}"], [], [])
+
+    def _outcome(
+        self,
+        verdict: str,
+        exit_code: int,
+        lines: list[str],
+        restarts: list[Restart],
+        findings: list[Finding],
+        found: Difference | None = None,
+    ) -> Outcome:
+        self._tell("\n" + "\n".join(lines))
+        counts = compare.counts(self._runs[-1].trace) if self._runs else {}
+        document = {
+            "verdict": verdict,
+            "exit_code": int(exit_code),
+            "text": "\n".join(lines),
+            "script": self._options.line.script,
+            "runs": [
+                {
+                    "exit_code": run.exit_code,
+                    "took_s": round(run.took_s, 3),
+                    "steps": compare.steps_of(run.trace),
+                    "is_attached": compare.has_session(run.trace),
+                }
+                for run in self._runs
+            ],
+            "restarts": [{**asdict(one), "repeated": one.repeated} for one in restarts],
+            "difference": None if found is None else _difference_document(found),
+            "findings": [asdict(finding) for finding in findings],
+            "compared": counts,
+        }
+        return Outcome(verdict, exit_code, document)
+
+
+def _restart_words(restart: Restart) -> str:
+    resumed = f"resumed from step {restart.resumed_from}"
+    if not restart.is_restored:
+        resumed = "began again"
+    repeated = f", {restart.repeated} steps repeated" if restart.repeated else ""
+    return f"rank {restart.rank} killed after step {restart.step}, {resumed}{repeated}"
+
+
+def _difference_words(found: Difference) -> str:
+    names = [compare.name_of(key) for key in found.keys if compare.is_result(key)]
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    kinds = {"tensor": "state", "value": "state", "batch": "data", "input": "model input"}
+    kind = kinds.get(compare.word_of(found.keys[0]), "loss")
+    values = ""
+    if kind == "loss" and found.record.values.get("loss"):
+        now, was = found.record.values["loss"], found.reference.values.get("loss")
+        values = f", {now} in place of {was}"
+    shown = "" if kind == "loss" else f" ({', '.join(names[:3])}{more})"
+    return f"step {found.step} on rank {found.rank} differs first in the {kind}{shown}{values}"
+
+
+def _exactness(trace: Trace, found: Difference, findings: list[Finding]) -> list[str]:
+    """That the restored state is not the reason."""
+    if any(finding.kind in ("snapshot", "overwritten", "not restored") for finding in findings):
+        return []
+    life = next((x for x in trace[found.rank] if x.generation == found.generation), None)
+    if life is None or not life.restored:
+        return []
+    return [
+        f"The state of step {life.start} was restored exactly; something outside of it differs."
+    ]
+
+
+def _numbered(findings: list[Finding]) -> list[str]:
+    lines = []
+    for number, finding in enumerate(findings, 1):
+        lines.append(f"  {number}. {finding.text}")
+        if finding.remedy:
+            lines.append(f"     {finding.remedy}")
+    return lines
+
+
+def _indented(text: str) -> str:
+    return "\n".join(f"    {line}" for line in text.splitlines())
+
+
+def _difference_document(found: Difference) -> dict[str, Any]:
+    return {
+        "rank": found.rank,
+        "generation": found.generation,
+        "step": found.step,
+        "event": found.event,
+        "keys": list(found.keys),
+        "where": found.record.where,
+    }
