@@ -162,6 +162,10 @@ class Protection:
         if self._inherited is not None:
             self._capture.warm(self._inherited)
 
+    def known_optimizers(self) -> list[torch.optim.Optimizer]:
+        """All whose state is captured, those inside others included."""
+        return list(self._inner.every())
+
     def put_back_random_states(self) -> None:
         if self._saved is not None:
             self._saved.put_back_random_states(self._attached)

@@ -62,10 +62,9 @@ def state_digests(state: State) -> Digests:
     return found
 
 
-def learned_digests(tree: StateTree) -> Digests:
-    """Parameters and optimizer state, by name, as they are in the modules now."""
-    lasting = tree.lasting()
-    return {source.name: tensor_digest(source.tensor) for source in lasting.sources}
+def parameter_digests(tree: StateTree) -> Digests:
+    """Parameters by name, as they are in the modules now."""
+    return {name: tensor_digest(parameter) for name, parameter in tree.lasting().learned}
 
 
 def module_digests(attached: Attached) -> Iterator[tuple[str, str]]:

@@ -14,7 +14,7 @@ import signal
 import sys
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -35,14 +35,11 @@ from ftrun.worker.state_tree import StateTree
 _MAX_FORWARDS = 64
 """Of one step; later ones are not recorded."""
 
-_CHECKED_FORWARDS = 8
+_CHECKED_FORWARDS = 4
 """Of one step, before which parameters are compared with those of the last boundary."""
 
 _END_WAIT_S = 60.0
 _POLL_S = 0.005
-
-_INNER = ("optim", "base_optimizer", "optimizer")
-"""Where wrappers such as ZeroRedundancyOptimizer, SAM and Lookahead keep the optimizer they use."""
 
 
 class Recording:
@@ -67,6 +64,7 @@ class Recording:
         self._captured: set[int] = set()
         self._at_boundary: dict[str, str] | None = None
         self._hooked: set[int] = set()
+        self._first_steps: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._indices: weakref.WeakKeyDictionary[Any, deque[str]] = weakref.WeakKeyDictionary()
 
     def install(self) -> None:
@@ -79,14 +77,18 @@ class Recording:
     # --- called by the session ----------------------------------------------------------------
 
     def attached(
-        self, attached: Attached, extra: Callable[[], dict[str, Any]], session: object, step: int
+        self,
+        attached: Attached,
+        extra: Callable[[], dict[str, Any]],
+        known: Iterable[object],
+        step: int,
     ) -> None:
         """`attach` is about to return; what there was to restore is restored.
 
         Args:
             attached: what is attached.
             extra: the session's own values.
-            session: the session itself.
+            known: objects whose state snapshots hold beside it.
             step: steps done.
         """
         self._attached, self._extra = attached, extra
@@ -97,7 +99,7 @@ class Recording:
             *attached.stateful.values(), *attached.tensors.values(), *attached.dicts.values(),
             *attached.generators.values(),
         )  # fmt: skip
-        self._captured = {id(session), *map(id, things), *map(id, _inner_optimizers(attached))}
+        self._captured = {id(attached.state), *map(id, things), *map(id, known)}
         for module in attached.modules.values():
             inner = unwrapped(module)
             self._captured.add(id(inner))
@@ -107,9 +109,10 @@ class Recording:
         restored = self._context.restore
         self._write_state(records.ATTACHED, step, what=str(restored) if restored else "")
 
-    def begun(self) -> None:
-        """The first turn of a loop begins."""
-        self._write_state(records.BEGUN, self._steps)
+    def begun(self, step: int) -> None:
+        """The first turn of a loop begins, after this number of steps."""
+        self._steps = step
+        self._write_state(records.BEGUN, step)
 
     def boundary(self, step: int) -> bool:
         """A step is done, and no snapshot of it is taken yet; says whether one may be taken."""
@@ -196,7 +199,9 @@ class Recording:
         )  # fmt: skip
         record.notes["changed"] = self._changed()
         if self._tree is not None:
-            record.notes["is_attached"] = str(int(id(optimizer) in self._captured))
+            # One that is made and used within a step, such as in an inner loop, loses nothing.
+            is_new = self._first_steps.setdefault(optimizer, self._steps) == self._steps
+            record.notes["is_attached"] = str(int(is_new or id(optimizer) in self._captured))
         self._at_boundary = None  # from here on parameters change
         self._add_variables(record, frame)
         self._write(record)
@@ -219,10 +224,10 @@ class Recording:
         return self._rank == (generation + 1) % self._world_size
 
     def _changed(self) -> str:
-        """Names of tensors that differ from the last boundary though no optimizer has stepped."""
+        """Parameters that differ from the last boundary though no optimizer has stepped."""
         if self._tree is None or self._at_boundary is None:
             return ""
-        now = digests.learned_digests(self._tree)
+        now = digests.parameter_digests(self._tree)
         before = self._at_boundary
         return " ".join(n for n, found in now.items() if before.get(n, found) != found)
 
@@ -286,16 +291,6 @@ def _before_forward(
     context = worker_context()
     if not torch.compiler.is_compiling() and context is not None and context.recording is not None:
         context.recording.before_forward(module, (*given, named) if named else given)
-
-
-def _inner_optimizers(attached: Attached) -> list[object]:
-    found = []
-    for optimizer in attached.optimizers.values():
-        inner: object = optimizer
-        while inner is not None:
-            found.append(inner)
-            inner = next((vars(inner)[key] for key in _INNER if key in vars(inner)), None)
-    return found
 
 
 def _record_backward(recording: Recording) -> None:

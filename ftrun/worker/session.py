@@ -308,7 +308,8 @@ class Session(Loops):
         protection.begin(self._own_state)
         protection.put_back_random_states()
         if context.recording is not None:
-            context.recording.attached(attached, self._own_state, self, self._step)
+            known = (self, *protection.known_optimizers())
+            context.recording.attached(attached, self._own_state, known, self._step)
 
     def _leave_out(self, count: int) -> None:
         """The batches that led to bad numbers do not come again."""
@@ -382,7 +383,7 @@ class Session(Loops):
             if self._protection is not None:
                 self._protection.first_turn()
             if self._recording is not None:
-                self._recording.begun()
+                self._recording.begun(self._step)
 
     def _boundary(self, *, allowed: bool) -> None:
         self._step += 1

@@ -48,11 +48,12 @@ PREFETCH = """
 session = ftrun.attach(model=model, optimizer=optimizer)
 best = 1e9
 x, y = draw()
-for step in session.steps(100):
+while session.step < 100:
     loss = loss_of(x, y)
     best = min(best, loss.item())
     learn(loss)
     x, y = draw()  # for the next step
+    session.step_done()
 """
 
 Script = Callable[..., str]
