@@ -10,8 +10,8 @@ schedulers, the scaler, loaders, and what `register_for_checkpointing` was given
 Exact: steps, accumulation (a fault in the middle of one goes back to the last optimizer step),
 the order of the data, random numbers drawn while batches are loaded in this process. Not exact:
 random numbers drawn in worker processes, and iterable data sets whose random numbers are drawn
-between others. Not done: DeepSpeed and Megatron-LM under Accelerate, whose engines keep state of
-their own (DeepSpeed by itself: `deepspeed.py`).
+between others. Refused: DeepSpeed and Megatron-LM under Accelerate, whose engines keep state of
+their own (DeepSpeed by itself: `deepspeed.py`), and FSDP1.
 """
 
 from collections.abc import Callable, Iterator
@@ -29,7 +29,10 @@ require("accelerate", at_least="1.0")
 from accelerate import Accelerator  # noqa: E402
 from accelerate.utils import DistributedType  # noqa: E402
 
-_NOT_DONE = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
+_REMEDIES = {
+    DistributedType.DEEPSPEED: "train with deepspeed.initialize() and ftrun.integrations.deepspeed",
+    DistributedType.MEGATRON_LM: "use DDP, or FullyShardedDataParallelPlugin(fsdp_version=2)",
+}
 
 
 def attach(
@@ -47,11 +50,9 @@ def attach(
         UsageError: nothing is prepared yet, or an engine of its own trains.
         SnapshotError: what is to be restored does not fit.
     """
-    if accelerator.distributed_type in _NOT_DONE:
-        raise UsageError(
-            f"ftrun.integrations.accelerate does not take {accelerator.distributed_type.value}: "
-            "its engine keeps state that Accelerate does not see"
-        )
+    is_fsdp2 = getattr(accelerator, "is_fsdp2", False)  # older versions have FSDP1 only
+    if reason := refusal(accelerator.distributed_type, is_fsdp2=is_fsdp2):
+        raise UsageError(f"ftrun.integrations.accelerate does not take {reason}")
     if not accelerator._models:
         raise UsageError("this Accelerator has no model yet: call attach() after prepare()")
     loaders = accelerator._dataloaders
@@ -67,6 +68,22 @@ def attach(
         **{f"registered_{at}": one for at, one in enumerate(accelerator._custom_objects)},
         **named,
     )
+
+
+def refusal(kind: DistributedType, *, is_fsdp2: bool) -> str | None:
+    """What an Accelerator trains with that is not taken, and the remedy; None: it is taken."""
+    if kind in _REMEDIES:
+        return (
+            f"{kind.value}: its engine keeps state that Accelerate does not see; "
+            + (_REMEDIES[kind])
+        )
+    if kind == DistributedType.FSDP and not is_fsdp2:
+        return (
+            "FSDP1: its flat parameters have no names that another number of ranks could read; "
+            "use FSDP2: FullyShardedDataParallelPlugin(fsdp_version=2), under the Trainer "
+            "fsdp_config={'version': 2}"
+        )
+    return None
 
 
 def _numbered(things: list[Any]) -> dict[str, Any]:

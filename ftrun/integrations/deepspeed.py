@@ -156,6 +156,8 @@ class Stage3:
 
     def __init__(self, engine: DeepSpeedEngine) -> None:
         self._zero = engine.optimizer
+        self.covered_optimizers = (self._zero.optimizer,)
+        """Its state is part of this one."""
         self._module = engine.module
         self._ranks: int = engine.dp_world_size
 

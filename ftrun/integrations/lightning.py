@@ -14,6 +14,7 @@ numbers drawn while it loads in this process. Not exact: random numbers drawn in
 processes; averages over an epoch of what is logged, which count from the restart on (so do
 metrics without persistent state, and whatever monitors them). Not kept: what a module adds in
 `on_save_checkpoint` (give it to the callback by name), and the position in several loaders.
+Refused: DeepSpeedStrategy and FSDPStrategy (FSDP1).
 Lightning runs forward and backward within `optimizer.step`, so the lazy copy overlaps little. With
 another number of ranks its counters go on as they were, and the data behind what all have used.
 """
@@ -31,6 +32,11 @@ from ftrun.worker.session import Session, attach
 require("lightning", at_least="2.6")
 
 from lightning.pytorch import Callback, LightningModule, Trainer  # noqa: E402
+from lightning.pytorch.strategies import (  # noqa: E402
+    DeepSpeedStrategy,
+    FSDPStrategy,
+    Strategy,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -65,6 +71,8 @@ class FtrunCallback(Callback):
             return
         if self._session is not None:
             raise UsageError("FtrunCallback follows one fit(): a run of ftrun holds one training")
+        if reason := refusal(trainer.strategy):
+            raise UsageError(f"FtrunCallback does not take {reason}")
         self._feed = _feed_of(trainer)
         self._session = attach(
             model=trainer.strategy.model,
@@ -130,11 +138,32 @@ class FtrunCallback(Callback):
             self._has_trained = False
 
 
+def refusal(strategy: Strategy) -> str | None:
+    """What a strategy is that is not taken, and the remedy; None: it is taken."""
+    name = type(strategy).__name__
+    if isinstance(strategy, DeepSpeedStrategy):
+        return (
+            f"{name}: its engine keeps state that Lightning does not see; train with "
+            "deepspeed.initialize() and ftrun.integrations.deepspeed, or use strategy='ddp'"
+        )
+    if isinstance(strategy, FSDPStrategy):
+        return (
+            f"{name}, which is FSDP1: its flat parameters have no names that another number of "
+            "ranks could read; use FSDP2: ModelParallelStrategy() with fully_shard() in "
+            "configure_model(), or strategy='ddp'"
+        )
+    return None
+
+
 class Loops:
-    """The counters of Lightning's loops, as they are between two batches."""
+    """The counters of Lightning's loops, as they are between two batches.
+
+    They are loaded once: when what a script overwrote is put back, the loops have begun.
+    """
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
+        self._is_loaded = False
 
     def state_dict(self) -> dict[str, Any]:
         state: dict[str, Any] = self._trainer.fit_loop.state_dict()
@@ -146,6 +175,9 @@ class Loops:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self._is_loaded:
+            return
+        self._is_loaded = True
         loop = self._trainer.fit_loop
         loop.load_state_dict(state)
         # Only the loop over batches is in the middle of something, if that: what the one over

@@ -15,9 +15,10 @@ started and for Trainers that have this callback.
 Exact: model, optimizer, scheduler, scaler, the state of the Trainer with its log, callbacks that
 have an exported state, the order of the data, and random numbers drawn while batches are loaded
 in this process, such as random masking. Not exact: random numbers drawn in worker processes, and
-iterable data sets whose random numbers are drawn between others. Not done: DeepSpeed, FSDP1,
+iterable data sets whose random numbers are drawn between others. Refused: DeepSpeed, FSDP1,
 several calls of `train` in one run. With another number of ranks the Trainer goes on from the same
-step, which it takes for another place in the data.
+step, which it takes for another place in the data. `ignore_data_skip` holds for the checkpoint that
+a script resumes from; a restart of ftrun always leaves out the batches that were trained on.
 """
 
 import functools
@@ -41,6 +42,8 @@ from transformers import (  # noqa: E402
     TrainingArguments,
 )
 from transformers.trainer_callback import ExportableState  # noqa: E402
+
+from ftrun.integrations import accelerate  # noqa: E402
 
 _WRAPPED = ("_init_training_state", "_run_epoch", "_load_rng_state")
 _HERE = "ftrun"
@@ -86,7 +89,11 @@ class FtrunCallback(TrainerCallback):
         """Epochs done, and batches done of the next; known from the version to restore."""
         self._trainer = trainer
         context = worker_context()
-        if context is None or context.restore is None:
+        if context is None:
+            return found
+        if reason := refusal(trainer, trainer.state.global_step % per_epoch):
+            raise UsageError(f"FtrunCallback does not take {reason}")
+        if context.restore is None:
             return found
         step = trainer.state.global_step = int(context.restore.step)
         self._batches_done = step % per_epoch * trainer.args.gradient_accumulation_steps
@@ -273,9 +280,34 @@ def _run_epoch(trainer: Any, original: Any, *args: Any, **named: Any) -> Any:
         return original(trainer, *args, **named)
     if not callback.epoch_begins(named["epoch"], named["train_dataloader"]):
         return None
-    if callback.session.restored:
-        named["resume_from_checkpoint"] = _HERE
-    return original(trainer, *args, **named)
+    if not callback.session.restored:
+        return original(trainer, *args, **named)
+    named["resume_from_checkpoint"] = _HERE
+    arguments = trainer.args
+    ignores, arguments.ignore_data_skip = arguments.ignore_data_skip, False
+    try:
+        return original(trainer, *args, **named)
+    finally:
+        arguments.ignore_data_skip = ignores
+
+
+def refusal(trainer: Any, batches_done: int) -> str | None:
+    """What a Trainer does that is not taken, and the remedy; None: it is taken.
+
+    Args:
+        trainer: about to train.
+        batches_done: of the epoch in which the checkpoint was taken that the script resumes from.
+    """
+    accelerator = trainer.accelerator
+    is_fsdp2 = getattr(accelerator, "is_fsdp2", False)
+    if reason := accelerate.refusal(accelerator.distributed_type, is_fsdp2=is_fsdp2):
+        return reason
+    if trainer.args.ignore_data_skip and batches_done:
+        return (
+            "ignore_data_skip=True with a checkpoint from within an epoch: the place in the data "
+            "no longer follows from the step; leave ignore_data_skip out"
+        )
+    return None
 
 
 def _load_rng_state(trainer: Any, original: Any, checkpoint: Any) -> None:

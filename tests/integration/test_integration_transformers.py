@@ -26,6 +26,9 @@ trainer = Trainer(""",
         "as it stands": {},
         "worker processes": {"dataloader_num_workers=0": "dataloader_num_workers=2"},
         "masked at random": MASKED,
+        "told to ignore the place in the data": {
+            "dataloader_num_workers=0": "dataloader_num_workers=0,\n    ignore_data_skip=True"
+        },
     }
 )
 def test_a_rank_that_dies_within_an_accumulation_and_in_a_later_epoch(

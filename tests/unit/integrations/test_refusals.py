@@ -1,0 +1,81 @@
+"""What an integration does not take is refused by name, with what to use in its place."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+
+import ftrun.integrations.accelerate
+from ftrun.errors import UsageError
+
+accelerate = pytest.importorskip("accelerate")
+lightning = pytest.importorskip("lightning.pytorch")
+transformers = pytest.importorskip("transformers")
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_fsdp2", "words"),
+    [
+        ("DEEPSPEED", False, ("DEEPSPEED", "ftrun.integrations.deepspeed")),
+        ("MEGATRON_LM", False, ("MEGATRON_LM", "use DDP")),
+        ("FSDP", False, ("FSDP1", "fsdp_version=2", "{'version': 2}")),
+        ("FSDP", True, None),
+        ("MULTI_GPU", False, None),
+        ("MULTI_CPU", False, None),
+        ("NO", False, None),
+    ],
+)
+def test_kinds_of_accelerate(kind: str, is_fsdp2: bool, words: tuple[str, ...] | None) -> None:
+    from accelerate.utils import DistributedType
+
+    found = ftrun.integrations.accelerate.refusal(DistributedType[kind], is_fsdp2=is_fsdp2)
+    if words is None:
+        assert found is None
+    else:
+        assert found is not None
+        assert all(word in found for word in words)
+
+
+def test_an_accelerator_with_fsdp1_is_refused_at_attach(monkeypatch: pytest.MonkeyPatch) -> None:
+    from accelerate.utils import DistributedType
+
+    accelerator = accelerate.Accelerator(cpu=True)
+    # Accelerate offers FSDP on GPUs only, so the kind is set here.
+    monkeypatch.setitem(accelerator.state.__dict__, "distributed_type", DistributedType.FSDP)
+    monkeypatch.setitem(
+        accelerator.state.__dict__,
+        "fsdp_plugin",
+        accelerate.FullyShardedDataParallelPlugin(fsdp_version=1),
+    )
+    with pytest.raises(UsageError, match="FSDP1"):
+        ftrun.integrations.accelerate.attach(accelerator)
+
+
+def test_strategies_of_lightning() -> None:
+    pytest.importorskip("deepspeed")
+    from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy
+
+    from ftrun.integrations.lightning import refusal
+
+    assert "ftrun.integrations.deepspeed" in (refusal(DeepSpeedStrategy()) or "")
+    assert "ModelParallelStrategy" in (refusal(FSDPStrategy()) or "")
+    assert refusal(DDPStrategy()) is None
+
+
+def trainer(folder: Path, **arguments: Any) -> Any:
+    given = transformers.TrainingArguments(str(folder), use_cpu=True, report_to="none", **arguments)
+    return transformers.Trainer(nn.Linear(2, 2), given)
+
+
+@pytest.mark.parametrize(
+    ("ignores", "batches", "is_taken"), [(True, 3, False), (True, 0, True), (False, 3, True)]
+)
+def test_a_trainer_that_ignores_where_it_is_in_the_data(
+    tmp_path: Path, ignores: bool, batches: int, is_taken: bool
+) -> None:
+    from ftrun.integrations.transformers import refusal
+
+    found = refusal(trainer(tmp_path, ignore_data_skip=ignores), batches)
+    assert is_taken == (found is None)
+    assert is_taken or "ignore_data_skip" in str(found)
