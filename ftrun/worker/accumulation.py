@@ -52,6 +52,10 @@ class Accumulation:
     ) -> None:
         self._telling = [one for one in objects if isinstance(one, Accumulating)]
         self._optimizers = {id(optimizer): optimizer for optimizer in optimizers}
+        self.waiting_turns = 0
+        """Turns with a step of some optimizer, since a boundary was outside of accumulations."""
+        self.pending: list[Optimizer] = []
+        """Those that were in the middle of an accumulation at the last boundary."""
         self._stepped: set[int] = set()
         self._at_step: dict[int, Signature] = {}
         self._versions: dict[int, list[int]] = {}
@@ -62,10 +66,12 @@ class Accumulation:
 
     def boundary(self) -> bool:
         """End a turn; whether some optimizer is in the middle of an accumulation."""
-        found = [self._is_pending(optimizer) for optimizer in self._optimizers.values()]
-        found += [one.is_within_accumulation() for one in self._telling]
+        self.pending = [one for one in self._optimizers.values() if self._is_pending(one)]
+        told = [one.is_within_accumulation() for one in self._telling]
+        is_pending = bool(self.pending) or any(told)
+        self.waiting_turns = self.waiting_turns + bool(self._stepped) if is_pending else 0
         self._stepped.clear()
-        return any(found)
+        return is_pending
 
     def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
         if torch.compiler.is_compiling():

@@ -9,7 +9,9 @@ Loading a state gives an optimizer new groups. Wrappers share theirs with the in
 that a scheduler of one sets the learning rate of both; that is restored after each load.
 """
 
-from collections.abc import Iterator, Mapping
+import logging
+from collections.abc import Container, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +25,8 @@ from ftrun.worker.attached import Attached
 _REFERRING = ("scheduler", "scaler")
 """What these arguments hold refers to an optimizer and does not contain it."""
 _MAX_DEPTH = 4
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +53,7 @@ class InnerOptimizers:
         self.replaced: list[Optimizer] = []
         """Wrappers without a state of their own; the inner optimizer has their place."""
         self._attached = attached
+        self._added: dict[str, Optimizer] = {}
         self._pairs: list[_Pair] = []
         for name, optimizer in list(attached.optimizers.items()):
             self._unwrap(name, optimizer)
@@ -68,6 +73,21 @@ class InnerOptimizers:
         yield from self._attached.optimizers.values()
         yield from self.covered
         yield from self.replaced
+
+    @contextmanager
+    def leaving_out(self, saved: Container[str]) -> Iterator[None]:
+        """Detach inner optimizers that a version does not have, while it is loaded.
+
+        A script may have wrapped its optimizer since then, or an older ftrun has taken it.
+        """
+        missing = {name: one for name, one in self._added.items() if name not in saved}
+        for name in missing:
+            _log.warning("not bitwise: the version to restore has no state of %s", name)
+            del self._attached.optimizers[name]
+        try:
+            yield
+        finally:
+            self._attached.optimizers.update(missing)
 
     def share_again(self) -> None:
         """Give wrapper and inner optimizer the same groups and state, as before a load."""
@@ -111,7 +131,7 @@ class InnerOptimizers:
             self._pair(thing, inner)
 
     def _add(self, name: str, inner: Optimizer) -> None:
-        self._attached.optimizers[name] = inner
+        self._attached.optimizers[name] = self._added[name] = inner
         self._unwrap(name, inner)
 
     def _is_known(self, inner: Optimizer) -> bool:

@@ -35,6 +35,7 @@ from ftrun.worker.state_tree import State, StateTree
 
 _POLL_S = 0.02
 _STOP_WAIT_S = 600.0
+_MOST_WAITING_TURNS = 100
 
 _log = logging.getLogger(__name__)
 
@@ -179,7 +180,8 @@ class Protection:
 
     def _put_in_place(self) -> None:
         assert self._saved is not None
-        self._saved.load(self._tree, self._context)
+        with self._inner.leaving_out(self._saved.part("groups")):
+            self._saved.load(self._tree, self._context)
         self._inner.share_again()
         ready_memory.over()
 
@@ -298,6 +300,7 @@ class Protection:
         allowed, force = allowed and is_good, force and is_good
         is_between = not self._accumulation.boundary()
         self._optimizers.boundary()
+        self._report_waiting()
         stops = is_between and self._context.commands.get(Command.STOP_AFTER_STEP) <= step
         if self._capture is not None:
             self._capture.boundary(
@@ -317,6 +320,22 @@ class Protection:
         orders = self._known_orders()
         collect = lambda: self._tree.collect({**extra(), "orders": orders})  # noqa: E731
         capture.boundary(step, collect=collect, force=True, allowed=True)
+
+    def _report_waiting(self) -> None:
+        """Report an optimizer whose gradients keep all boundaries within an accumulation."""
+        accumulation, reasons = self._accumulation, self._context.unprotected
+        if accumulation.waiting_turns == 0:
+            reasons.remove("accumulation")
+        elif accumulation.waiting_turns >= _MOST_WAITING_TURNS and "accumulation" not in reasons:
+            pending = accumulation.pending
+            names = [name for name, one in self._attached.optimizers.items() if one in pending]
+            reasons.add(
+                "accumulation",
+                f"{shown(names) or 'an optimizer'} has had gradients for "
+                f"{accumulation.waiting_turns} steps of others and has not stepped, so no "
+                "snapshot is taken; call its zero_grad(), or requires_grad_(False) on its "
+                "parameters",
+            )
 
     def _is_good(self) -> bool:
         """Whether the state may replace an older one: not where a parameter is no number."""

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 from ftrun.errors import UsageError
 from ftrun.wire.pages import Beat
 from ftrun.worker.batches import Feed
+from ftrun.worker.context import SnapshotSettings
 from ftrun.worker.session import Session
 from tests.integration.in_process_worker import Run
 
@@ -272,6 +273,39 @@ def test_an_optimizer_that_steps_inside_of_ddp_is_refused(run: Run) -> None:
     optimizer._overlap_with_ddp = True  # type: ignore[attr-defined]
     with pytest.raises(UsageError, match="overlap_with_ddp"):
         run.attach(model=model, optimizer=optimizer)
+
+
+def test_an_optimizer_that_was_wrapped_since_the_snapshot_is_restored_without_the_wrapper(
+    run: Run, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = network()
+    optimizer = adam(model)
+    for at in run.attach(model=model, optimizer=optimizer).steps(2):
+        turn(model, optimizer, at)
+    run.committed_version()
+    other = network(seed=1)
+    wrapped = Lookahead(adam(other))
+    with caplog.at_level(logging.WARNING):
+        run.attach(model=other, optimizer=wrapped)
+    assert "has no state of optimizer._base_optimizer" in caplog.text
+    assert all(map(torch.equal, values(model), values(other)))
+
+
+def test_gradients_that_stay_while_others_step_are_reported(run: Run) -> None:
+    run.settings = SnapshotSettings(every=1000)
+    model = network()
+    first, last = model[0], model[2]  # type: ignore[index]
+    optimizers = {"first": adam(first), "last": adam(last)}
+    session = run.attach(model=model, optimizer=optimizers)
+    for at in session.steps(104):
+        assert bool(run.page.get(Beat.UNPROTECTED)) == (100 <= at < 103)
+        loss_of(model, at).backward()
+        optimizers["last"].step()
+        optimizers["last"].zero_grad()
+        if at == 102:
+            assert "optimizer.first has had gradients for 100 steps" in run.page.note
+            optimizers["first"].step()
+            optimizers["first"].zero_grad()
 
 
 # --- optimizers that are not attached --------------------------------------------------------
