@@ -24,7 +24,7 @@ from ftrun.worker.context import SnapshotSettings
 from ftrun.worker.laziness import LazyCopyCheck
 from ftrun.worker.optimizer_watch import OptimizerWatch
 from ftrun.worker.session import Session
-from tests.integration.in_process_worker import PATIENCE_S, WIDTH, Run, made, states
+from tests.integration.in_process_worker import PATIENCE_S, WIDTH, Run, made
 
 AT = 2
 """The step whose snapshot is stopped."""
@@ -138,7 +138,11 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
         for parameter, state in optimizer.state.items()
         for key, value in state.items()
     }
-    return states({"model": model}) | moments
+    tensors = {
+        f"model.{name}": tensor.detach().clone()
+        for name, tensor in (*model.named_parameters(), *model.named_buffers())
+    }
+    return tensors | moments
 
 
 def compare(run: Run, seen: dict[int, Tensors]) -> None:
@@ -435,3 +439,121 @@ def test_a_bug_in_the_phase_hook_ends_protection_and_not_the_training(
         model(torch.ones(4, WIDTH)).square().mean().backward()
         optimizer.step()
     assert session.step == 2
+
+
+def test_a_buffer_that_is_a_view_of_a_weight_is_saved_right(run: Run, gate: Gate) -> None:
+    """The script changes 8 bytes of the weight through the buffer, too few for the samples."""
+    model, optimizer = made()
+    weight = model[0].weight
+    model.register_buffer("window", weight.data[300, 10:12])
+
+    def top(at: int, session: Session) -> None:
+        if at == AT:
+            gate.wait()
+        model.window.data.add_(1.0)
+        if at == AT:
+            gate.release()
+            copied(session)
+
+    train(run, model, optimizer, top=top, end=stop_the_snapshot_of(AT, gate, 0))
+
+
+def test_state_made_in_inference_mode_is_saved_right(run: Run, gate: Gate) -> None:
+    """Such tensors have no version counter; a few of their bytes are changed under the copy."""
+    torch.manual_seed(0)
+    model = nn.Linear(WIDTH, WIDTH)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    def top(at: int, session: Session) -> None:
+        if at == 0:
+            with torch.inference_mode():
+                optimizer.state[model.weight]["momentum_buffer"] = torch.zeros(WIDTH, WIDTH)
+        if at == AT:
+            gate.wait()
+            with torch.inference_mode():
+                optimizer.state[model.weight]["momentum_buffer"][300, 10:12] += 1
+            gate.release()
+            copied(session)
+
+    step = optimizer.step
+
+    def step_in_inference_mode(closure: None = None) -> None:
+        with torch.inference_mode():
+            step()
+
+    optimizer.step = step_in_inference_mode  # type: ignore[method-assign]
+    train(run, model, optimizer, top=top, end=stop_the_snapshot_of(AT, gate, 0))
+
+
+def test_tied_scalar_and_empty_parameters_are_saved_right(run: Run) -> None:
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(WIDTH, WIDTH, bias=False)
+            self.tied = nn.Linear(WIDTH, WIDTH, bias=False)
+            self.tied.weight = self.first.weight
+            self.empty = nn.Parameter(torch.zeros(0, WIDTH))
+            self.scale = nn.Parameter(torch.ones(()))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.tied(self.first(x)).tanh() * self.scale + self.empty.sum()
+
+    torch.manual_seed(0)
+    model = Odd()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    train(run, model, optimizer, top=lambda at, session: None)
+    assert run.page.get(Beat.DISCARDED_COUNT) == 0
+    assert not run.page.note
+
+
+def test_a_model_that_changes_its_dtype_between_steps_is_saved_right(run: Run) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    def top(at: int, session: Session) -> None:
+        if at == AT:
+            model.to(torch.float64)
+
+    def forward() -> torch.Tensor:
+        return model(torch.ones(4, WIDTH, dtype=model[0].weight.dtype))
+
+    train(run, model, optimizer, top=top, forward=forward)
+
+
+def test_a_step_in_another_thread_waits_for_the_copy(run: Run, gate: Gate) -> None:
+    model, optimizer = made()
+    step = optimizer.step
+
+    def step_elsewhere(closure: None = None) -> None:
+        thread = threading.Thread(target=step)
+        thread.start()
+        gate.release()
+        thread.join(PATIENCE_S)
+        assert not thread.is_alive()
+
+    optimizer.step = step_elsewhere  # type: ignore[method-assign]
+
+    def top(at: int, session: Session) -> None:
+        if at == AT:
+            gate.wait()
+
+    train(run, model, optimizer, top=top, end=stop_the_snapshot_of(AT, gate, 2))
+    assert run.page.get(Beat.DISCARDED_COUNT) == 0
+
+
+def test_a_forward_with_other_weights_by_functional_call_costs_nothing(
+    run: Run, gate: Gate
+) -> None:
+    model, optimizer = made()
+
+    def top(at: int, session: Session) -> None:
+        if at == AT:
+            gate.wait()
+            average = {name: p.detach() * 0.9 for name, p in model.named_parameters()}
+            torch.func.functional_call(model, average, torch.ones(4, WIDTH))
+            gate.release()
+
+    train(run, model, optimizer, top=top, end=stop_the_snapshot_of(AT, gate, 2))
+    assert run.page.get(Beat.DISCARDED_COUNT) == 0
+    assert not run.page.note
