@@ -14,6 +14,7 @@ Rule: memory that was refused is asked for again after a pause that doubles, at 
       the old arena stays, with what is committed in it.
 """
 
+import logging
 import os
 import threading
 from collections.abc import Callable
@@ -42,8 +43,12 @@ _RETRY_S = 10.0
 """From a refusal to the next request; doubles with each."""
 
 _LONGEST_RETRY_S = 600.0
+_MANY_ARENAS = 4
 _RECHECK_S = 1.0
 """From a refusal to the first look whether the memory has become free."""
+
+
+_log = logging.getLogger(__name__)
 
 
 class Slots:
@@ -117,6 +122,7 @@ class SlotStore:
         self._maker: threading.Thread | None = None
         self._made: Slots | Exception | None = None
         self._is_size_known = False
+        self._num_arenas = 0
 
     def inherit(self, arena: Arena) -> None:
         """Use this arena as long as the layout stays what it was."""
@@ -219,8 +225,30 @@ class SlotStore:
         if made is None:
             return False
         self._refusal = None
+        self._count_arenas(made)
         self._use(made)
         return True
+
+    def _count_arenas(self, made: Slots) -> None:
+        """Log it once when the state changes its shape again and again."""
+        self._num_arenas += 1
+        if self._num_arenas != _MANY_ARENAS or self.current is None:
+            return
+        before = {entry.name for entry in self.current.layout.entries}
+        names = [
+            entry.name
+            for entry in made.layout.entries
+            if entry.name not in before and not entry.name.startswith("ftrun.")
+        ]
+        shown = ", ".join(names[:3]) or "plain values that grow"
+        _log.warning(
+            "the state has changed its shape %d times (now: %s), and each time costs a new arena "
+            "of %.0f MB; keep tensors that are added as the run proceeds as numbers, or in one "
+            "tensor of a fixed size",
+            self._num_arenas - 1,
+            shown,
+            made.arena.shape.total_bytes / 1e6,
+        )
 
     def _use(self, slots: Slots) -> Slots:
         self.current = slots

@@ -197,6 +197,17 @@ def test_values_that_have_grown_go_into_the_arena_of_the_rank_before(
     assert run.saved()[0] == 7
 
 
+def test_tensors_that_are_added_at_each_step_are_named(
+    run: Run, caplog: pytest.LogCaptureFixture
+) -> None:
+    losses: dict[str, list[torch.Tensor]] = {"losses": []}
+    training = Training(run, progress=losses)
+    training.steps(6, lambda at: losses["losses"].append(torch.zeros(())))
+    assert run.saved()[0] == 6
+    (line,) = [one for one in caplog.messages if "a new arena of" in one]
+    assert "progress.losses" in line
+
+
 def test_an_smp_that_dies_while_it_makes_an_arena_is_followed_by_one_that_is_asked(
     run: Run, asked: list[int]
 ) -> None:
@@ -233,6 +244,11 @@ def test_what_will_not_fit_is_told_at_attach_and_protected_when_there_is_room(ru
     with memory_cgroup() as group:
         group.add(run.smp.pid)
         group.limit(group.used_bytes + 16 * MB)
+        wanted, run.settings = run.settings, SnapshotSettings(every=1, required=True)
+        with pytest.raises(MemoryTooSmall, match="two slots for 1 rank"):
+            Training(run, width=1200)
+        run.settings = wanted
+        run.page.set(Beat.UNPROTECTED, 0)
         training = Training(run, width=1200)
         assert run.page.get(Beat.UNPROTECTED)
         note = run.page.note
