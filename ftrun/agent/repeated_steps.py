@@ -137,7 +137,7 @@ class RepeatedSteps:
         assert self._check.current is not None
         generation = self._check.current.generation
         last = self.results.get(generation)
-        if last is not None and (last.outcome, last.step) == (result.outcome, result.step):
+        if last is not None and last.text == result.text:
             return
         self.results[generation] = result
         if len(self.results) > 100:

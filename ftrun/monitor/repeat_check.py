@@ -127,6 +127,8 @@ class _Compared(NamedTuple):
     """The first value that differs; empty: none."""
     is_repeat: bool
     """Both executions began at the same version."""
+    are_parameters_equal: bool | None = None
+    """None: no sampled parameter was compared."""
 
     def __str__(self) -> str:
         return f"first at step {self.step:,} in {self.what} on rank {self.rank}"
@@ -264,13 +266,16 @@ def _compared(now: Execution, run: Execution) -> Iterator[_Compared]:
             one, other = here.steps[step], there.steps[step]
             if one == other and here.names == there.names:  # the usual case, made fast
                 if one.loss is not None or one.has_digest:
-                    yield _Compared(step, True, rank, "", is_repeat)
+                    equal = True if one.has_digest else None
+                    yield _Compared(step, True, rank, "", is_repeat, equal)
                 continue
             values, before = _values(here.names, one), _values(there.names, other)
             names = [name for name in values if name in before]
             what = next((name for name in names if values[name] != before[name]), "")
             if names:
-                yield _Compared(step, what != "loss", rank, what, is_repeat)
+                others = [values[name] == before[name] for name in names if name != "loss"]
+                equal = all(others) if others else None
+                yield _Compared(step, what != "loss", rank, what, is_repeat, equal)
 
 
 def _values(names: Sequence[str], record: BoundaryRecord) -> Mapping[str, int | bytes]:
@@ -286,6 +291,8 @@ def _judge(
     now: Execution, compared: Sequence[_Compared], again: int, count: int, without: Sequence[int]
 ) -> Repeat:
     different = sorted(one for one in compared if one.what)
+    only_losses = {one.are_parameters_equal for one in compared} <= {True, None}
+    only_losses &= any(one.are_parameters_equal for one in compared)
     between = next((one for one in different if one.is_repeat), None)
     found = between or next(iter(different), None)
     equal = {(one.step, one.rank) for one in compared if one.is_repeat and not one.what}
@@ -310,6 +317,8 @@ def _judge(
             f"{_DIFFER}: {found}; either some state of the script is not restored, or the script "
             "is not deterministic: `ftrun verify` tells which"
         )
+    if found is not None and only_losses:
+        text += "; the sampled parameters are equal"
     if without:
         ranks = "rank" if len(without) == 1 else "ranks"
         text += f"; this node has no record of {ranks} {', '.join(map(str, without))}"

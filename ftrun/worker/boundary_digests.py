@@ -69,7 +69,7 @@ class BoundaryDigests:
             self._note(step)
         except Exception:  # noqa: BLE001 - Rule 2
             self._has_failed = True
-            _log.exception("repeated steps are not compared: this is a bug in ftrun")
+            _log.exception("from here on repeated steps are not compared")
 
     def _note(self, step: int) -> None:
         optimizers = self._attached.optimizers.values()
@@ -140,9 +140,9 @@ class _Samples:
         if addresses != self._addresses:
             self._addresses = addresses
             self._look()
-        num = len(addresses)
-        if not num:
+        if not self.readable:
             return b""
+        num = len(addresses)
         moved = range(-step % STAYS, num, STAYS) if step == self._step + 1 else range(num)
         for at in moved:
             self._place(at, (step + at) // STAYS)

@@ -53,11 +53,9 @@ class Node:
     def steps(
         self, first: int, last: int, *, rank: int = 0, extra: int = 0, since: int = 0
     ) -> None:
-        """Record these steps; from `since` on their losses are larger by `extra`."""
-        records = {
-            step: record(100 * step + (extra if step >= since else 0))
-            for step in range(first, last + 1)
-        }
+        """Record these steps; from `since` on they differ by `extra`."""
+        more = {step: extra if step >= since else 0 for step in range(first, last + 1)}
+        records = {step: record(100 * step + add, 1 + add) for step, add in more.items()}
         self.put(records, rank=rank)
 
     def put(
@@ -112,6 +110,16 @@ def test_the_first_different_loss_is_named(node: Node) -> None:
         "repeated steps differ from the first execution: first at step 12 in loss on rank 0; either"
     )
     assert result.is_warning
+
+
+def test_a_loss_that_differs_alone_is_said(node: Node) -> None:
+    node.start(version(0, 10))
+    node.put({11: BoundaryRecord(7)})
+    assert not node.result.text.endswith("parameters are equal")
+    node.put({12: record(7)})
+    assert node.result.text.endswith("; the sampled parameters are equal")
+    node.put({12: record(7, 2)})
+    assert not node.result.text.endswith("parameters are equal")
 
 
 def test_the_first_different_parameter_is_named(node: Node) -> None:
