@@ -17,6 +17,8 @@ from ftrun.recovery.lead import Lead
 from ftrun.wire.heartbeats import Beat
 from ftrun.wire.plan import Plan
 
+WARNINGS_SHOWN = 3
+
 
 def cluster_status(brain: Brain) -> dict[str, Any]:
     """What this agent knows of the run; the lead's is whole."""
@@ -44,17 +46,26 @@ def cluster_status(brain: Brain) -> dict[str, Any]:
         "state": _state(brain, lead),
         "life": life_of(brain),
         "incidents": incidents_of(brain, now_s=now_s),
-        "warnings": [
-            f"node {node_id}: {beat.repeat_warning}"
-            for node_id, beat in sorted(beats.items())
-            if beat.repeat_warning
-        ],
+        "warnings": _warnings(beats),
         "paused": lead.pause.why,
         "set_aside": sorted(brain.oversight.set_aside(now_s=now_s)),
         "unfit": lead.screening.told,
         "network": lead.roads.status(plan, now_s=now_s),
         "verdict": _verdict(brain, lead, plan, beats, protection),
     }
+
+
+def _warnings(beats: Mapping[str, Beat]) -> list[str]:
+    """Of the first nodes; the others find the same, as a rule."""
+    found = [
+        f"node {node_id}: {beat.repeat_warning}"
+        for node_id, beat in sorted(beats.items())
+        if beat.repeat_warning
+    ]
+    if len(found) > WARNINGS_SHOWN:
+        more = len(found) - WARNINGS_SHOWN
+        found[WARNINGS_SHOWN:] = [f"{more:,} more nodes with such a warning"]
+    return found
 
 
 def _witness(brain: Brain, plan: Plan | None) -> dict[str, Any] | None:

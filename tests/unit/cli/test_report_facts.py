@@ -392,4 +392,6 @@ def test_an_incident_says_what_its_repeated_steps_were() -> None:
     assert third.repeated == ()
     shown = incident_page(facts, second, source="here", made_t_s=0.0)
     assert "node1: repeated steps differ from &lt;all&gt;" in shown
-    assert "Steps done again, <bdi>" not in incident_page(facts, third, source="here", made_t_s=0.0)
+    assert "After the restart: <bdi>" not in incident_page(
+        facts, third, source="here", made_t_s=0.0
+    )
