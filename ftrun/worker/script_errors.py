@@ -16,7 +16,9 @@ import traceback
 from types import TracebackType
 
 from ftrun import clock
+from ftrun.wire.pages import Beat, Page
 from ftrun.worker import heartbeat, visibility
+from ftrun.worker.context import worker_context
 
 _OWN_FOLDER = os.path.dirname(os.path.abspath(__file__))
 
@@ -24,11 +26,25 @@ _OWN_FOLDER = os.path.dirname(os.path.abspath(__file__))
 def report(error: BaseException) -> None:
     """Write the error file, then print as the interpreter would."""
     trace = _users_part(error.__traceback__)
+    context = worker_context()
+    if context is not None:
+        explain_missing_name(error, context.page)
     heartbeat.script_failed(clock.now_ns())
     visibility.dump_calls()
     write_error_file(error, trace)
     sys.excepthook(type(error), error.with_traceback(trace), trace)
     sys.stderr.flush()
+
+
+def explain_missing_name(error: BaseException, page: Page) -> None:
+    """Add to a NameError that the loop had no turn, if this process was restored at its end."""
+    is_restored = page.get(Beat.RESTORE_END_NS) > 0
+    if isinstance(error, NameError) and is_restored and not page.get(Beat.FIRST_STEP_NS):
+        error.add_note(
+            f"ftrun: this process has made no step, because step {page.get(Beat.RESTORED_STEP)} is "
+            "restored. If the loop over steps assigns this name, the loop had no turn: after the "
+            "loop, use session.step and session.state"
+        )
 
 
 def write_error_file(error: BaseException, trace: TracebackType | None) -> None:

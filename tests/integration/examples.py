@@ -1,4 +1,4 @@
-"""The examples of docs/frameworks.md, run with and without a rank that is killed."""
+"""The examples of documentation pages, run with and without a rank that is killed."""
 
 import re
 import subprocess
@@ -11,27 +11,29 @@ import pytest
 
 from tests.integration.conftest import WAIT_S, Run, Start
 
-PAGE = Path(__file__).parents[2] / "docs" / "frameworks.md"
+DOCS = Path(__file__).parents[2] / "docs"
 
 RUNS_A_FRAMEWORK = [pytest.mark.full, pytest.mark.slow, pytest.mark.timeout(600)]
 
 DIES = """
 import os, signal, torch
 
-backward, left = torch.Tensor.backward, {deaths}.get(os.environ["TORCHELASTIC_RESTART_COUNT"], 0)
+backward = torch.Tensor.backward
+left = {deaths}.get(os.environ.get("TORCHELASTIC_RESTART_COUNT"), 0)
+last = int(os.environ.get("WORLD_SIZE", 1)) - 1
 
 
 def backward_or_die(*args, **kwargs):
     global left
     backward(*args, **kwargs)
     left -= 1
-    if left == 0 and os.environ["RANK"] == "1":
+    if left == 0 and int(os.environ["RANK"]) == last:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 torch.Tensor.backward = backward_or_die
 """
-"""Rank 1 of a generation dies after so many of its own backwards."""
+"""The last rank of a generation dies after so many of its own backwards."""
 
 TELLS = """
 import hashlib
@@ -45,10 +47,14 @@ if torch.distributed.is_initialized():
 """
 
 
-def example(title: str, changes: Mapping[str, str] = types.MappingProxyType({})) -> str:
-    """The first block of code under a title, with some of its words replaced."""
-    _, found, rest = PAGE.read_text().partition(f"\n## {title}\n")
-    assert found, f"{PAGE.name} has no section {title}"
+def example(
+    title: str,
+    changes: Mapping[str, str] = types.MappingProxyType({}),
+    page: str = "frameworks.md",
+) -> str:
+    """The first block of code under a title of a page, with some of its words replaced."""
+    _, found, rest = (DOCS / page).read_text().partition(f"# {title}\n")
+    assert found, f"{page} has no section {title}"
     block = re.search(r"^```python\n(.*?)^```", rest, re.MULTILINE | re.DOTALL)
     assert block is not None
     code = block.group(1)
@@ -100,7 +106,7 @@ def ends_as_undisturbed(
         start: starts ftrun.
         folder: where it starts it.
         code: the script; it leaves its model in `model`.
-        deaths: by generation, the backward after which its rank 1 dies.
+        deaths: by generation, the backward after which its last rank dies.
         words: for ftrun.
     """
     calm = folder / "calm"

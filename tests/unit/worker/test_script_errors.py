@@ -1,0 +1,32 @@
+"""An exception of the script is shown with what ftrun knows about it."""
+
+import pytest
+
+from ftrun.wire.pages import Beat, Page, create_page
+from ftrun.worker.script_errors import explain_missing_name
+
+
+@pytest.fixture
+def page() -> Page:
+    """Of a process that was restored at step 20."""
+    made = Page(create_page("beat"))
+    made.set(Beat.RESTORE_END_NS, 1)
+    made.set(Beat.RESTORED_STEP, 20)
+    return made
+
+
+@pytest.mark.parametrize("error", [NameError("step"), UnboundLocalError("step")])
+def test_a_missing_name_is_explained_where_the_loop_had_no_turn(
+    page: Page, error: Exception
+) -> None:
+    explain_missing_name(error, page)
+    assert "step 20 is restored" in error.__notes__[0]
+
+
+def test_other_errors_and_processes_that_made_a_step_are_left_alone(page: Page) -> None:
+    other, missing = KeyError("step"), NameError("step")
+    explain_missing_name(other, page)
+    page.set(Beat.FIRST_STEP_NS, 1)
+    explain_missing_name(missing, page)
+    assert not hasattr(other, "__notes__")
+    assert not hasattr(missing, "__notes__")
