@@ -158,6 +158,7 @@ def test_a_loop_left_by_break_inside_epochs_has_its_last_step_on_disk(
     assert expected[0].startswith("6 ")
     assert run.wait() == 0, run.text
     assert digests(run.text) == expected
+    assert (tmp_path / "kept" / "latest").readlink().name.startswith("step-00000006-")
 
     again = start("--nproc-per-node", "1", *words, "train.py")
     assert again.wait() == 0, again.text
