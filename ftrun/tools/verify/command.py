@@ -112,9 +112,9 @@ def verify(words: Sequence[str]) -> int:
         signal.signal(signal.SIGHUP, _leave)
     try:
         with _folder(options.folder) as folder:
-            outcome = Verification(options, folder, _teller(is_silent=options.is_json)).carry_out()
+            outcome = Verification(options, folder, _tell_on(options.is_json)).carry_out()
     except KeyboardInterrupt:
-        sys.stderr.write("ftrun verify: stopped; its runs are ended and its records removed\n")
+        sys.stderr.write("ftrun verify: stopped, and its run is ended\n")
         return 128 + signal.SIGINT
     if options.is_json:
         sys.stdout.write(json.dumps(outcome.document, indent=1) + "\n")
@@ -131,9 +131,6 @@ def options_of(line: CommandLine) -> Options:
         raise UsageError(
             "no script is given. For example: ftrun verify --nproc-per-node 2 train.py"
         )
-    nodes = line.torchrun_value("nnodes") or os.environ.get("PET_NNODES", "1")
-    if nodes not in ("1", "1:1") or line.own_value("spares") not in (None, "0"):
-        raise UsageError(f"ftrun verify runs on one node, and --nnodes is {nodes}; leave it out")
     at = line.own_value("at")
     kill_steps = None if at is None else tuple(_count("--at", word) for word in at.split(","))
     steps = _count("--steps", line.own_value("steps") or "20")
@@ -178,7 +175,11 @@ def _words_of_run(line: CommandLine) -> tuple[str, ...]:
         tail=line.tail,
     )
     words = (*flags, *passed.torchrun_argv())
-    build_spec(parse(words), variables=os.environ)
+    if build_spec(parse(words), variables=os.environ).nodes is not None:
+        raise UsageError(
+            "ftrun verify runs on one node, and these flags or variables ask for several: leave "
+            "out --nnodes, --spares and --rdzv-endpoint; inside Slurm use a step of one task"
+        )
     return words
 
 
@@ -217,11 +218,13 @@ def _folder(wanted: Path | None) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _teller(*, is_silent: bool) -> Callable[[str], None]:
+def _tell_on(is_json: bool) -> Callable[[str], None]:
+    """Writes progress and result; with --json to stderr, so that stdout is one document."""
+    stream = sys.stderr if is_json else sys.stdout
+
     def tell(text: str) -> None:
-        if not is_silent:
-            sys.stdout.write(f"{text}\n")
-            sys.stdout.flush()
+        stream.write(f"{text}\n")
+        stream.flush()
 
     return tell
 

@@ -206,12 +206,12 @@ def _variables(
     if has_batch:
         head = "a batch was prefetched into variables, which are not restored"
         remedy = (
-            "take the batch at the top of the step, or from session.batches(loader), or keep what "
-            "it is drawn by in attached state"
+            "take the batch at the top of the step, or from session.batches(loader), or keep it "
+            "in session.state"
         )
     else:
         head = "variables of the script are not restored"
-        remedy = "keep what has to last in attached state, such as attach(extra={...})"
+        remedy = "keep what has to last in session.state, or attach it"
     where = _place(now.where)
     yield Finding(
         "prefetched batch" if has_batch else "variable",

@@ -107,12 +107,16 @@ class VerifyRun:
             "--set", "checkpoint.directory=null", "--set", "checkpoint.resume=never",
             "--snapshot-every", "1", *self._words,
         )  # fmt: skip
-        with self._output.open("wb") as output:
-            # A session of its own: ^C comes to this process only, which then ends the run.
-            self._process = subprocess.Popen(
-                command, env=variables, stdin=subprocess.DEVNULL, stdout=output,
-                stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=end_with_parent,
-            )  # fmt: skip
+        try:
+            with self._output.open("wb") as output:
+                # A session of its own: ^C comes to this process only, which then ends the run.
+                self._process = subprocess.Popen(
+                    command, env=variables, stdin=subprocess.DEVNULL, stdout=output,
+                    stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=end_with_parent,
+                )  # fmt: skip
+        except BaseException:  # a signal just now; a `with` block ends only what has been entered
+            self.close()
+            raise
         return self
 
     def __exit__(
@@ -121,6 +125,10 @@ class VerifyRun:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End it, and free what it holds."""
         process = self._process
         if process is None or process.poll() is not None:
             return

@@ -120,7 +120,7 @@ class Verification:
             return self._not_deterministic(reference, trace, early, "the second before its kill")
         noise = compare.noise(reference, trace, generations=_FIRST)
         late = compare.first_difference(reference, trace, generations=_REST)
-        if not restarts:
+        if not any(life.killed for _, life in compare.compared_lives(trace)):
             if second.exit_code != ExitCode.DONE:
                 return self._script_failed(second)
             return self._nothing(
@@ -171,7 +171,7 @@ class Verification:
         findings: list[Finding],
     ) -> Outcome:
         lines = [
-            f"DIFFERS: after a restart the run ends with {run.exit_code}; undisturbed it does not. "
+            f"DIFFERS: after a kill the run ends with {run.exit_code}; undisturbed it does not. "
             f"Its last lines:\n{_indented(run.last_lines)}"
         ]
         if findings:

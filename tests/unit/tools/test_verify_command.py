@@ -60,6 +60,7 @@ def test_chosen_steps() -> None:
         ("--at 14,7 train.py", "increasing steps below --steps 20"),
         ("--at 20 train.py", "increasing steps below --steps 20"),
         ("--nnodes 2 --rdzv-endpoint a train.py", "runs on one node"),
+        ("--spares 1 --rdzv-endpoint a train.py", "runs on one node"),
         ("--kill train.py", "not a flag"),
     ],
 )
