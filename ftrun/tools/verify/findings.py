@@ -87,7 +87,7 @@ def random_sources(reference: Trace, trace: Trace, difference: Difference) -> Fi
             "look for operations that are not deterministic (torch.use_deterministic_algorithms), "
             "the time of day, races between threads, and files that the first run has written"
         )
-    return Finding("not deterministic", names, text, remedy, difference.record.where)
+    return Finding("not deterministic", names, text, remedy, _place(difference.record.where))
 
 
 # --- restore -------------------------------------------------------------------------------------
@@ -194,32 +194,32 @@ def _variables(
     before: VerifyRecord, now: VerifyRecord, keys: Sequence[str], inputs: set[str]
 ) -> Iterator[Finding]:
     local = [key for key in keys if word_of(key) == "local"]
-    if not local:
-        return
-    is_tensor = {k for k in local if now.values.get(k, "").startswith("tensor")}
-    # What the model is called with comes first, then tensors, which may be the rest of the batch.
-    local.sort(key=lambda k: (now.digests[k] not in inputs, k not in is_tensor))
-    has_batch = any(now.digests[key] in inputs for key in local)
-    names = tuple(dict.fromkeys(key.rpartition("|")[2] for key in local))
-    text = "; ".join(_variable(key, before, now) for key in local[:_SHOWN])
-    more = f"; and {len(local) - _SHOWN} more" if len(local) > _SHOWN else ""
-    if has_batch:
-        head = "a batch was prefetched into variables, which are not restored"
-        remedy = (
+    # What a module is called with comes first, then tensors, which may be the rest of the batch.
+    local.sort(key=lambda key: now.digests[key] not in inputs)
+    batch = [key for key in local if now.digests[key] in inputs]
+    if batch:
+        batch = [k for k in local if k in batch or now.values.get(k, "").startswith("tensor")]
+    kinds = (
+        (
+            "prefetched batch",
+            batch,
+            "a batch was prefetched into variables, which are not restored",
             "take the batch at the top of the step, or from session.batches(loader), or keep it "
-            "in session.state"
-        )
-    else:
-        head = "variables of the script are not restored"
-        remedy = "keep what has to last in session.state, or attach it"
-    where = _place(now.where)
-    yield Finding(
-        "prefetched batch" if has_batch else "variable",
-        names,
-        f"{head}: {text}{more}",
-        remedy,
-        where,
+            "in session.state",
+        ),
+        (
+            "variable",
+            [key for key in local if key not in batch],
+            "variables of the script are not restored",
+            "keep what has to last in session.state, or attach it",
+        ),
     )
+    for kind, found, head, remedy in kinds:
+        if found:
+            text = "; ".join(_variable(key, before, now) for key in found[:_SHOWN])
+            more = f"; and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+            names = tuple(dict.fromkeys(key.rpartition("|")[2] for key in found))
+            yield Finding(kind, names, f"{head}: {text}{more}", remedy, _place(now.where))
 
 
 def _variable(key: str, before: VerifyRecord, now: VerifyRecord) -> str:

@@ -84,8 +84,9 @@ class Verification:
         )  # fmt: skip
 
     def _kill_words(self) -> str:
-        steps = ", ".join(str(kill.step) for kill in self._kills)
-        return f"a rank killed after step {steps}" if self._kills else "no kill"
+        *most, last = (str(kill.step) for kill in self._kills)
+        steps = f"steps {', '.join(most)} and {last}" if most else f"step {last}"
+        return f"a rank killed after {steps}"
 
     def _run(self, what: str, *, disturbed: bool = False) -> Finished:
         """Raises: LimitReached."""

@@ -53,7 +53,7 @@ def life(generation: int, first: int, last: int, **differs: str) -> Life:
     local = {f"{_LOCAL}x": differs.pop("x", f"x {start}"), f"{_LOCAL}t": differs.pop("t0", "0")}
     records = [
         VerifyRecord(ATTACHED, start, state, what=f"{generation}:{start}" if generation else ""),
-        VerifyRecord(BEGUN, start, state | local),
+        VerifyRecord(BEGUN, start, state | local, {f"{_LOCAL}x": "tensor [2]"}),
         *turn(first, **differs),
         *(record for step in range(first + 1, last + 1) for record in turn(step)),
     ]
@@ -112,6 +112,11 @@ def test_difference_before_the_kill_is_of_the_script() -> None:
 def test_variable_that_becomes_the_input_is_a_prefetched_batch() -> None:
     trace = disturbed(life(1, 5, 9, x="other", input="other", loss="other"))
     assert kinds(trace) == ["prefetched batch"]
+
+
+def test_other_variables_beside_a_batch_are_named_apart() -> None:
+    trace = disturbed(life(1, 5, 9, x="other", t0="1", input="other"))
+    assert kinds(trace) == ["prefetched batch", "variable"]
 
 
 def test_variable_alone_is_named_without_a_difference() -> None:
