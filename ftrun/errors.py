@@ -236,6 +236,26 @@ class ShapeChanged(SnapshotError):
         )
 
 
+class StructureChanged(SnapshotError):
+    """The script has changed since `attach` in a way that a rebuilt script would not have.
+
+    Args:
+        changes: one sentence each; the first three are shown.
+    """
+
+    SHOWN = 3
+
+    def __init__(self, changes: Sequence[str]) -> None:
+        self.changes = tuple(changes)
+        more = len(changes) - self.SHOWN
+        super().__init__(
+            "no new snapshots, because a restart could not restore them into what the script "
+            f"builds before attach: {'; '.join(changes[: self.SHOWN])}"
+            + (f"; and {more} more" if more > 0 else "")
+            + ". Older snapshots are kept. Make this change before attach"
+        )
+
+
 class LayoutUnknown(SnapshotError):
     """The bytes of an arena or a checkpoint file are not in a format this version knows."""
 

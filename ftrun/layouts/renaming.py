@@ -6,6 +6,7 @@ Gives:    the same parts with these names.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -56,7 +57,7 @@ def modules_renamed(modules: Plain, rename: Rename) -> Plain:
 
 def _renamed(values: Any, rename: Rename) -> Any:
     if isinstance(values, TensorRef):
-        return TensorRef(rename(values.name), values.kind)
+        return replace(values, name=rename(values.name))
     if isinstance(values, dict):
         return {key: _renamed(value, rename) for key, value in values.items()}
     if isinstance(values, list | tuple):

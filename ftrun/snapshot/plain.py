@@ -32,10 +32,12 @@ class TensorRef:
         name: its entry in the layout.
         kind: what it was: `tensor`, `array` (numpy), `sharded` (the local part of a DTensor), or
             `tensor@cuda` for a tensor on a device of that type.
+        stride: of its items in memory, in items; empty: row by row.
     """
 
     name: str
     kind: str = "tensor"
+    stride: tuple[int, ...] = ()
 
 
 Refer = Callable[[object, str], TensorRef | None]
@@ -51,6 +53,20 @@ def encode(value: object, *, root: str = "", refer: Refer | None = None) -> byte
         ValueNotStorable: a value is neither plain nor known to `refer`.
     """
     return msgspec.msgpack.encode(_pack(value, root, refer))
+
+
+def encode_each(values: Mapping[str, object], suffix: str, *, refer: Refer) -> bytes:
+    """As `encode` of the mapping, but the path of each value is its key with a suffix.
+
+    A module's extra state may use the names of its parameters, so it needs paths of its own.
+
+    Raises:
+        ValueNotStorable: a value is neither plain nor known to `refer`.
+    """
+    items: list[object] = ["d"]
+    for key, value in values.items():
+        items += (key, _pack(value, f"{key}{suffix}", refer))
+    return msgspec.msgpack.encode(items)
 
 
 def decode(data: bytes | memoryview, *, deref: Deref | None = None) -> Any:  # the tree is dynamic
@@ -95,9 +111,9 @@ def _pack_sequence(
 
 def _pack_rare(value: object, path: str, refer: Refer | None) -> object:
     if isinstance(value, TensorRef):
-        return ["r", value.name, value.kind]
+        return _pack_ref(value)
     if refer is not None and (ref := refer(value, path)) is not None:
-        return ["r", ref.name, ref.kind]
+        return _pack_ref(ref)
     if _is_numpy_scalar(value):
         return ["n", value.dtype.str, value.tobytes()]  # type: ignore[attr-defined]
     if isinstance(value, (set, frozenset)):
@@ -111,6 +127,11 @@ def _pack_rare(value: object, path: str, refer: Refer | None) -> object:
         if isinstance(value, base):
             return _pack(base(value) if base is not str else str.__str__(value), path, None)
     raise ValueNotStorable(key=path or "the value", kind=_kind_name(value))
+
+
+def _pack_ref(ref: TensorRef) -> list[object]:
+    # ftrun 0.2 reads references of two fields only, so the third is written where it is needed.
+    return ["r", ref.name, ref.kind, *([list(ref.stride)] if ref.stride else [])]
 
 
 def _is_numpy_scalar(value: object) -> bool:
@@ -133,7 +154,8 @@ def _unpack(value: Any, deref: Deref | None) -> Any:
         pairs = (_unpack(item, deref) for item in items)
         return dict(zip(pairs, pairs, strict=True))
     if tag == "r":
-        ref = TensorRef(*items)
+        name, kind, *stride = items
+        ref = TensorRef(name, kind, tuple(stride[0]) if stride else ())
         return ref if deref is None else deref(ref)
     return _SCALARS[tag](*items)
 

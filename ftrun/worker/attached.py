@@ -147,6 +147,7 @@ class Held:
     key: str
     name: str
     tensor: torch.Tensor | None
+    is_buffer: bool = False
 
     @property
     def is_current(self) -> bool:
@@ -157,14 +158,14 @@ def held_by(module: nn.Module, prefix: str) -> Iterator[Held]:
     """Parameters and persistent buffers under their plain names, tied ones once."""
     seen: set[int] = set()
     for path, part in named_parts(module, prefix):
-        for holder, skipped in (
-            (part._parameters, frozenset()),
-            (part._buffers, part._non_persistent_buffers_set),
+        for holder, skipped, is_buffer in (
+            (part._parameters, frozenset(), False),
+            (part._buffers, part._non_persistent_buffers_set, True),
         ):
             for key, tensor in holder.items():
                 if key not in skipped and (tensor is None or id(tensor) not in seen):
                     seen.add(id(tensor))
-                    yield Held(holder, key, f"{path}.{key}", tensor)
+                    yield Held(holder, key, f"{path}.{key}", tensor, is_buffer)
 
 
 def every_name(module: nn.Module, path: str) -> Iterator[tuple[str, torch.Tensor]]:

@@ -32,7 +32,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ftrun import clock
-from ftrun.errors import FtrunError, MemoryTooSmall, PeerError
+from ftrun.errors import FtrunError, MemoryTooSmall, PeerError, StructureChanged
 from ftrun.wire.arena import NUM_SLOTS, Arena, SlotHeader, SlotState, table_digest
 from ftrun.wire.crash_points import crash_point
 from ftrun.wire.pages import Beat
@@ -122,8 +122,10 @@ class Capture:
             if str(error) != self._trouble:  # said once, not at each step
                 self._trouble = str(error)
                 _log.warning("no snapshot of step %d, nor until that is over: %s", step, error)
+        except StructureChanged as error:
+            self._go_without(step, "structure", error)
         except MemoryTooSmall as error:
-            self._go_without(step, error)
+            self._go_without(step, "memory", error)
             if self._context.settings.required:
                 raise
         except Exception as error:  # noqa: BLE001 - rule 5
@@ -332,10 +334,10 @@ class Capture:
             self._page.note = text
         _log.warning("%s", text)
 
-    def _go_without(self, step: int, error: MemoryTooSmall) -> None:
+    def _go_without(self, step: int, key: str, error: FtrunError) -> None:
         """No snapshot of this step; the slots stay as they are, and later ones are tried."""
         self._page.add(Beat.SKIPPED_COUNT, 1)
-        self._context.unprotected.add("memory", str(error))
+        self._context.unprotected.add(key, str(error))
         self._settling.skipped(step)
         self._link.withdraw(step)
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ftrun import clock
-from ftrun.errors import MemoryTooSmall, PeerError
+from ftrun.errors import MemoryTooSmall, PeerError, StructureChanged
 from ftrun.ids import Version
 from ftrun.wire.arena import Arena
 from ftrun.wire.pages import Beat, Command
@@ -305,20 +305,26 @@ class Protection:
         if self._capture is not None:
             self._capture.boundary(
                 step,
-                collect=lambda: self._tree.collect({**extra(), "orders": self._known_orders()}),
+                collect=lambda: self._collect(extra()),
                 force=(force and is_between) or (stops and is_good),
                 allowed=allowed and is_between,
             )
         if stops:
             self._halt(step)
 
+    def _collect(self, extra: dict[str, Any]) -> State:
+        state = self._tree.collect({**extra, "orders": self._known_orders()})
+        if self._tree.lost:
+            raise StructureChanged(self._tree.lost)
+        self._context.unprotected.remove("structure")
+        return state
+
     def keep(self, step: int, extra: Callable[[], dict[str, Any]]) -> None:
         """Take a snapshot of the steps done, unless this step has one; no boundary is passed."""
         capture = self._capture
         if capture is None or capture.newest_step == step or not self._is_good():
             return
-        orders = self._known_orders()
-        collect = lambda: self._tree.collect({**extra(), "orders": orders})  # noqa: E731
+        collect = lambda: self._collect(extra())  # noqa: E731
         capture.boundary(step, collect=collect, force=True, allowed=True)
 
     def _report_waiting(self) -> None:

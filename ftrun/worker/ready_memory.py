@@ -34,6 +34,7 @@ from ftrun.snapshot.plain import TensorRef
 from ftrun.worker.context import WorkerContext
 from ftrun.worker.image_source import LocalImages
 from ftrun.worker.memory_link import MemoryLink
+from ftrun.worker.tensors import stride_for
 
 LEAST_BYTES = 1 << 20
 """Of a tensor that gets pages of its own."""
@@ -158,10 +159,27 @@ def ready_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | N
     return None if taken is None else taken.view(dtype).view(shape)
 
 
-def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
-    """As torch.empty, in memory that is ready where there is some."""
+def empty(
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device | str,
+    stride: tuple[int, ...] = (),
+) -> torch.Tensor:
+    """As torch.empty, in memory that is ready where there is some.
+
+    Args:
+        shape: of the tensor.
+        dtype: of its items.
+        device: where it is.
+        stride: of a tensor of this many dimensions, whose order in memory this one gets.
+    """
     found = ready_tensor(shape, dtype) if torch.device(device).type == "cpu" else None
-    return torch.empty(shape, dtype=dtype, device=device) if found is None else found
+    made = torch.empty(shape, dtype=dtype, device=device) if found is None else found
+    if not stride:
+        return made
+    # Not `as_strided`, whose result is a view and shares its version counter.
+    storage, offset = made.untyped_storage(), made.storage_offset()
+    return made.new_empty(0).set_(storage, offset, shape, stride_for(shape, stride))
 
 
 def over() -> None:

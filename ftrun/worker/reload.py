@@ -9,7 +9,7 @@ kept views of the arena would train in the snapshot. Random states come last and
 whatever runs between restore and first step may draw.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -18,17 +18,33 @@ import torch
 from ftrun import clock
 from ftrun.errors import ShapeChanged
 from ftrun.ids import Version
+from ftrun.snapshot.boxes import Shape
 from ftrun.snapshot.layout import Entry
 from ftrun.wire.crash_points import crash_point
 from ftrun.wire.pages import Beat
-from ftrun.worker import rng
-from ftrun.worker.attached import SESSION_STATE, Attached, named_parts
+from ftrun.worker import module_state, rng
+from ftrun.worker.attached import SESSION_STATE, Attached
 from ftrun.worker.context import WorkerContext
-from ftrun.worker.saved_shard import SavedShard, Sharded, check_fits, fits
+from ftrun.worker.gradients import put_back_gradients
+from ftrun.worker.optimizer_state import groups_for, load_optimizer
+from ftrun.worker.saved_shard import SavedShard, check_fits, fits
 from ftrun.worker.state_tree import Lasting, Source, StateTree
-from ftrun.worker.tensors import DTYPES
+from ftrun.worker.structure import add_groups, make_fit
+from ftrun.worker.tensors import DTYPES, byte_view, is_expanded
 
 _NOTHING = "nothing"
+
+
+class Parts(Protocol):
+    """The plain values of a version."""
+
+    def part(self, name: str) -> Any:
+        """A part of them, with its tensors."""
+        ...
+
+    def optional_part(self, name: str) -> Any:
+        """The same; None where an older version of ftrun has not saved it."""
+        ...
 
 
 class Restorable(Protocol):
@@ -53,14 +69,10 @@ class Restorable(Protocol):
         ...
 
 
-class Loadable(Protocol):
+class Loadable(Parts, Protocol):
     """The state of one rank, as `reload` takes it."""
 
     version: Version
-
-    def part(self, name: str) -> Any:
-        """A part of the plain values, with its tensors."""
-        ...
 
     def entry(self, name: str) -> Entry | None:
         """What was saved under a name; None: nothing."""
@@ -89,7 +101,7 @@ class SavedState(SavedShard):
     @property
     def layout(self) -> Any:
         """The layout that the script declared, as `ruled.Declared.saved`; None: it did not."""
-        return self.part("layout") if "layout" in self._parts else None
+        return self.optional_part("layout")
 
     def load(self, tree: StateTree, context: WorkerContext) -> None:
         reload(self, tree, context)
@@ -118,33 +130,23 @@ def reload(saved: Loadable, tree: StateTree, context: WorkerContext) -> None:
     page = context.page
     page.set(Beat.RESTORE_BEGIN_NS, clock.now_ns())
     crash_point("worker.restore.begun")
+
+    def described(name: str) -> tuple[str, Shape] | None:
+        entry = saved.entry(name)
+        return None if entry is None else (entry.dtype, entry.shape)
+
+    make_fit(saved.optional_part("modules") or {}, described, tree)
     add_groups(saved.part("groups"), tree)
     lasting = tree.lasting()
     _load_tensors(saved, lasting, tree.attached)
     crash_point("worker.restore.tensors_loaded")
     _load_optimizers(saved, tree, lasting)
-    load_objects(saved.part, tree.attached)
+    load_objects(saved, tree.attached, lasting)
     saved.check_all_used()
     crash_point("worker.restore.loaded")
     page.set(Beat.RESTORED_GENERATION, saved.version.generation)
     page.set(Beat.RESTORED_STEP, saved.version.step)
     page.set(Beat.RESTORE_END_NS, clock.now_ns())
-
-
-def add_groups(saved: dict[str, list[dict[str, Any]]], tree: StateTree) -> None:
-    """Groups that the script had added later on, where the model still has their parameters."""
-    present = {h.name: h.tensor for h in tree.lasting().held}
-    for name, groups in saved.items():
-        optimizer = tree.attached.optimizers.get(name)
-        if optimizer is None:
-            raise ShapeChanged(key=name, saved=f"{len(groups)} groups", present=_NOTHING)
-        for at in range(len(optimizer.param_groups), len(groups)):
-            names = groups[at]["params"]
-            if missing := [one for one in names if present.get(one) is None]:
-                raise ShapeChanged(
-                    key=f"{name}.param_groups[{at}]", saved=missing[0], present=_NOTHING
-                )
-            optimizer.add_param_group({"params": [present[one] for one in names]})
 
 
 def _load_tensors(saved: Loadable, lasting: Lasting, attached: Attached) -> None:
@@ -153,9 +155,11 @@ def _load_tensors(saved: Loadable, lasting: Lasting, attached: Attached) -> None
     _check_entries(saved, wanted, casts=attached.casts)
     targets: list[torch.Tensor] = []
     sources: list[torch.Tensor] = []
-    large = []
+    large, expanded = [], []
     for source in wanted:
-        if source.entry.is_small:
+        if is_expanded(source.tensor):
+            expanded.append(source)
+        elif source.entry.is_small:
             targets.append(source.tensor)
             sources.append(saved.tensor(source.name))
         else:
@@ -165,7 +169,23 @@ def _load_tensors(saved: Loadable, lasting: Lasting, attached: Attached) -> None
             torch._foreach_copy_(targets, sources)
         for source in large:
             saved.copy_into(source.name, source.tensor)
-    freeze(saved.part("frozen"), lasting)
+        originals = {s.name: t for s, t in zip(lasting.sources, lasting.originals, strict=True)}
+        for source in expanded:
+            fill_expanded(originals[source.name], saved.tensor(source.name))
+
+
+def fill_expanded(target: torch.Tensor, saved: torch.Tensor) -> None:
+    """Fill a tensor several of whose items lie in the same memory, such as an expanded buffer.
+
+    Where those items were saved with different values, it gets memory for each.
+    """
+    one_each, its = target.detach(), saved
+    for dim, stride in enumerate(target.stride()):
+        if stride == 0:
+            one_each, its = one_each.narrow(dim, 0, 1), its.narrow(dim, 0, 1)
+    one_each.copy_(its)
+    if not torch.equal(byte_view(target.contiguous()), byte_view(saved.to(target.device))):
+        target.data = saved.to(target.device, target.dtype, copy=True)
 
 
 def _check_entries(saved: Loadable, wanted: Sequence[Source], *, casts: bool) -> None:
@@ -186,12 +206,26 @@ def _check_entries(saved: Loadable, wanted: Sequence[Source], *, casts: bool) ->
     check_fits([*changed, *((name, str(saved.entry(name)), _NOTHING) for name in left)])
 
 
-def freeze(frozen: Iterable[str], lasting: Lasting) -> None:
-    """Let just these parameters be the ones that are not learned."""
-    frozen = set(frozen)
+def put_back_flags(part: Callable[[str], Any], lasting: Lasting) -> None:
+    """Which tensors are learned, which have gradients, and which modules train.
+
+    Args:
+        part: gives a part of the plain values by its name; None where there is none, because an
+            older version of ftrun has saved it.
+        lasting: of what gets them.
+    """
+    frozen = set(part("frozen"))
     for name, parameter in lasting.learned:
         if parameter.requires_grad == (name in frozen):
             parameter.requires_grad_(name not in frozen)
+    if (learned := part("learned_others")) is not None:
+        for name, tensor in lasting.others:
+            if tensor.requires_grad != (name in learned):
+                tensor.requires_grad_(name in learned)
+    if (training := part("training")) is not None:
+        module_state.put_back_training_flags(training, lasting.submodules)
+    if (gradients := part("gradients")) is not None:
+        put_back_gradients(gradients, lasting.parameters, lasting.names)
 
 
 def _load_optimizers(saved: Loadable, tree: StateTree, lasting: Lasting) -> None:
@@ -205,108 +239,16 @@ def _load_optimizers(saved: Loadable, tree: StateTree, lasting: Lasting) -> None
         load_optimizer(name, optimizer, groups, state, names=lasting.names, dtypes=dtypes)
 
 
-def groups_for(
-    name: str, optimizer: torch.optim.Optimizer, saved: dict[str, list[dict[str, Any]]]
-) -> list[dict[str, Any]]:
-    """The saved parameter groups of an optimizer.
-
-    Raises:
-        ShapeChanged: it was not there.
-    """
-    if name not in saved:
-        raise ShapeChanged(key=name, saved=_NOTHING, present=type(optimizer).__name__)
-    return saved[name]
-
-
-def load_optimizer(
-    name: str,
-    optimizer: torch.optim.Optimizer,
-    groups: list[dict[str, Any]],
-    state: dict[Any, Any],
-    *,
-    names: dict[int, str],
-    dtypes: Mapping[str, torch.dtype],
-) -> None:
-    """Hand over groups and state.
+def load_objects(saved: Parts, attached: Attached, lasting: Lasting) -> None:
+    """Give back their state to all that is neither tensor nor optimizer, and their flags to all.
 
     Args:
-        name: under which it is attached.
-        optimizer: gets them.
-        groups: with names in place of parameters.
-        state: by name of the parameter, or by whatever other key.
-        names: of parameters, by id.
-        dtypes: that parameters had when they were saved, by name.
-
-    Raises:
-        ShapeChanged: its groups hold other parameters.
-    """
-    parameters = {names[id(p)]: p for group in optimizer.param_groups for p in group["params"]}
-    index = {one: at for at, one in enumerate(parameters)}
-    ordered = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
-    for at, (saved_group, present) in enumerate(zip(groups, ordered, strict=False)):
-        # Their order says nothing: state goes by name, and other stages had them in another one.
-        if sorted(saved_group["params"]) != sorted(present):
-            raise ShapeChanged(
-                key=f"{name}.param_groups[{at}]",
-                saved=f"{len(saved_group['params'])} parameters ({_first(saved_group['params'])})",
-                present=f"{len(present)} parameters ({_first(present)})",
-            )
-    if len(groups) != len(optimizer.param_groups):
-        raise ShapeChanged(
-            key=f"{name}.param_groups",
-            saved=f"{len(groups)} groups",
-            present=f"{len(optimizer.param_groups)} groups",
-        )
-    state = {key: _shard_like(parameters.get(key), values) for key, values in state.items()}
-    optimizer.load_state_dict(
-        {
-            "state": {index.get(key, key): values for key, values in state.items()},
-            "param_groups": [
-                {**group, "params": [index[one] for one in present]}
-                for group, present in zip(groups, ordered, strict=True)
-            ],
-        }
-    )
-    _restore_dtypes(optimizer, parameters, state, dtypes)
-
-
-def _shard_like(parameter: torch.Tensor | None, values: Any) -> Any:
-    if not isinstance(values, dict):
-        return values
-    return {
-        key: value.like(parameter) if isinstance(value, Sharded) else value
-        for key, value in values.items()
-    }
-
-
-def _restore_dtypes(
-    optimizer: torch.optim.Optimizer,
-    parameters: dict[str, torch.Tensor],
-    state: dict[Any, Any],
-    dtypes: Mapping[str, torch.dtype],
-) -> None:
-    # load_state_dict casts state to the parameter's dtype: bf16 parameters would lose the lower
-    # half of an fp32 exp_avg. What had the parameter's dtype follows where that is another now.
-    for key, values in state.items():
-        if key not in parameters or not isinstance(values, dict):
-            continue
-        loaded = optimizer.state[parameters[key]]
-        follows = dtypes.get(key, parameters[key].dtype)
-        for field, value in values.items():
-            is_tensor = isinstance(value, torch.Tensor)
-            if is_tensor and loaded[field].dtype != value.dtype and value.dtype != follows:
-                loaded[field] = value.to(loaded[field].device)
-
-
-def load_objects(part: Callable[[str], Any], attached: Attached) -> None:
-    """Give back their state to all that is neither module nor optimizer.
-
-    Args:
-        part: gives a part of the plain values by its name.
+        saved: gives the parts of the plain values.
         attached: what gets them.
+        lasting: of it.
     """
-    stateful = part("stateful")
-    dicts = part("dicts")
+    stateful = saved.part("stateful")
+    dicts = saved.part("dicts")
     holders = {**attached.dicts, SESSION_STATE: attached.state}
     dicts.setdefault(SESSION_STATE, {})
     _check_names(stateful, attached.stateful)
@@ -314,14 +256,15 @@ def load_objects(part: Callable[[str], Any], attached: Attached) -> None:
     for name, thing in attached.stateful.items():
         thing.load_state_dict(_completed(stateful[name], thing.state_dict, name, attached))
     for name, holder in holders.items():
-        saved = _completed(dicts[name], partial(dict, holder), name, attached)
+        its = _completed(dicts[name], partial(dict, holder), name, attached)
         holder.clear()
-        holder.update(saved)
-    extra = part("extra_state")
-    for name, module in attached.modules.items():
-        for path, part in named_parts(module, name):
-            if path in extra:
-                part.set_extra_state(extra[path])
+        holder.update(its)
+    extra = saved.part("extra_state")
+    for path, part in dict(lasting.submodules).items():
+        if path in extra:
+            part.set_extra_state(extra[path])
+    module_state.put_back_own_keys(saved.optional_part("own_keys") or {}, lasting.submodules)
+    put_back_flags(saved.optional_part, lasting)
 
 
 def _completed(saved: Any, present: Callable[[], Any], name: str, attached: Attached) -> Any:
@@ -335,7 +278,3 @@ def _check_names(saved: Iterable[str], present: Iterable[str]) -> None:
         raise ShapeChanged(key=name, saved="something", present=_NOTHING)
     for name in sorted(present - saved):
         raise ShapeChanged(key=name, saved=_NOTHING, present="something")
-
-
-def _first(names: list[str]) -> str:
-    return f"{names[0]} ..." if names else "none"

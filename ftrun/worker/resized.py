@@ -21,6 +21,7 @@ from ftrun import clock
 from ftrun.errors import ShapeChanged, SnapshotCorrupt
 from ftrun.ids import Rank, Version
 from ftrun.layouts.mesh import ranks_alone
+from ftrun.snapshot.boxes import Shape
 from ftrun.snapshot.plain import TensorRef
 from ftrun.snapshot.world_index import WholeTensor
 from ftrun.wire.crash_points import crash_point
@@ -31,14 +32,23 @@ from ftrun.worker.context import WorkerContext
 from ftrun.worker.declared_layout import Declared
 from ftrun.worker.image_source import ImageSource, LocalImages
 from ftrun.worker.memory_link import MemoryLink
+from ftrun.worker.optimizer_state import groups_for, load_optimizer
 from ftrun.worker.parts import box_of
-from ftrun.worker.reload import add_groups, freeze, groups_for, load_objects, load_optimizer
+from ftrun.worker.reload import fill_expanded, load_objects
 from ftrun.worker.remote_images import JoinedImages, RemoteImages
 from ftrun.worker.replicas import check_replicas
 from ftrun.worker.saved_shard import check_fits, fits
 from ftrun.worker.saved_world import SavedWorld, Seat
 from ftrun.worker.state_tree import Lasting, StateTree
-from ftrun.worker.tensors import DTYPE_NAMES, DTYPES, is_sharded, local_tensor
+from ftrun.worker.structure import add_groups, make_fit
+from ftrun.worker.tensors import (
+    DTYPE_NAMES,
+    DTYPES,
+    is_expanded,
+    is_sharded,
+    local_tensor,
+    stride_of,
+)  # fmt: skip
 from ftrun.worker.world_reader import fill
 
 _NOTHING = "nothing"
@@ -108,6 +118,12 @@ def reload_resized(saved: SavedWorld, tree: StateTree, context: WorkerContext) -
     page = context.page
     page.set(Beat.RESTORE_BEGIN_NS, clock.now_ns())
     crash_point("worker.restore.begun")
+
+    def described(name: str) -> tuple[str, Shape] | None:
+        found = saved.index.tensor(name)
+        return None if found is None else (found.dtype, found.shape)
+
+    make_fit(saved.optional_part("modules") or {}, described, tree)
     groups = saved.groups_among(set(tree.lasting().names.values()))
     add_groups(groups, tree)
     lasting = tree.lasting()
@@ -121,14 +137,15 @@ def reload_resized(saved: SavedWorld, tree: StateTree, context: WorkerContext) -
     with torch.no_grad(), telling_of_corruption(context):
         check_replicas(wanted.saved, wanted.tensors, saved.images)
         fill(wanted.tensors, wanted.saved, saved.images)
+        for name, target in wanted.expanded.items():
+            fill_expanded(target, wanted.tensors[name])
     crash_point("worker.restore.tensors_loaded")
-    freeze(saved.part("frozen"), lasting)
     for name, optimizer in tree.attached.optimizers.items():
         own = groups_for(name, optimizer, groups)
         load_optimizer(
             name, optimizer, own, states[name], names=lasting.names, dtypes=wanted.dtypes
         )
-    load_objects(saved.part, tree.attached)
+    load_objects(saved, tree.attached, lasting)
     saved.check_all_used()
     crash_point("worker.restore.loaded")
     page.set(Beat.RESTORED_GENERATION, saved.version.generation)
@@ -156,6 +173,8 @@ class _Wanted:
         self.world = saved
         self.casts = casts
         self.tensors: dict[str, torch.Tensor] = {}
+        self.expanded: dict[str, torch.Tensor] = {}
+        """Tensors that get their values from those of the same name in `tensors`."""
         self.saved: dict[str, WholeTensor] = {}
 
     def add_attached(self, lasting: Lasting, tree: StateTree) -> None:
@@ -187,6 +206,8 @@ class _Wanted:
         found = self.world.whole(name)
         assert found is not None, name
         self.tensors[name] = tensor.detach()
+        if is_expanded(local_tensor(tensor, name)):
+            self.expanded[name], self.tensors[name] = tensor, tensor.detach().clone()
         self.saved[name] = found
 
     def _changed(self, name: str, tensor: torch.Tensor) -> tuple[str, str, str] | None:
@@ -249,7 +270,7 @@ def _made_tensor(
     else:
         # Numbers, such as the step, stay where torch's optimizers keep them.
         device = parameter.device if parameter is not None and saved.shape else "cpu"
-        made = ready_memory.empty(saved.shape, dtype, device)
+        made = ready_memory.empty(saved.shape, dtype, device, ref.stride)
     wanted.add(ref.name, made)
     return made
 
@@ -260,7 +281,7 @@ def _like(parameter: Any, dtype: torch.dtype) -> torch.Tensor:
 
     local = local_tensor(parameter, "a parameter")
     return DTensor.from_local(
-        ready_memory.empty(tuple(local.shape), dtype, local.device),
+        ready_memory.empty(tuple(local.shape), dtype, local.device, stride_of(local)),
         parameter.device_mesh,
         parameter.placements,
         run_check=False,

@@ -28,6 +28,7 @@ from ftrun.layouts.world_layout import lay_out, read_world
 from ftrun.snapshot import plain
 from ftrun.snapshot.layout import ITEM_BYTES, Entry, When
 from ftrun.snapshot.plain import TensorRef
+from ftrun.worker import ready_memory
 from ftrun.worker.attached import Attached
 from ftrun.worker.context import WorkerContext
 from ftrun.worker.declared_layout import Declared
@@ -120,6 +121,9 @@ class RuledState:
         """A part of the plain values, with its tensors."""
         return plain.decode(self._parts[name], deref=self._deref)
 
+    def optional_part(self, name: str) -> Any:
+        return self.part(name) if name in self._parts else None
+
     def load(self, tree: StateTree, context: WorkerContext) -> None:
         with telling_of_corruption(context):
             reload(self, tree, context)
@@ -174,4 +178,6 @@ class RuledState:
 
     def _deref(self, ref: TensorRef) -> object:
         made = self.tensor(ref.name)
+        if ref.stride:
+            made = ready_memory.empty(tuple(made.shape), made.dtype, "cpu", ref.stride).copy_(made)
         return made.numpy() if ref.kind == "array" else at_home(made, ref.kind)

@@ -28,7 +28,7 @@ from ftrun.wire.pages import Beat
 from ftrun.worker import ready_memory
 from ftrun.worker.context import WorkerContext
 from ftrun.worker.copying import digest_of, entry_view
-from ftrun.worker.tensors import DTYPES, at_home, byte_view, can_be_cut
+from ftrun.worker.tensors import DTYPES, Sharded, at_home, byte_view, can_be_cut
 
 
 class SavedShard:
@@ -92,6 +92,9 @@ class SavedShard:
                 "ftrun.attach. Load it by ftrun.dcp.Reader(), or begin anew with --resume never"
             )
         return plain.decode(self._parts[name], deref=self._deref)
+
+    def optional_part(self, name: str) -> Any:
+        return self.part(name) if name in self._parts else None
 
     def entry(self, name: str) -> Entry | None:
         return self._entries.get(name)
@@ -177,32 +180,17 @@ class SavedShard:
     def _deref(self, ref: TensorRef) -> object:
         entry = self._entries[ref.name]
         copied = self._copied.pop(ref.name, None)
-        if copied is None:
-            copied = ready_memory.empty(entry.shape, DTYPES[entry.dtype], "cpu")
-            self.copy_into(ref.name, copied)
+        if copied is None or ref.stride:
+            made = ready_memory.empty(entry.shape, DTYPES[entry.dtype], "cpu", ref.stride)
+            if copied is None:
+                self.copy_into(ref.name, made)
+            else:
+                made.copy_(copied)
+            copied = made
         self._used.add(ref.name)
         if ref.kind == "array":
             return copied.numpy()
         return Sharded(copied) if ref.kind == "sharded" else at_home(copied, ref.kind)
-
-
-class Sharded:
-    """The local part of a DTensor whose mesh only its parameter knows."""
-
-    def __init__(self, local: torch.Tensor) -> None:
-        self.local = local
-
-    def like(self, parameter: Any) -> torch.Tensor:
-        from torch.distributed.tensor import DTensor
-
-        return DTensor.from_local(
-            self.local.to(parameter.device),
-            parameter.device_mesh,
-            parameter.placements,
-            run_check=False,
-            shape=parameter.shape,
-            stride=parameter.stride(),
-        )
 
 
 def check_used(saved: Mapping[str, str], used: Iterable[str]) -> None:

@@ -29,7 +29,7 @@ from ftrun.snapshot.layout import PLAIN_NAME
 from ftrun.snapshot.plain import TensorRef
 from ftrun.snapshot.regroup import Resize, ranks
 from ftrun.snapshot.world_index import WholeTensor, WorldIndex
-from ftrun.worker import rng
+from ftrun.worker import ready_memory, rng
 from ftrun.worker.attached import Attached
 from ftrun.worker.image_source import CheckedImages, ImageSource
 from ftrun.worker.saved_shard import check_used
@@ -37,7 +37,14 @@ from ftrun.worker.tensors import DTYPES, at_home
 from ftrun.worker.world_reader import readable
 
 _MUST_AGREE = {"session": "session", "groups": "parameter groups"}
-_SHOULD_AGREE = {"stateful": "schedulers and scalers", "dicts": "dicts", "extra_state": "modules"}
+_SHOULD_AGREE = {
+    "stateful": "schedulers and scalers",
+    "dicts": "dicts",
+    "extra_state": "modules",
+    "own_keys": "modules",
+}
+_OWN = frozenset({"gradients", "learned_others"})
+"""Parts that name tensors: a rank takes those of its counterpart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +102,19 @@ class SavedWorld:
             return {key: self._loader(found) for key, found in self._loaders.items()}
         if name == "frozen":
             return sorted({one for names in self._different(name) for one in names})
-        return self._decode(self.ranks[0] if name in self._differing else Rank(0), name)
+        if name == "modules":
+            return self._modules()
+        if name == "training":
+            # The mode of a whole model is the script's; another layout may need another one.
+            roots = self._modules()["names"]
+            flags = self._decode(self._own, name)
+            return {path: flag for path, flag in flags.items() if path not in roots}
+        is_own = name in self._differing or name in _OWN
+        return self._decode(self._own if is_own else Rank(0), name)
+
+    def optional_part(self, name: str) -> Any:
+        """The same; None where an older version of ftrun has not saved it."""
+        return self.part(name) if name in self._parts[self._own] else None
 
     def groups_among(self, present: Collection[str]) -> dict[str, list[dict[str, Any]]]:
         """Parameter groups; where ranks are stages or were, what is here now of those of all.
@@ -181,6 +200,8 @@ class SavedWorld:
         raw = bytearray(self.images.read(rank, entry.offset, entry.num_bytes))
         flat = readable(memoryview(raw), dtype) if raw else torch.empty(0, dtype=dtype)
         copied = flat.view(entry.shape)
+        if ref.stride:
+            copied = ready_memory.empty(entry.shape, dtype, "cpu", ref.stride).copy_(copied)
         return copied.numpy() if ref.kind == "array" else at_home(copied, ref.kind)
 
     def check_all_used(self) -> None:
@@ -245,6 +266,13 @@ class SavedWorld:
         own = saved[self._resize.old_rank]
         return {name: [states.get(name, own[name]) for states in saved] for name in own}
 
+    def _modules(self) -> dict[str, Any]:
+        """Names of buffers are those of all ranks: other stages have others."""
+        own, *_ = every = [self._decode(self._own, "modules"), *self._different("modules")]
+        for key in ("buffers", "no_buffers"):
+            own[key] = list(dict.fromkeys(name for one in every for name in one.get(key, ())))
+        return dict(own)
+
     def _decode(self, rank: Rank, name: str) -> Any:
         return plain.decode(self._parts[rank][name], deref=lambda ref: self.copy(rank, ref))
 
@@ -281,9 +309,11 @@ class SavedWorld:
 
     def _first_difference(self, name: str, words: str) -> tuple[Rank, Difference] | None:
         """The first old rank whose part is not that of rank 0, and how it differs."""
+        if not any(name in parts for parts in self._parts.values()):
+            return None
         tree, has_tensors = self._compared(Rank(0), name)
         for rank, parts in self._parts.items():
-            if parts[name] != self._parts[Rank(0)][name] or has_tensors:
+            if parts.get(name) != self._parts[Rank(0)].get(name) or has_tensors:
                 other, _ = self._compared(rank, name)
                 if (found := difference(tree, other, words)) is not None:
                     return rank, found
@@ -299,7 +329,8 @@ class SavedWorld:
             raw = self.images.read(rank, entry.offset, entry.num_bytes)
             return TensorContent(str(entry), xxhash.xxh3_64_intdigest(raw))
 
-        tree = plain.decode(self._parts[rank][name], deref=deref)
+        packed = self._parts[rank].get(name)
+        tree = {} if packed is None else plain.decode(packed, deref=deref)
         if name == "groups":
             tree = {
                 one: [{**group, "params": None} for group in groups] for one, groups in tree.items()

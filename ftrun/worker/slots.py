@@ -323,8 +323,9 @@ def needed_bytes(tree: StateTree, state: State) -> int:
     for optimizer in tree.attached.optimizers.values():
         if not optimizer.state:
             names = state.lasting.names
+            # A parameter of a lazy module has no size before its first forward.
             learned = (names[id(p)] for group in optimizer.param_groups for p in group["params"])
-            to_come += _state_copies(optimizer) * sum(sizes[name] for name in learned)
+            to_come += _state_copies(optimizer) * sum(sizes.get(name, 0) for name in learned)
     return layout.image_bytes + to_come
 
 

@@ -10,7 +10,7 @@ walk's result is kept and only checked at a boundary: same objects in the same d
 same addresses. Objects with a state_dict are asked each time; what they give is small.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from operator import is_
@@ -19,12 +19,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
-from ftrun.errors import StateDictFailed, UsageError, ValueNotStorable
+from ftrun.errors import UsageError, ValueNotStorable
 from ftrun.snapshot.boxes import Part
 from ftrun.snapshot.layout import Entry, When
-from ftrun.snapshot.plain import TensorRef, encode
-from ftrun.worker import rng
+from ftrun.snapshot.plain import TensorRef, encode, encode_each
+from ftrun.worker import module_state, rng
 from ftrun.worker.attached import (
     SESSION_STATE,
     Attached,
@@ -33,8 +34,12 @@ from ftrun.worker.attached import (
     held_by,
     named_parts,
 )
+from ftrun.worker.gradients import present_gradients
+from ftrun.worker.module_state import given_by
+from ftrun.worker.optimizer_state import GroupReader, state_of, state_values
 from ftrun.worker.parts import part_of
-from ftrun.worker.tensors import described, is_sharded, kind_of, local_tensor
+from ftrun.worker.structure import Structure, structure_of
+from ftrun.worker.tensors import described, is_sharded, kind_of, local_tensor, stride_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,11 +81,23 @@ class Lasting:
     optimizer_state: bytes
     modules: bytes
     names: dict[int, str]
+    submodules: module_state.Submodules = ()
+    children: Sequence[object] = ()
+    uninitialized: tuple[tuple[str, torch.Tensor], ...] = ()
+    own_keys: module_state.Submodules = ()
+    """Submodules whose `state_dict()` has keys of their own."""
 
     @cached_property
     def learned(self) -> tuple[tuple[str, torch.Tensor], ...]:
         """Parameters, without buffers."""
         return tuple((h.name, h.tensor) for h in self.held if isinstance(h.tensor, nn.Parameter))
+
+    @cached_property
+    def others(self) -> tuple[tuple[str, torch.Tensor], ...]:
+        """Leaf tensors that are no parameters of modules; some only an optimizer has."""
+        named = set(self.names.values()) - {name for name, _ in self.learned}
+        pairs = zip(self.sources, self.originals, strict=True)
+        return tuple((s.name, t) for s, t in pairs if s.name in named and t.is_leaf)
 
     @cached_property
     def entries(self) -> tuple[Entry, ...]:
@@ -101,7 +118,12 @@ class StateTree:
 
     def __init__(self, attached: Attached) -> None:
         self.attached = attached
+        self.lost: list[str] = []
+        """What a restore could not put into the script as it was at `attach`."""
         self._lasting: Lasting | None = None
+        self._built: Structure | None = None
+        self._groups = GroupReader()
+        self._not_taken_back: dict[str, bytes] = {}
 
     def collect(self, extra: dict[str, Any]) -> State:
         """The state as it is now.
@@ -116,12 +138,14 @@ class StateTree:
         fresh = _References(When.BOUNDARY)
         attached = self.attached
         parts = {
-            "groups": {name: groups_of(o, lasting) for name, o in attached.optimizers.items()},
+            "groups": self._groups.read(attached.optimizers, lasting.names),
             "stateful": attached.skip.without(dict(_states(attached))),
             "dicts": attached.skip.without(_dicts(attached)),
-            "extra_state": dict(_extra_states(attached)),
             "generators": {n: rng.generator_state(g) for n, g in attached.generators.items()},
             "frozen": [name for name, tensor in lasting.learned if not tensor.requires_grad],
+            "learned_others": [name for name, tensor in lasting.others if tensor.requires_grad],
+            "gradients": present_gradients(lasting.parameters, lasting.names),
+            "training": module_state.training_flags(lasting.submodules),
             "rng": rng.take_all(),
             **extra,
         }
@@ -129,6 +153,11 @@ class StateTree:
             parts["layout"] = attached.layout.saved
         # Part by part, so that the path in an error starts at the name given to attach.
         packed = {key: encode(part, refer=fresh) for key, part in parts.items()}
+        extra_states = module_state.extra_states(lasting.submodules)
+        packed["extra_state"] = encode_each(extra_states, module_state.EXTRA_STATE, refer=fresh)
+        if lasting.own_keys:
+            own_keys = self._own_keys(lasting)
+            packed["own_keys"] = encode_each(own_keys, module_state.OWN_KEYS, refer=fresh)
         packed["optimizer_state"] = lasting.optimizer_state
         packed["modules"] = lasting.modules
         return State(lasting, tuple(fresh.sources), encode(packed))
@@ -137,19 +166,25 @@ class StateTree:
         """The walk's result: the last one while it still holds."""
         if self._lasting is None or not self._holds(self._lasting):
             self._lasting = self._walk()
+            now = structure_of(self._lasting, self.attached)
+            self._built = self._built or now
+            self.lost = now.lost_since(self._built)
         return self._lasting
 
     def _holds(self, lasting: Lasting) -> bool:
         return (
             all(h.is_current for h in lasting.held)
-            and lasting.num_held == self._num_held()
+            and _same(lasting.children, _children(lasting.submodules))
+            and lasting.num_held == _num_held(lasting.submodules)
             and _same(lasting.parameters, self._parameters())
             and _same(lasting.state_values, self._state_values())
             and lasting.addresses == [address_of(t) for t in lasting.originals]
+            and all(is_lazy(tensor) for _, tensor in lasting.uninitialized)
         )
 
     def _walk(self) -> Lasting:
-        self._reshard()
+        submodules = self._submodules()
+        _reshard(submodules)
         held = tuple(self._held())
         names: dict[int, str] = {}
         found: dict[str, torch.Tensor] = {}
@@ -160,6 +195,10 @@ class StateTree:
         for name, parameter in self._nameless(names):
             names[id(parameter)] = name
             found[name] = parameter
+        # Without bytes until the first forward gives them a shape.
+        uninitialized = tuple((name, tensor) for name, tensor in found.items() if is_lazy(tensor))
+        for name, _ in uninitialized:
+            del found[name]
         owned = {id(parameter) for parameter in self._parameters()}
         sources = [
             source_of(name, t, When.LAZY if id(t) in owned else When.BOUNDARY)
@@ -167,7 +206,7 @@ class StateTree:
         ]
         originals = list(found.values())
         references = _References(When.LAZY)
-        state = {name: _state_of(o, names) for name, o in self.attached.optimizers.items()}
+        state = {name: state_of(o, names) for name, o in self.attached.optimizers.items()}
         packed = encode(state, refer=references)
         originals += references.originals
         return Lasting(
@@ -175,12 +214,16 @@ class StateTree:
             originals=tuple(originals),
             addresses=[address_of(tensor) for tensor in originals],
             held=held,
-            num_held=self._num_held(),
+            submodules=submodules,
+            children=_children(submodules),
+            num_held=_num_held(submodules),
             parameters=self._parameters(),
             state_values=self._state_values(),
             optimizer_state=packed,
-            modules=encode({"names": list(self.attached.modules), "tied": self._tied(names)}),
+            modules=encode(self._modules(held, names)),
             names=names,
+            uninitialized=uninitialized,
+            own_keys=module_state.with_own_keys(submodules, names),
         )
 
     def check_skip(self) -> None:
@@ -203,6 +246,41 @@ class StateTree:
                 "the names of tensors and keys in a snapshot, such as model.rope.cos, "
                 "progress.history or model.*.cache"
             )
+
+    def _modules(self, held: tuple[Held, ...], names: dict[int, str]) -> dict[str, Any]:
+        buffers = [(one.name, one.tensor is None) for one in held if one.is_buffer]
+        return {
+            "names": list(self.attached.modules),
+            "tied": self._tied(names),
+            "buffers": [name for name, is_none in buffers if not is_none],
+            "no_buffers": [name for name, is_none in buffers if is_none],
+        }
+
+    def _own_keys(self, lasting: Lasting) -> dict[str, object]:
+        """What modules add to their own `state_dict()`, by the module's path.
+
+        Raises:
+            ValueNotStorable: a module has changed it and does not take it back.
+        """
+        found: dict[str, object] = {}
+        for path, part in lasting.own_keys:
+            found[path] = keys = module_state.own_keys(part, path, lasting.names)
+            if not module_state.takes_own_keys(part):
+                content = module_state.content(keys)
+                if content != self._not_taken_back.setdefault(path, content):
+                    raise ValueNotStorable(
+                        key=f"{path}.{next(iter(keys))}",
+                        kind=f"key of {type(part).__qualname__}.state_dict() that changes and that "
+                        "load_state_dict() does not take back",
+                    )
+        return found
+
+    def _submodules(self) -> module_state.Submodules:
+        return [
+            one
+            for name, module in self.attached.modules.items()
+            for one in named_parts(module, name)
+        ]
 
     def _held(self) -> Iterator[Held]:
         skip = self.attached.skip
@@ -238,13 +316,6 @@ class StateTree:
                     if id(parameter) not in names:
                         yield f"{name}.params[{at}][{index}]", parameter
 
-    def _num_held(self) -> int:
-        return sum(
-            len(part._modules) + len(part._parameters) + len(part._buffers)
-            for module in self.attached.modules.values()
-            for part in module.modules()
-        )
-
     def _parameters(self) -> list[torch.Tensor]:
         return [
             parameter
@@ -254,22 +325,7 @@ class StateTree:
         ]
 
     def _state_values(self) -> list[object]:
-        # Numbers among them are other objects after each step, so an optimizer that keeps some is
-        # walked each time; torch's own keep tensors only.
-        return [
-            value
-            for optimizer in self.attached.optimizers.values()
-            for state in optimizer.state.values()
-            for value in state.values()
-        ]
-
-    def _reshard(self) -> None:
-        # FSDP2 hangs whole parameters into the module between forward and backward, and leaves
-        # the root's there after a forward without gradients.
-        for module in self.attached.modules.values():
-            for _, part in named_parts(module, ""):
-                if callable(reshard := getattr(part, "reshard", None)):
-                    reshard()
+        return [v for o in self.attached.optimizers.values() for v in state_values(o)]
 
 
 class _References:
@@ -285,31 +341,26 @@ class _References:
             sharded = is_sharded(value)
             if sharded and self._when is When.BOUNDARY:
                 raise ValueNotStorable(key=path, kind="DTensor outside of a module or optimizer")
-            self._add(path, value)
             if self._when is When.BOUNDARY:
-                return TensorRef(path, kind_of(value))
-            return TensorRef(path, "sharded" if sharded else "tensor")
+                return self._add(path, value, kind_of(value))
+            return self._add(path, value, "sharded" if sharded else "tensor")
         if isinstance(value, np.ndarray):
-            self._add(path, _as_tensor(value, path))
-            return TensorRef(path, "array")
+            return self._add(path, _as_tensor(value, path), "array")
         return None
 
-    def _add(self, path: str, tensor: torch.Tensor) -> None:
-        self.sources.append(source_of(path, tensor, self._when))
+    def _add(self, path: str, tensor: torch.Tensor, kind: str) -> TensorRef:
+        source = source_of(path, tensor, self._when)
+        self.sources.append(source)
         self.originals.append(tensor)
+        return TensorRef(path, kind, stride_of(source.tensor))
 
 
-def groups_of(optimizer: torch.optim.Optimizer, lasting: Lasting) -> list[dict[str, Any]]:
-    """The parameter groups, with names instead of parameters."""
-    return [
-        {**group, "params": [lasting.names[id(parameter)] for parameter in group["params"]]}
-        for group in optimizer.param_groups
-    ]
+def _children(submodules: module_state.Submodules) -> list[object]:
+    return [child for _, part in submodules for child in part._modules.values()]
 
 
-def _state_of(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> dict[str, Any]:
-    # A key that is no parameter belongs to the optimizer as a whole and stays as it is.
-    return {"state": {names.get(id(k), k): state for k, state in optimizer.state.items()}}
+def _num_held(submodules: module_state.Submodules) -> int:
+    return sum(len(part._parameters) + len(part._buffers) for _, part in submodules)
 
 
 def _states(attached: Attached) -> Iterator[tuple[str, object]]:
@@ -322,34 +373,19 @@ def _dicts(attached: Attached) -> dict[str, Any]:
     return {**attached.dicts, **({SESSION_STATE: attached.state} if attached.state else {})}
 
 
-def _extra_states(attached: Attached) -> Iterator[tuple[str, object]]:
-    for name, module in attached.modules.items():
-        for path, part in named_parts(module, name):
-            if type(part).get_extra_state is not nn.Module.get_extra_state:
-                yield path, given_by(part.get_extra_state, path)
-
-
-def given_by(method: Callable[[], Any], name: str) -> Any:
-    """What a method of an attached object gives.
-
-    Args:
-        method: its `state_dict` or the like.
-        name: under which the object is attached.
-
-    Raises:
-        StateDictFailed: it raised; its own exception is the cause.
-    """
-    try:
-        return method()
-    except Exception as error:
-        raise StateDictFailed(name=name, method=method.__qualname__, error=error) from error
+def _reshard(submodules: module_state.Submodules) -> None:
+    # FSDP2 puts whole parameters into the module between forward and backward, and leaves the
+    # root's there after a forward without gradients.
+    for _, part in submodules:
+        if callable(reshard := getattr(part, "reshard", None)):
+            reshard()
 
 
 def _as_tensor(array: np.ndarray, path: str) -> torch.Tensor:
     try:
-        return torch.from_numpy(
-            np.ascontiguousarray(array) if array.flags.writeable else array.copy()
-        )
+        # torch has no negative strides, and warns of memory that is only to be read.
+        is_fit = array.flags.writeable and min(array.strides, default=0) >= 0
+        return torch.from_numpy(array if is_fit else array.copy())
     except TypeError as error:
         raise ValueNotStorable(key=path, kind=f"numpy array of {array.dtype}") from error
 
@@ -360,5 +396,5 @@ def address_of(tensor: torch.Tensor) -> int:
     return tensor.data_ptr()
 
 
-def _same(before: list[Any], now: list[Any]) -> bool:
+def _same(before: Sequence[Any], now: Sequence[Any]) -> bool:
     return len(before) == len(now) and all(map(is_, before, now))

@@ -5,6 +5,8 @@ Takes in: torch tensors of any kind.
 Gives:    plain tensors that can be copied byte by byte, and views of them.
 """
 
+from typing import Any
+
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -64,6 +66,53 @@ def described(tensor: torch.Tensor) -> tuple[str, tuple[int, ...]]:
     return DTYPE_NAMES[tensor.dtype], tuple(tensor.shape)
 
 
+def stride_of(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The stride to restore a tensor with; empty where its items lie row by row.
+
+    Only a dense stride is kept. A view with gaps or repeated items comes back row by row: what it
+    shares its memory with is not known.
+    """
+    shape, stride = tuple(tensor.shape), tensor.stride()
+    if stride == _row_major(shape) or not _is_dense(shape, stride):
+        return ()
+    return stride
+
+
+def stride_for(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...]:
+    """A dense stride for this shape, with the dimensions in the order of the given stride."""
+    if not stride:
+        return _row_major(shape)
+    if _is_dense(shape, stride):
+        return stride
+    found, step = [0] * len(shape), 1
+    for dim in sorted(range(len(shape)), key=lambda dim: (stride[dim], -dim)):
+        found[dim], step = step, step * max(1, shape[dim])
+    return tuple(found)
+
+
+def is_expanded(tensor: torch.Tensor) -> bool:
+    """Whether several of its items lie in the same memory, as after `expand`."""
+    return any(s == 0 and n > 1 for s, n in zip(tensor.stride(), tensor.shape, strict=True))
+
+
+def _row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
+    found, step = [], 1
+    for size in reversed(shape):
+        found.append(step)
+        step *= max(1, size)
+    return tuple(reversed(found))
+
+
+def _is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    step = 1
+    for each, size in sorted(zip(stride, shape, strict=True)):
+        if size != 1:
+            if each != step:
+                return False
+            step *= size
+    return True
+
+
 def byte_view(tensor: torch.Tensor) -> torch.Tensor:
     """[num_bytes] uint8 over the same memory; the tensor is contiguous."""
     return tensor.reshape(-1).view(torch.uint8)
@@ -80,3 +129,22 @@ def version_of(tensor: torch.Tensor) -> int:
         return tensor._version
     except RuntimeError:  # an inference tensor
         return -1
+
+
+class Sharded:
+    """The local part of a DTensor whose mesh only its parameter knows."""
+
+    def __init__(self, local: torch.Tensor) -> None:
+        self.local = local
+
+    def like(self, parameter: Any) -> torch.Tensor:
+        from torch.distributed.tensor import DTensor
+
+        return DTensor.from_local(
+            self.local.to(parameter.device),
+            parameter.device_mesh,
+            parameter.placements,
+            run_check=False,
+            shape=parameter.shape,
+            stride=parameter.stride(),
+        )

@@ -238,7 +238,7 @@ def test_every_bit_comes_back_in_another_number_of_ranks(node: Node) -> None:
             old = ends[rank % old_size]
             for what in COMMON:
                 assert_same(restored[what], ends[0][what], what)
-            for what in ("buffers", "average"):
+            for what in ("buffers", "average", "training"):
                 assert_same(restored[what], old[what], what)
             if rank < old_size:
                 assert_same(restored["random"], old["random"], "random")

@@ -50,6 +50,7 @@ class Net(nn.Module):
         self.last = nn.Linear(2501, 3)
         self.frozen = nn.Parameter(torch.randn(5, 3), requires_grad=False)
         self.scale = nn.Parameter(torch.ones(1))
+        self.register_buffer("seen", torch.zeros(0))
 
     def keep(self, first: int, end: int) -> None:
         """Become a stage of a pipeline that has these of three blocks, under their names."""
@@ -75,6 +76,8 @@ def made(order: dict[str, object], rank: int, world_size: int) -> dict[str, obje
     for at in range(order.get("more", 0)):
         model.register_parameter(f"new{at}", nn.Parameter(torch.zeros(at + 1)))
     kind = order["kind"]
+    if kind == "fsdp":  # DDP has no use for a buffer whose items share their memory
+        model.register_buffer("mask", torch.zeros(1).expand(3))
     data_rank, data_size = rank, world_size
     if kind == "ddp":
         model = nn.parallel.DistributedDataParallel(model)
@@ -158,7 +161,23 @@ def stepper(model: nn.Module, kind: object) -> Callable[[torch.Tensor], object]:
     return step
 
 
+def remember(things: dict[str, object], at: int) -> None:
+    """State that grows, that has several levels, and flags of single modules."""
+    model = getattr(things["model"], "module", things["model"])
+    model.seen = torch.cat([model.seen, torch.tensor([float(at)])])
+    if hasattr(model, "mask"):
+        model.mask[0] += 1
+    if model.norm is not None:
+        model.norm.eval()
+    for state in things["optimizer"].state.values():
+        state["more"] = [state["exp_avg"] + 1, {"at": at, "wide": state["exp_avg_sq"].double()}]
+
+
 def full(tensor: object) -> object:
+    if isinstance(tensor, list):
+        return [full(one) for one in tensor]
+    if isinstance(tensor, dict):
+        return {key: full(value) for key, value in tensor.items()}
     if hasattr(tensor, "full_tensor"):
         tensor = tensor.full_tensor()
     return tensor.detach().clone() if isinstance(tensor, torch.Tensor) else tensor
@@ -184,6 +203,7 @@ def state_of(things: dict[str, object], session: object) -> dict[str, object]:
         ],
         "scheduler": things["scheduler"].state_dict(),
         "average": things["average"].clone(),
+        "training": [part.training for part in model.modules()],
         "random": [torch.get_rng_state(), things["dice"].get_state()],
     }
 
@@ -216,6 +236,7 @@ def train(folder: Path, order: dict[str, object], rank: int, world_size: int) ->
         optimizer.step()
         things["scheduler"].step()
         things["average"] += at + rank
+        remember(things, at)
         if dies == "before its seal":
             os._exit(9)
     torch.save(state_of(things, session), folder / f"end.{generation}.{rank}.pt")

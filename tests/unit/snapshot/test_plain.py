@@ -5,13 +5,14 @@ import math
 from collections import OrderedDict, defaultdict, namedtuple
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ftrun.errors import LayoutUnknown, ValueNotStorable
-from ftrun.snapshot.plain import TensorRef, decode, encode
+from ftrun.snapshot.plain import TensorRef, decode, encode, encode_each
 
 scalars = (
     st.none()
@@ -159,3 +160,27 @@ def test_the_root_stands_before_every_path() -> None:
 def test_other_bytes_are_refused(data: bytes) -> None:
     with pytest.raises(LayoutUnknown):
         decode(data)
+
+
+def test_references_keep_their_stride_and_are_read_without_one() -> None:
+    refs = [TensorRef("a"), TensorRef("b", "array", (1, 3))]
+    assert decode(encode(refs)) == refs
+    # As ftrun 0.2 reads and writes them.
+    assert msgspec.msgpack.decode(encode(refs[0])) == ["r", "a", "tensor"]
+    assert decode(msgspec.msgpack.encode(["r", "a", "sharded"])) == TensorRef("a", "sharded")
+
+
+def test_each_value_of_a_mapping_may_have_a_path_of_its_own() -> None:
+    class Tensor:
+        """Stands for one."""
+
+    paths: list[str] = []
+
+    def refer(_: object, path: str) -> TensorRef:
+        paths.append(path)
+        return TensorRef(path)
+
+    values = {"model.0": {"weight": Tensor()}}
+    packed = encode_each(values, "._extra_state", refer=refer)
+    assert decode(packed) == {"model.0": {"weight": TensorRef("model.0._extra_state.weight")}}
+    assert paths == ["model.0._extra_state.weight"]

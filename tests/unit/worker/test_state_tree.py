@@ -1,5 +1,6 @@
 """Names and sources of a state do not depend on how the model is wrapped."""
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -129,6 +130,60 @@ def test_the_walk_is_repeated_when_something_changed(change: object) -> None:
     assert callable(change)
     change(net, optimizer)
     assert (tree.lasting() is before) == (change is change_nothing)
+
+
+def replace_child(net: nn.Module) -> None:
+    net[1] = nn.BatchNorm1d(3)  # as many tensors as before
+
+
+def replace_in_list(state: dict[str, object]) -> None:
+    state["nested"][0] = torch.zeros(2)
+
+
+def replace_in_dict(state: dict[str, object]) -> None:
+    state["nested"][1]["a"] = torch.zeros(2)
+
+
+def append(state: dict[str, object]) -> None:
+    state["nested"].append(torch.zeros(2))
+
+
+def change_array(state: dict[str, object]) -> None:
+    state["array"][0] += 1
+
+
+@pytest.mark.parametrize("change", [replace_in_list, replace_in_dict, append, change_array])
+def test_the_walk_is_repeated_when_nested_state_has_changed(change: object) -> None:
+    net = model()
+    optimizer = torch.optim.AdamW(net[0].parameters())
+    make_state(net, optimizer)
+    state = optimizer.state[net[0].weight]
+    state["nested"] = [torch.ones(2), {"a": torch.ones(2)}]
+    if change is change_array:
+        state["array"] = np.zeros((2, 2))[:, 0]
+    tree = tree_of(model=net, optimizer=optimizer)
+    before = tree.lasting()
+    assert callable(change)
+    assert (tree.lasting() is before) == (change is not change_array)
+    change(state)
+    assert tree.lasting() is not before
+
+
+def test_a_child_that_was_replaced_by_one_like_it_is_seen() -> None:
+    net = model()
+    tree = tree_of(model=net)
+    before = tree.lasting()
+    replace_child(net)
+    assert any(one is net[1].weight for one in tree.lasting().originals)
+    assert tree.lasting() is not before
+
+
+def test_training_flags_are_noted_where_they_differ_from_the_parent() -> None:
+    net = nn.Sequential(nn.Sequential(nn.Linear(1, 1), nn.BatchNorm1d(1)), nn.Dropout())
+    net[0].eval()
+    net[0][1].train()
+    flags = decode(decode(tree_of(model=net).collect({}).plain)["training"])
+    assert flags == {"model": True, "model.0": False, "model.0.1": True}
 
 
 @pytest.mark.parametrize("value", [torch.zeros(2).to_sparse(), torch.zeros(2, device="meta")])
