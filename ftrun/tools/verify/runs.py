@@ -18,6 +18,7 @@ from types import TracebackType
 import msgspec
 
 from ftrun import clock
+from ftrun.cli.run import sweep
 from ftrun.cli.stub import python_command
 from ftrun.errors import FtrunError
 from ftrun.kernel import end_with_parent
@@ -143,6 +144,8 @@ class VerifyRun:
                 python_command("ftrun", "stop", self._run_id),
                 capture_output=True, timeout=_STOP_S, check=False,
             )  # fmt: skip
+        if process.returncode < 0:  # before it was the stub, or by SIGKILL: its folder is left
+            sweep()
 
     def wait(self, limits: Limits) -> Finished:
         """Wait for its end.
