@@ -136,6 +136,7 @@ raise SystemExit("a run of a verification ends after its last step")
     assert "run 3" not in rest
 
 
+@pytest.mark.full  # in the test below as well, in a loop of a session
 def test_prefetched_batch_is_named(tmp_path: Path, script: Script) -> None:
     name = script(HEAD + PREFETCH)
     document = result(tmp_path, name)
