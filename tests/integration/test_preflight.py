@@ -7,6 +7,7 @@ that are lifted again.
 import contextlib
 import json
 import resource
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -122,7 +123,7 @@ def test_a_run_with_too_few_fit_nodes_waits_until_one_passes(nodes: Start) -> No
 
 
 def test_ftrun_check_tells_by_its_exit_code() -> None:
-    command = f"ulimit -n 200; exec {sys.executable} -m ftrun check"
+    command = f"ulimit -n 200; exec {shlex.quote(sys.executable)} -m ftrun check"
     done = subprocess.run(
         ["bash", "-c", command], env=environment(), capture_output=True, text=True, timeout=LIMIT_S
     )

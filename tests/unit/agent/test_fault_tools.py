@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -127,7 +128,7 @@ def test_a_process_and_its_children_are_ended_together() -> None:
 def test_healers_take_back_what_they_did_before_all_is_killed(tmp_path: Path) -> None:
     path = tmp_path / "fault"
     order = {"do": [["write", str(path), "here"]], "undo": [["unlink", str(path)]]}
-    healer = f"{sys.executable} -m ftrun.agent.healer '{json.dumps(order)}'"
+    healer = f"{shlex.quote(sys.executable)} -m ftrun.agent.healer '{json.dumps(order)}'"
     # A shell that waits for nobody, as an agent that is busy.
     with shell_of(f"(echo go; exec sleep 1000) | {healer} & exec sleep 1000") as shell:
         wait_for(lambda: path.exists() and path.read_text())

@@ -1,6 +1,7 @@
 """A node's check of itself, with real measurements; GPUs by a driver made up here."""
 
 import resource
+import shlex
 import subprocess
 import sys
 import time
@@ -38,7 +39,8 @@ def test_a_machine_is_measured(tmp_path: Path) -> None:
 
 
 def test_the_program_tells_the_limits_of_its_own_process(tmp_path: Path) -> None:
-    command = f"ulimit -n 77; exec {sys.executable} -m ftrun.agent.preflight {tmp_path}"
+    words = [sys.executable, "-m", "ftrun.agent.preflight", str(tmp_path)]
+    command = f"ulimit -n 77; exec {shlex.join(words)}"
     done = subprocess.run(["bash", "-c", command], capture_output=True, check=True, timeout=WAIT_S)
     assert msgspec.json.decode(done.stdout, type=Figures).open_files == 77
 
