@@ -180,8 +180,15 @@ class Protection:
 
     def _put_in_place(self) -> None:
         assert self._saved is not None
+        attached = self._attached
+        # A script may hold what it found in a dict at attach: the second time it stays there.
+        dicts = () if self._marks is None else (attached.state, *attached.dicts.values())
+        items = [dict(one) for one in dicts]
         with self._inner.leaving_out(self._saved.part("groups")):
             self._saved.load(self._tree, self._context)
+        for one, its in zip(dicts, items, strict=True):
+            one.clear()
+            one.update(its)
         self._inner.share_again()
         ready_memory.over()
 

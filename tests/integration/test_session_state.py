@@ -63,6 +63,34 @@ def test_the_state_of_a_session_comes_back_as_it_was_at_the_boundary(run: Run) -
     assert session.state["nested"] == {"seen": {1, 2}}
 
 
+def test_what_the_script_holds_of_its_state_stays_in_it_when_weights_are_put_back(
+    run: Run,
+) -> None:
+    progress: dict[str, list[int]] = {"steps": []}
+    session, model, optimizer = begin(run, progress=progress)
+    history = session.state.setdefault("history", [])
+    for step in session.steps(3):
+        train(model, optimizer)
+        history.append(step)
+        progress["steps"].append(step)
+
+    session, model, optimizer = begin(run, progress=progress)
+    assert session.state == {"history": [0, 1, 2]}
+    history, steps = session.state["history"], progress["steps"]
+    session.state["restarts"] = 1
+    with torch.no_grad():
+        model.weight.zero_()  # what is restored is put in place once more
+    for step in session.steps(6):
+        assert step > 3 or model.weight.any()
+        train(model, optimizer)
+        history.append(step)
+        steps.append(step)
+
+    session, *_ = begin(run, progress=progress)
+    assert session.state == {"history": [*range(6)], "restarts": 1}
+    assert progress == {"steps": [*range(6)]}
+
+
 def test_a_run_without_a_state_of_its_own_is_restored_by_a_script_that_has_one(run: Run) -> None:
     session, model, optimizer = begin(run)
     for _ in session.steps(1):
