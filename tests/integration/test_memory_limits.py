@@ -4,6 +4,7 @@ Most tests train in this process against a real SMP. It gets no more memory wher
 file is lowered, which holds for a memfd too, or where it lives in a cgroup with a limit.
 """
 
+import os
 import resource
 import threading
 from collections.abc import Callable, Iterator
@@ -16,7 +17,7 @@ from torch import nn
 
 from ftrun import clock
 from ftrun.errors import MemoryTooSmall
-from ftrun.wire.arena import Arena
+from ftrun.wire.arena import Arena, arena_bytes
 from ftrun.wire.pages import Beat, Command
 from ftrun.worker import memory_link, slots
 from ftrun.worker.context import SnapshotSettings
@@ -178,7 +179,7 @@ def test_required_snapshots_end_the_script_at_the_boundary(run: Run) -> None:
 def test_values_that_grow_at_each_step_keep_their_arena(run: Run, asked: list[int]) -> None:
     losses: dict[str, list[float]] = {"losses": []}
     training = Training(run, progress=losses)
-    training.steps(6, lambda at: losses["losses"].extend([0.5] * 500))
+    training.steps(6, lambda at: losses["losses"].extend([0.5] * 1500))
     assert len(asked) == 1
     assert run.page.get(Beat.SKIPPED_COUNT) == 0
 
@@ -228,13 +229,28 @@ def test_an_smp_that_dies_while_it_makes_an_arena_is_followed_by_one_that_is_ask
 
 
 def test_a_node_that_takes_long_for_its_arenas_is_waited_for(
-    monkeypatch: pytest.MonkeyPatch,
+    run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     alone_s = memory_link.allocation_limit_s(100 << 30)
     assert alone_s >= 1000
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     assert memory_link.allocation_limit_s(100 << 30) >= 7 * alone_s
     assert memory_link.allocation_limit_s(1 << 20) < 70
+
+    waits_s: list[float] = []
+    ask = memory_link.Channel.ask
+
+    def note(self: memory_link.Channel, body: Any, *, deadline_s: float) -> Any:
+        waits_s.append(deadline_s)
+        return ask(self, body, deadline_s=deadline_s)
+
+    monkeypatch.setattr(memory_link.Channel, "ask", note)
+    monkeypatch.setattr(memory_link, "_SLOWEST_BYTES_S", 1000.0)
+    link = memory_link.MemoryLink(run.next_context())
+    os.close(link.request_arena(image_bytes=MB, num_pieces=4, layout_id=1))
+    link.close()
+    assert waits_s == [memory_link.allocation_limit_s(arena_bytes(MB, 4))]
+    assert waits_s[0] > 10_000
 
 
 # --- a limit of the cgroup ---------------------------------------------------------------------
