@@ -7,10 +7,13 @@ one, and `ftrun run status` runs a script called status. What follows `run` is n
 read: `command_line.py` takes it apart as torchrun does. typer knows the flags for completion.
 """
 
+import difflib
 import importlib
 import os
 import sys
 import traceback
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -34,6 +37,8 @@ class _Commands(TyperGroup):
         if not args and not ctx.resilient_parsing:
             args = ["--help"]
         is_named = not args or args[0] in self.commands or args[0].startswith(_GENERAL_FLAGS)
+        if not is_named:
+            _refuse_misspelled_command(args[0], self.commands)
         return super().parse_args(ctx, args if is_named else ["run", *args])
 
     def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
@@ -45,6 +50,18 @@ class _Commands(TyperGroup):
 
     def get_help(self, ctx: Any) -> str:
         return _help_of(self)
+
+
+def _refuse_misspelled_command(word: str, commands: Iterable[str]) -> None:
+    """Name the command that is meant by a word that is no script, such as `verfy`."""
+    may_be_script = word.startswith("-") or Path(word).suffix or Path(word).exists()
+    if may_be_script or os.environ.keys() & {"PET_MODULE", "PET_NO_PYTHON"}:
+        return
+    for near in difflib.get_close_matches(word, commands, n=1):
+        raise UsageError(
+            f"{word} is neither a command of ftrun nor a script in {Path.cwd()}. "
+            f"Did you mean ftrun {near}? ftrun --help lists the commands"
+        )
 
 
 class _RunCommand(TyperCommand):

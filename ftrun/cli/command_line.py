@@ -162,7 +162,7 @@ def parse(words: Sequence[str], *, more: Sequence[Flag] = ()) -> CommandLine:
         elif word.startswith("--"):
             _take_long(found, word, rest, of_command)
         else:
-            _take_short(found, word, rest)
+            _take_short(found, word, rest, of_command)
     return found
 
 
@@ -170,7 +170,7 @@ def _take_long(
     found: CommandLine, word: str, rest: list[str], of_command: Mapping[str, Flag]
 ) -> None:
     name, equals, value = word.partition("=")
-    flag = of_command.get(name) or _named(name)
+    flag = of_command.get(name) or _named(name, of_command)
     if not flag.takes_value:
         if equals:
             raise UsageError(f"{name} takes no value, and {value!r} was given")
@@ -179,14 +179,16 @@ def _take_long(
         _keep(found, flag, value if equals else _next_value(name, flag, rest))
 
 
-def _take_short(found: CommandLine, word: str, rest: list[str]) -> None:
+def _take_short(
+    found: CommandLine, word: str, rest: list[str], of_command: Mapping[str, Flag]
+) -> None:
     """`-r 3`, `-r3`, `-r=3`, and flags without value in one word: `-qm`."""
     letters = word[1:]
     while letters:
         name, letters = f"-{letters[0]}", letters[1:]
         flag = _ALL.get(name)
         if flag is None:
-            raise UsageError(_unknown(word if name == word[:2] else name))
+            raise UsageError(_unknown(word if name == word[:2] else name, of_command))
         if flag.takes_value:
             value = letters.removeprefix("=") if letters else _next_value(name, flag, rest)
             _keep(found, flag, value)
@@ -214,7 +216,7 @@ def _keep(found: CommandLine, flag: Flag, value: str | None) -> None:
         found.own.setdefault(flag.name, []).append("1" if value is None else value)
 
 
-def _named(name: str) -> Flag:
+def _named(name: str, of_command: Mapping[str, Flag]) -> Flag:
     if name in _ALL:
         return _ALL[name]
     for table in (_TORCHRUN, _OWN):
@@ -223,11 +225,11 @@ def _named(name: str) -> Flag:
             return next(iter(matches.values()))
         if matches:
             raise UsageError(f"{name} could be any of {', '.join(f'--{m}' for m in matches)}")
-    raise UsageError(_unknown(name))
+    raise UsageError(_unknown(name, of_command))
 
 
-def _unknown(name: str) -> str:
-    long = [f"--{flag.name}" for flag in (*TORCHRUN_FLAGS, *OWN_FLAGS)]
+def _unknown(name: str, of_command: Mapping[str, Flag]) -> str:
+    long = [f"--{flag.name}" for flag in (*of_command.values(), *TORCHRUN_FLAGS, *OWN_FLAGS)]
     # A typo is seldom in the first letters: `--nprocs` is nearer to --nproc-per-node than
     # to --nnodes, whatever the number of letters that differ.
     near = [s for s in long if len(name) > _SURE_LETTERS and s.startswith(name[:_SURE_LETTERS])]

@@ -55,6 +55,16 @@ def test_missing_script(tmp_path: Path) -> None:
     assert nothing_started(tmp_path)
 
 
+def test_misspelled_command_is_no_missing_script(tmp_path: Path) -> None:
+    text = refused(ftrun("verfy", "train.py", cwd=tmp_path))
+    assert "verfy is neither a command of ftrun nor a script" in text
+    assert "Did you mean ftrun verify?" in text
+    assert nothing_started(tmp_path)
+    (tmp_path / "verfy").touch()
+    wrong = {"PET_NPROC_PER_NODE": "x"}
+    assert "whole number" in refused(ftrun("verfy", cwd=tmp_path, variables=wrong))
+
+
 def test_unknown_flag(tmp_path: Path) -> None:
     text = refused(ftrun("--nprocs-per-node", "2", "train.py", cwd=tmp_path))
     assert "Did you mean --nproc-per-node?" in text
