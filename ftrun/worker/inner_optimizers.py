@@ -186,13 +186,18 @@ def tensors_outside_state(optimizer: Optimizer) -> list[str]:
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     shapes = {p.shape for p in parameters if p.numel() > 1}
     held = _tensors_in(list(getattr(optimizer, "state", {}).values()))
-    known = {tensor.data_ptr() for tensor in (*parameters, *held)}
+    known = {_address(tensor) for tensor in (*parameters, *held)}
     return [
         name
         for name, value in vars(optimizer).items()
         if name not in {"state", "param_groups", "defaults"}
-        and any(t.shape in shapes and t.data_ptr() not in known for t in _tensors_in(value))
+        and any(t.shape in shapes and _address(t) not in known for t in _tensors_in(value))
     ]
+
+
+def _address(tensor: torch.Tensor) -> int:
+    """Of its memory; a sparse tensor has no single one."""
+    return tensor.data_ptr() if tensor.layout is torch.strided else id(tensor)
 
 
 def _tensors_in(value: object, depth: int = 0) -> Iterator[torch.Tensor]:

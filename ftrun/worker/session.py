@@ -335,7 +335,8 @@ class Session(Loops):
         _log.warning(
             "step %d is restored. Local variables of the script are not, such as running averages, "
             "best values, indices of enumerate() and batches drawn ahead: keep those in "
-            "session.state (it holds: %s)",
+            "session.state (it holds: %s). Modules, tensors and random generators of the script "
+            "must be attached by a name",
             self._step,
             names,
         )

@@ -267,6 +267,19 @@ def test_tensors_outside_of_an_optimizers_state_are_reported(run: Run) -> None:
     assert "keeps tensors in slow" in run.page.note
 
 
+def test_momentum_of_a_sparse_gradient_is_reported_by_its_name(run: Run) -> None:
+    model = nn.Embedding(6, WIDTH, sparse=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    session = run.attach(model=model, optimizer=optimizer)
+    for _ in session.steps(2):
+        model(torch.tensor([1, 2])).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert run.page.get(Beat.UNPROTECTED)
+    assert "momentum_buffer" in run.page.note
+    assert "bug" not in run.page.note
+
+
 def test_an_optimizer_that_steps_inside_of_ddp_is_refused(run: Run) -> None:
     model = network()
     optimizer = adam(model)

@@ -207,7 +207,9 @@ def test_the_first_restore_of_a_run_says_what_is_not_restored(
             train(model, optimizer)
     lines = [record.getMessage() for record in caplog.records]
     assert len([line for line in lines if "Local variables" in line]) == 1
-    assert any("step 1 is restored" in line and "best" in line for line in lines)
+    said = [line for line in lines if "step 1 is restored" in line and "best" in line]
+    assert said
+    assert "random generators" in said[0]
 
 
 def test_a_loop_left_by_break_has_its_last_step_in_a_snapshot_and_no_turn_after_a_restart(

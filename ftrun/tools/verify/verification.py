@@ -146,12 +146,13 @@ class Verification:
         counts = compare.counts(trace)
         repeated = sum(restart.repeated for restart in restarts)
         lines = [
-            f"EQUAL: {len(restarts)} restarts, {repeated} steps repeated; equal bit for bit: "
+            f"EQUAL: {_count(len(restarts), 'restart')}, {_count(repeated, 'step')} repeated; "
+            "equal bit for bit: "
             f"{counts['tensors']} tensors and {counts['values']} values of the state after each "
             f"step, {counts['losses']} losses, {counts['inputs']} batches and inputs"
         ]
         if findings:
-            lines.append("Without an effect on what is compared, and to be known:")
+            lines.append("Also found, without an effect on this result:")
             lines += _numbered(findings)
         if len(restarts) < len(self._kills):
             lines.append(f"{len(restarts)} of {len(self._kills)} kills were carried out.")
@@ -233,11 +234,15 @@ class Verification:
         return Outcome(verdict, exit_code, document)
 
 
+def _count(number: int, word: str) -> str:
+    return f"{number} {word}" if number == 1 else f"{number} {word}s"
+
+
 def _restart_words(restart: Restart) -> str:
     resumed = f"resumed from step {restart.resumed_from}"
     if not restart.is_restored:
         resumed = "began again"
-    repeated = f", {restart.repeated} steps repeated" if restart.repeated else ""
+    repeated = f", {_count(restart.repeated, 'step')} repeated" if restart.repeated else ""
     return f"rank {restart.rank} killed after step {restart.step}, {resumed}{repeated}"
 
 
