@@ -108,6 +108,25 @@ def line_of(text: str, folder: Path, name: str = "train.py") -> int:
                 if text in line)  # fmt: skip
 
 
+def test_a_run_that_ends_early_after_a_restart_is_no_equal_one(
+    tmp_path: Path, script: Script
+) -> None:
+    name = script(
+        HEAD
+        + """
+session = ftrun.attach(model=model, optimizer=optimizer)
+for step in session.steps(9 - session.step):
+    learn(loss_of(*draw()))
+"""
+    )
+    document = result(tmp_path, name)
+    assert document["verdict"] == "differs", document["text"]
+    text = str(document["text"])
+    assert "the run with kills ends after step 5" in text
+    assert "after steps 9 and 9" in text
+    assert document["difference"] is None
+
+
 def test_equal_two_ranks(tmp_path: Path, script: Script) -> None:
     name = script(
         HEAD

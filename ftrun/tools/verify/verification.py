@@ -128,7 +128,10 @@ class Verification:
                 f"no rank could be killed: the script made {compare.steps_of(trace)} steps, and "
                 f"the first kill was due after step {self._kills[0].step}. Lower --steps or --at"
             )
-        if late is None and second.exit_code == ExitCode.DONE:
+        steps, made = compare.steps_of(reference), compare.steps_of(trace)
+        # Without a session a restart begins to count anew.
+        is_complete = made == steps or not compare.has_session(trace)
+        if late is None and is_complete and second.exit_code == ExitCode.DONE:
             findings = find(reference, trace, noise, None)
             return self._equal(trace, restarts, findings)
         third = self._run("undisturbed again, to tell apart what is not deterministic")
@@ -139,7 +142,8 @@ class Verification:
         findings = find(reference, trace, noise, late)
         if second.exit_code != ExitCode.DONE:
             return self._failed_after_restart(second, late, restarts, findings)
-        assert late is not None
+        if late is None:
+            return self._ends_elsewhere(steps, made, restarts, findings)
         return self._differs(trace, late, restarts, findings)
 
     def _equal(self, trace: Trace, restarts: list[Restart], findings: list[Finding]) -> Outcome:
@@ -164,6 +168,19 @@ class Verification:
         lines = [f"DIFFERS: {_difference_words(found)}", *_exactness(trace, found, findings)]
         lines += ["Reasons found:", *_numbered(findings)]
         return self._outcome(DIFFERS, DIFFERENT, lines, restarts, findings, found)
+
+    def _ends_elsewhere(
+        self, steps: int, made: int, restarts: list[Restart], findings: list[Finding]
+    ) -> Outcome:
+        again = compare.steps_of(self._runs[-1].trace)
+        lines = [
+            f"DIFFERS: the run with kills ends after step {made:,}, and two runs without a failure "
+            f"after steps {steps:,} and {again:,}; the steps that were made are equal. The total "
+            "of session.steps() and batches(until=) counts the steps before a restart"
+        ]
+        if findings:
+            lines += ["Reasons found:", *_numbered(findings)]
+        return self._outcome(DIFFERS, DIFFERENT, lines, restarts, findings)
 
     def _failed_after_restart(
         self,
