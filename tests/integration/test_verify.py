@@ -366,3 +366,4 @@ def test_time_is_bounded(tmp_path: Path, script: Script) -> None:
     done = verify(tmp_path, "--timeout", "3", name)
     assert done.returncode == 3
     assert "the time is used up (--timeout)" in done.stdout
+    assert "(nothing was written)" in done.stdout

@@ -82,7 +82,7 @@ class Finished:
 
     @property
     def last_lines(self) -> str:
-        return "\n".join(self.output.splitlines()[-_LAST_LINES:])
+        return "\n".join(self.output.splitlines()[-_LAST_LINES:]) or "(nothing was written)"
 
 
 class VerifyRun:
