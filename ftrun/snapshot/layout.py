@@ -203,7 +203,7 @@ def make_layout(
     Args:
         entries: at least none; their offsets are ignored.
         plain_bytes: how many bytes of plain values there are now. At least four times as many are
-            set aside, because they grow as a run goes on.
+            set aside, because they grow during a run.
         metadata: goes into the header as it is.
         plain_capacity: room for plain values; 0: chosen here.
     """

@@ -10,6 +10,9 @@ last step. The gradients of all its parameters are compared, by identity and ver
 because a backward may reach only some of them: adapters of a frozen model, one expert of many.
 An id alone does not identify a gradient: after it is freed, the next one may have the same id.
 A step that GradScaler skips looks the same; it costs the snapshot of that boundary.
+
+A loop that steps first and runs backward at the end of its turn has gradients at each boundary too.
+They look like those that the next turn sets to zero, as of a GAN, until the next step uses them.
 """
 
 import weakref
@@ -21,6 +24,8 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from ftrun.worker.tensors import version_of
 from ftrun.worker.unprotected import Hook
+
+_SAMPLED = 16
 
 Signature = dict[int, tuple["weakref.ref[torch.Tensor]", int]]
 """Gradients with their versions, by id."""
@@ -56,7 +61,12 @@ class Accumulation:
         """Turns with a step of some optimizer, since a boundary was outside of accumulations."""
         self.pending: list[Optimizer] = []
         """Those that were in the middle of an accumulation at the last boundary."""
+        self.crossing: list[Optimizer] = []
+        """Those that have used gradients which were computed before a boundary, after a step."""
         self._stepped: set[int] = set()
+        self._hooked: set[int] = set()
+        self._sampled: dict[int, list[torch.Tensor]] = {}
+        self._at_boundary: dict[int, list[tuple[weakref.ref[torch.Tensor], int]]] = {}
         self._at_step: dict[int, Signature] = {}
         self._versions: dict[int, list[int]] = {}
         self._hook = register_optimizer_step_pre_hook(guarded(self._before_step))
@@ -70,31 +80,55 @@ class Accumulation:
         told = [one.is_within_accumulation() for one in self._telling]
         is_pending = bool(self.pending) or any(told)
         self.waiting_turns = self.waiting_turns + bool(self._stepped) if is_pending else 0
+        for key in self._stepped:
+            then = self._at_step[key]
+            grads = [p.grad for p in self._sampled[key] if p.grad is not None]
+            new = [(weakref.ref(one), version_of(one)) for one in grads if _is_new(one, then)]
+            self._at_boundary[key] = new
         self._stepped.clear()
         return is_pending
 
-    def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
+    def _before_step(self, optimizer: Optimizer, args: Any = (), kwargs: Any = None) -> None:
         if torch.compiler.is_compiling():
-            return  # see `_is_pending`
-        if id(optimizer) in self._optimizers:
-            self._stepped.add(id(optimizer))
-            self._at_step[id(optimizer)] = _signature(optimizer)
+            return  # see `_has_compiled_step`
+        key = id(optimizer)
+        if key not in self._optimizers:
+            return
+        has_closure = any(callable(one) for one in (*args, *(kwargs or {}).values()))
+        new = self._at_boundary.pop(key, [])
+        if not has_closure and optimizer not in self.crossing:
+            grads = {id(p.grad) for p in self._sampled[key]} if new else set()
+            held = [(reference(), version) for reference, version in new]
+            if any(id(g) in grads and version_of(g) == v for g, v in held if g is not None):
+                self.crossing.append(optimizer)
+        with_grad = [p for p in _parameters(optimizer) if p.grad is not None]
+        self._sampled[key] = with_grad[:: max(1, len(with_grad) // _SAMPLED)]
+        self._stepped.add(key)
+        self._hooked.add(key)
+        self._at_step[key] = _signature(p.grad for p in with_grad)
 
     def _is_pending(self, optimizer: Optimizer) -> bool:
         key = id(optimizer)
-        parameters = _parameters(optimizer)
-        versions = [version_of(parameter) for parameter in parameters]
-        before, self._versions[key] = self._versions.get(key, versions), versions
         if key in self._stepped:
             return False
+        parameters = _parameters(optimizer)
         grads = [parameter.grad for parameter in parameters]
-        used = [at for at, grad in enumerate(grads) if grad is not None]
-        if len(before) == len(versions) and used and all(before[i] != versions[i] for i in used):
-            # A compiled step calls no hook. It changes all parameters that have a gradient.
-            self._at_step[key] = _signature(optimizer)
+        if key not in self._hooked and self._has_compiled_step(key, parameters, grads):
+            self._at_step[key] = _signature(grads)
             return False
         then = self._at_step.get(key, {})
         return any(_is_new(grad, then) for grad in grads if grad is not None)
+
+    def _has_compiled_step(
+        self, key: int, parameters: list[torch.Tensor], grads: list[torch.Tensor | None]
+    ) -> bool:
+        """Whether all parameters that have a gradient changed: a compiled step calls no hook."""
+        versions = [version_of(parameter) for parameter in parameters]
+        before, self._versions[key] = self._versions.get(key, versions), versions
+        used = [at for at, grad in enumerate(grads) if grad is not None]
+        return bool(
+            len(before) == len(versions) and used and all(before[i] != versions[i] for i in used)
+        )
 
 
 def _is_new(grad: torch.Tensor, then: Signature) -> bool:
@@ -103,8 +137,7 @@ def _is_new(grad: torch.Tensor, then: Signature) -> bool:
     return reference is None or reference() is not grad or version != version_of(grad)
 
 
-def _signature(optimizer: Optimizer) -> Signature:
-    grads = [parameter.grad for parameter in _parameters(optimizer)]
+def _signature(grads: Iterable[torch.Tensor | None]) -> Signature:
     return {id(one): (weakref.ref(one), version_of(one)) for one in grads if one is not None}
 
 

@@ -61,7 +61,7 @@ class Feed:
             self.loader.load_state_dict(state["own"])
 
     def pause(self) -> None:
-        """The next iteration goes on in this pass, as it would after a restore."""
+        """The next iteration continues this pass, as it would after a restore."""
         self.load_state(self.state())
 
     def end_pass(self) -> None:

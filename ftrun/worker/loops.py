@@ -119,7 +119,7 @@ class Loops:
         Args:
             loader: gives the batches.
             until: steps of the whole run: once they are done the loop ends, and a loop over
-                `epochs()` around it. Another call goes on in the same pass.
+                `epochs()` around it. Another call continues the same pass.
         """
         feed = self._feed_of(loader)
         if self._driver is not None:

@@ -335,8 +335,17 @@ class Protection:
         capture.boundary(step, collect=collect, force=True, allowed=True)
 
     def _report_waiting(self) -> None:
-        """Report an optimizer whose gradients keep all boundaries within an accumulation."""
+        """Report gradients that no snapshot holds, and those that keep any from being taken."""
         accumulation, reasons = self._accumulation, self._context.unprotected
+        if accumulation.crossing and "crossing gradients" not in reasons:
+            crossing = accumulation.crossing
+            names = [name for name, one in self._attached.optimizers.items() if one in crossing]
+            reasons.add(
+                "crossing gradients",
+                f"{shown(names) or 'an optimizer'} uses gradients of the turn before, and no "
+                "snapshot holds gradients: a restart would step without them; run backward() and "
+                "step() in the same turn of the loop",
+            )
         if accumulation.waiting_turns == 0:
             reasons.remove("accumulation")
         elif accumulation.waiting_turns >= _MOST_WAITING_TURNS and "accumulation" not in reasons:

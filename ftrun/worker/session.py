@@ -290,6 +290,16 @@ class Session(Loops):
                 "snapshots then. Use one or the other"
             )
         protection = self._protection = Protection(context, attached, warmup)
+        try:
+            self._restore(protection, context)
+        except BaseException:
+            protection.close()  # its hooks would stay beside those of the next attach
+            raise
+        if context.recording is not None:
+            known = (self, *protection.known_optimizers())
+            context.recording.attached(attached, self._own_state, known, self._step)
+
+    def _restore(self, protection: "Protection", context: WorkerContext) -> None:
         saved = protection.restore()
         if saved is not None:
             self._restored = True
@@ -307,9 +317,6 @@ class Session(Loops):
             self._leave_out(context.skip_batches)
         protection.begin(self._own_state)
         protection.put_back_random_states()
-        if context.recording is not None:
-            known = (self, *protection.known_optimizers())
-            context.recording.attached(attached, self._own_state, known, self._step)
 
     def _leave_out(self, count: int) -> None:
         """The batches that led to bad numbers do not come again."""

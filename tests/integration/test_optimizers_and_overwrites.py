@@ -4,6 +4,7 @@ Each test trains in this process against a real SMP. Equal means equal in every 
 """
 
 import logging
+import threading
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.optim.optimizer import Optimizer
+from torch.optim.optimizer import Optimizer, _global_optimizer_pre_hooks
 from torch.utils.data import DataLoader
 
-from ftrun.errors import UsageError
+from ftrun.errors import UsageError, ValueNotStorable
 from ftrun.wire.pages import Beat
 from ftrun.worker.batches import Feed
 from ftrun.worker.context import SnapshotSettings
@@ -319,6 +320,27 @@ def test_gradients_that_stay_while_others_step_are_reported(run: Run) -> None:
             assert "optimizer.first has had gradients for 100 steps" in run.page.note
             optimizers["first"].step()
             optimizers["first"].zero_grad()
+
+
+def test_gradients_of_the_turn_before_are_reported(run: Run) -> None:
+    model = network()
+    optimizer = adam(model)
+    session = run.attach(model=model, optimizer=optimizer)
+    for at in session.steps(4):
+        assert bool(run.page.get(Beat.UNPROTECTED)) == (at == 3)
+        optimizer.step()
+        optimizer.zero_grad()
+        loss_of(model, at).backward()
+    assert "optimizer uses gradients of the turn before" in run.page.note
+
+
+def test_an_attach_that_fails_leaves_no_hook(run: Run) -> None:
+    model = network()
+    optimizer = adam(model)
+    before = len(_global_optimizer_pre_hooks)
+    with pytest.raises(ValueNotStorable):
+        run.attach(model=model, optimizer=optimizer, broken={"lock": threading.Lock()})
+    assert len(_global_optimizer_pre_hooks) == before
 
 
 # --- optimizers that are not attached --------------------------------------------------------

@@ -108,6 +108,7 @@ def line_of(text: str, folder: Path, name: str = "train.py") -> int:
                 if text in line)  # fmt: skip
 
 
+@pytest.mark.full
 def test_a_run_that_ends_early_after_a_restart_is_no_equal_one(
     tmp_path: Path, script: Script
 ) -> None:

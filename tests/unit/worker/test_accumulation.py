@@ -171,3 +171,45 @@ def test_gradients_that_are_freed_after_a_step_are_not_pending(pair: Pair) -> No
     assert not accumulation.boundary()
     model.weight.grad = None
     assert not accumulation.boundary()
+
+
+def test_gradients_of_the_turn_before_are_found_when_a_step_uses_them(pair: Pair) -> None:
+    model, optimizer, accumulation = pair
+    for _ in range(2):  # the first step has no gradients
+        optimizer.step()
+        optimizer.zero_grad()
+        backward(model)
+        accumulation.boundary()
+    assert accumulation.crossing == []
+    optimizer.step()
+    assert accumulation.crossing == [optimizer]
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_gradients_that_are_thrown_away_do_not_cross(pair: Pair, set_to_none: bool) -> None:
+    model, optimizer, accumulation = pair
+    for _ in range(4):
+        optimizer.zero_grad(set_to_none=set_to_none)
+        backward(model)
+        optimizer.step()
+        backward(model)  # as a generator's loss does to its discriminator
+        accumulation.boundary()
+    assert accumulation.crossing == []
+
+
+def test_gradients_that_a_closure_makes_do_not_cross() -> None:
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
+    accumulation = Accumulation([optimizer])
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = (model(torch.ones(2, 3)) - 1).square().sum()
+        loss.backward()
+        return loss
+
+    for _ in range(4):
+        optimizer.step(closure)
+        accumulation.boundary()
+    accumulation.close()
+    assert accumulation.crossing == []
