@@ -24,6 +24,7 @@ from ftrun.wire import environment as env
 from ftrun.wire import messages, protected, smp_messages, worker_messages
 from ftrun.wire.channel import Channel, Received, connect
 from ftrun.wire.pages import Command, Page, create_command_page, create_page
+from tests.integration.test_resized_world import assert_same
 
 RUN = RunId("resized-nodes")
 SCRIPT = Path(__file__).parent / "scripts" / "resizable_training.py"
@@ -271,21 +272,6 @@ def process(*argv: str, **options: Any) -> Iterator[Any]:
 def cluster(tmp_path: Path) -> Iterator[Cluster]:
     with contextlib.ExitStack() as ends:
         yield Cluster(tmp_path, ends)
-
-
-def assert_same(found: object, expected: object, path: str) -> None:
-    """Equal to the last bit."""
-    if isinstance(expected, torch.Tensor):
-        assert isinstance(found, torch.Tensor), path
-        assert found.dtype == expected.dtype, path
-        assert torch.equal(found, expected), path
-    elif isinstance(expected, dict):
-        assert isinstance(found, dict), path
-        assert found.keys() == expected.keys(), path
-        for key, value in expected.items():
-            assert_same(found[key], value, f"{path}.{key}")
-    else:
-        assert found == expected, path
 
 
 def assert_restored(cluster: Cluster, ends: list[Any]) -> None:

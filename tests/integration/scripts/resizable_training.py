@@ -76,7 +76,7 @@ def made(order: dict[str, object], rank: int, world_size: int) -> dict[str, obje
     for at in range(order.get("more", 0)):
         model.register_parameter(f"new{at}", nn.Parameter(torch.zeros(at + 1)))
     kind = order["kind"]
-    if kind == "fsdp":  # DDP has no use for a buffer whose items share their memory
+    if order.get("mask"):  # DDP has no use for a buffer whose items share their memory
         model.register_buffer("mask", torch.zeros(1).expand(3))
     data_rank, data_size = rank, world_size
     if kind == "ddp":
