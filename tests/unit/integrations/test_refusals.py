@@ -1,17 +1,21 @@
 """What an integration does not take is refused by name, with what to use in its place."""
 
+import importlib.util
 from pathlib import Path
 from typing import Any
 
 import pytest
 from torch import nn
 
-import ftrun.integrations.accelerate
 from ftrun.errors import UsageError
 
-accelerate = pytest.importorskip("accelerate")
-lightning = pytest.importorskip("lightning.pytorch")
-transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.full
+
+if importlib.util.find_spec("accelerate") is not None:  # `scripts/test --full` installs it
+    import accelerate
+    import transformers
+
+    import ftrun.integrations.accelerate
 
 
 @pytest.mark.parametrize(
