@@ -12,6 +12,7 @@ further turn after a restart, because only the script knows why it left.
 
 import logging
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -30,7 +31,7 @@ def left_pass(loader: str) -> str:
     return f"batches({loader})"
 
 
-class Loops:
+class Loops(ABC):
     """Loops with step boundaries; what a boundary does is up to the subclass."""
 
     def __init__(self) -> None:
@@ -156,21 +157,21 @@ class Loops:
 
     # --- what the session adds -----------------------------------------------------------------
 
+    @abstractmethod
     def _begin(self) -> None:
         """The first turn is about to begin; the iterator over the data exists."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _boundary(self, *, allowed: bool) -> None:
         """A step is done."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _keep(self) -> None:
         """See that a snapshot holds the steps done, in the middle of a turn."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _feed_of(self, loader: Any) -> Feed:
         """The position in the data of this loader."""
-        raise NotImplementedError
 
     def _enter(self, driver: str) -> None:
         """A loop that counts steps begins."""

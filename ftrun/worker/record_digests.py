@@ -205,7 +205,7 @@ class _Folder:
 
 
 def _state_of(value: object) -> object:
-    """What an object of a known kind goes on from; None: unknown."""
+    """What an object of a known kind continues from; None: unknown."""
     if isinstance(value, torch.Generator):
         return value.get_state()
     if isinstance(value, random.Random):

@@ -33,7 +33,7 @@ def backward_or_die(*args, **kwargs):
 
 torch.Tensor.backward = backward_or_die
 """
-"""The last rank of a generation dies after so many of its own backwards."""
+"""The last rank of a generation dies after this number of its own backwards."""
 
 TELLS = """
 import hashlib

@@ -59,7 +59,7 @@ class Run:
         )
 
     def next_smp(self, crash_at: str = "") -> None:
-        """Another SMP in the place of this one; it has no memory, and the run goes on with it."""
+        """Another SMP in the place of this one; it has no memory, and the run continues with it."""
         self.agent.close()
         self.smp.kill()
         self.smp.wait(PATIENCE_S)

@@ -1,4 +1,4 @@
-"""Memory that is short costs snapshots for as long as it is short, and is told with numbers.
+"""Memory that is short costs snapshots for as long as it is short, and status shows the numbers.
 
 Most tests train in this process against a real SMP. It gets no more memory where its limit for a
 file is lowered, which holds for a memfd too, or where it lives in a cgroup with a limit.

@@ -23,7 +23,7 @@ MB = 10**6
 
 
 class Worker:
-    """Keeps the answers it is told."""
+    """Keeps the answers that are sent."""
 
     def __init__(self) -> None:
         self.told: list[tuple[messages.AnyMessage, tuple[int, ...]]] = []

@@ -140,7 +140,7 @@ def test_without_an_agent_nothing_that_only_linux_has_is_loaded() -> None:
 
 
 class Ema:
-    """An object of the script's own whose state_dict fails when it is told to."""
+    """An object of the script's own whose state_dict fails on demand."""
 
     def __init__(self) -> None:
         self.decay = 0.9
