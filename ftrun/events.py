@@ -21,6 +21,7 @@ class Kind(Enum):
     CORRUPT_SNAPSHOT = "corrupt snapshot"
     NODE_LOST = "node lost"
     RESTORE_FAILED = "restore failed"
+    LINK_LOST = "link lost"
     HUNG = "hung"
     SKIPPED = "skipped a collective"
     LEFT_EARLY = "left early"

@@ -54,6 +54,7 @@ class SmpLink:
     survives_why: str = ""
     abandoned_step: int = -1
     restore_failed: str = ""
+    restore_lost_links: bool = False
     is_restored: bool = False
     """Every local rank has the version that its generation starts from."""
     notices: deque[smp_messages.SmpNotice] = field(default_factory=lambda: deque(maxlen=100))
@@ -170,7 +171,7 @@ class SmpLink:
     def begin_generation(self, body: smp_messages.BeginGeneration, command_page: int) -> None:
         """Say who takes part from now on, and what is to be restored."""
         self.ready_version, self.abandoned_step, self.restore_failed = None, -1, ""
-        self.is_restored = False
+        self.is_restored = self.restore_lost_links = False
         self._generation = body.generation
         self._local_ranks = frozenset(Rank(rank) for rank in body.local_ranks)
         if self.channel is not None:
@@ -386,7 +387,7 @@ class SmpLink:
             case smp_messages.RestoreReady():
                 self.is_restored = True
             case smp_messages.RestoreFailed():
-                self.restore_failed = body.why
+                self.restore_failed, self.restore_lost_links = body.why, body.is_link
             case smp_messages.SmpNotice():
                 self.notices.append(body)
             case _:

@@ -28,6 +28,7 @@ _ORDER = {
     Kind.BAD_NUMBERS: 2,
     Kind.CORRUPT_SNAPSHOT: 2,
     Kind.RESTORE_FAILED: 2,
+    Kind.LINK_LOST: 2,
     Kind.LEFT_EARLY: 3,
 }
 _BROKEN = (
@@ -57,6 +58,11 @@ def may_be_a_consequence(end: WorkerExit) -> bool:
 def is_broken_connection(end: WorkerExit) -> bool:
     """An exception that says no more than that somebody else is gone."""
     return end.kind is Kind.EXCEPTION and any(words in end.text for words in _BROKEN)
+
+
+def is_link_failure(end: WorkerExit) -> bool:
+    """A connection was lost and no process is known to have failed: a retry may succeed."""
+    return end.kind is Kind.LINK_LOST or is_broken_connection(end)
 
 
 def hidden_cause(

@@ -207,7 +207,7 @@ class Oversight:
         self._note_port(plan, node_id, beat.smp_port)
         if beat.problem and node_id not in self._problems:
             self._problems.add(node_id)
-            self._take_restore_failure(node_id, beat.problem, now_s)
+            self._take_restore_failure(node_id, beat, now_s)
         if beat.exits:
             self._take_exits(beat.exits, now_s)
         if self.reports.all_at_boundary and not self._at_boundary_told:
@@ -412,7 +412,7 @@ class Oversight:
             self._exits[one.rank] = one
             self._waiting.append(one)
 
-    def _take_restore_failure(self, node_id: str, why: str, now_s: float) -> None:
+    def _take_restore_failure(self, node_id: str, beat: Beat, now_s: float) -> None:
         """Its ranks end by an exception for it: the failure stands in the place of one of those."""
         node = self.reports.member(node_id)
         assert node is not None
@@ -423,9 +423,12 @@ class Oversight:
             return  # the supervisor has decided about them all
         self._waiting = [one for one in self._waiting if one.rank != rank]
         self._exits.pop(rank, None)
-        text = f"node {node_id} could not get its state back: {why}"
+        text = f"node {node_id} could not get its state back: {beat.problem}"
         mark = f"restore {node_id}"
-        self._take_exits([WorkerExit(rank, Kind.RESTORE_FAILED, 77, text, fingerprint=mark)], now_s)
+        kind, code = Kind.RESTORE_FAILED, ExitCode.STATE_LOST
+        if beat.problem_is_link:
+            kind, code = Kind.LINK_LOST, ExitCode.TRY_AGAIN
+        self._take_exits([WorkerExit(rank, kind, code, text, fingerprint=mark)], now_s)
 
     def _commit(self, beat: Beat) -> None:
         ready, committed = self.reports.ready_with(beat), self.orders.committed

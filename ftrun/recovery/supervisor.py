@@ -9,7 +9,8 @@ Rule 1: every change of a run's state happens in `handle`, and nowhere else.
 Rule 2: a failure is retried unless it cannot be cured by that: before the first step a program
         that ends by itself has a mistake in it; the same failure again and again without a step
         of progress will come once more.
-Rule 3: a command is given once; what it leads to comes back as an event.
+Rule 3: a lost connection is not a cause that comes again: only the budget bounds its retries.
+Rule 4: a command is given once; what it leads to comes back as an event.
 """
 
 from dataclasses import dataclass
@@ -39,7 +40,7 @@ from ftrun.recovery.commands import (
     StartGeneration,
     SupervisorCommand,
 )
-from ftrun.recovery.first_cause import first_cause
+from ftrun.recovery.first_cause import first_cause, is_link_failure
 from ftrun.wire.plan import History
 
 _ENDS_ITSELF = (Kind.EXCEPTION, Kind.EXIT_CODE)
@@ -216,6 +217,8 @@ class Supervisor:
             advanced = progress.steps_here > 0 and key != self._same_cause[0]
         self._best_step = max(self._best_step, progress.step)
         self._without_progress = 0 if advanced else self._without_progress + 1
+        if is_link_failure(cause):
+            return False  # only the budget bounds these
         count = self._same_cause[1] + 1 if key == self._same_cause[0] and not advanced else 1
         self._same_cause = (key, count)
         return count >= self._policy.same_cause_limit

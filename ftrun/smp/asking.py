@@ -44,6 +44,11 @@ class Asking:
         """Why a node cannot be asked any more; empty where it can."""
         return self._lost.get(node_id, "")
 
+    @property
+    def has_lost(self) -> bool:
+        """A node could not be reached, or there is no connection to it now."""
+        return bool(self._lost or self._desk.unlinked)
+
     def note_lost(self, node_id: str, why: str) -> None:
         """A node cannot be reached any more; called in links' threads."""
         with self._lock:

@@ -108,11 +108,15 @@ class FetchDesk:
         return True
 
     def linked(self, node_id: str) -> None:
-        """A lost connection is there again: ask for what it may have taken along."""
+        """A lost connection is there again: repeat what it may have lost."""
         self._gone.pop(node_id, None)
         with self._lock:
             self._greeted.discard(node_id)
-        for frame in self.requests.owed_by(node_id):
+            places = [place for place in self._places.values() if place.smp_port > 0]
+        owed = self.requests.owed_by(node_id)
+        if owed:
+            self.tell(node_id, Frame(t.Meet(places)))
+        for frame in owed:
             self.tell(node_id, frame)
 
     # --- threads of links ------------------------------------------------------------------
@@ -156,6 +160,13 @@ class FetchDesk:
         else:
             self._answer(own_id, frame.body)
 
+    @property
+    def unlinked(self) -> list[str]:
+        """Nodes that were asked something and to which there is no connection now."""
+        with self._lock:
+            links = {node_id: self._peers.find(node_id, FETCH) for node_id in self._places}
+        return [one for one, link in links.items() if link is not None and not link.is_connected]
+
     def why_gone(self, node_id: str) -> str:
         """Why a node cannot be reached; empty where it can, as far as is known."""
         return self._gone.get(node_id, "")
@@ -184,6 +195,8 @@ class FetchDesk:
     def _give_pieces(self, asker: str, ask: t.AskPieces) -> None:
         digests = memoryview(ask.digests).cast("Q")
         for index, digest in enumerate(digests):
+            if index in ask.settled:
+                continue
             try:
                 found = self._serving(ask).piece(digest)
             except (LayoutUnknown, SnapshotCorrupt) as error:

@@ -64,12 +64,12 @@ class FetchEvents:
 
     Args:
         done: descriptors of sealed arenas by rank, the caller's to close; and the bytes received.
-        failed: why nothing came of it.
+        failed: why nothing came of it, and whether connections to nodes were lost.
         notice: what was set aside on the way.
     """
 
     done: Callable[[dict[Rank, int], int], None]
-    failed: Callable[[str], None]
+    failed: Callable[[str, bool], None]
     notice: Callable[[str], None]
 
 
@@ -136,7 +136,7 @@ class Fetcher:
     def _give_up(self, fds: dict[Rank, int], why: str) -> None:
         _close(fds)
         if not self._asking.is_cancelled:
-            self._events.failed(why)
+            self._events.failed(why, self._asking.has_lost)
 
     def _fetch(self, lost: LostNode) -> dict[Rank, int]:
         """Arenas of some ranks of one node.

@@ -7,8 +7,9 @@ Gives:    bytes on a socket; word of a link that is lost, and of one that is the
 Rule 1: only the link's own thread waits for the network. Whoever sends leaves a frame and goes.
 Rule 2: messages go before bulk data, so that credits and answers are never behind it.
 Rule 3: nothing is read from this socket: if it becomes readable, the other side has closed it.
-Rule 4: a node with several rails is not lost to those who fetch of it before all of them were
-        tried anew; what was on its way is asked for again then (requests.py).
+Rule 4: a link to fetch whose connection is lost dials again, over every rail, before the node is
+        reported lost. Open questions are then asked again (requests.py). The node is lost if it
+        refuses the new connection or does not accept one within the patience.
 """
 
 import contextlib
@@ -41,6 +42,9 @@ PROTECT, FETCH = "protect", "fetch"
 _NEXT_WAY_S = 0.5
 _FIRST_PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 1.0
+_BRIEF_S = 0.1
+"""A peer of another generation ends a connection within this; a reset in the network comes later
+and is answered without a growing pause."""
 _log = logging.getLogger(__name__)
 
 
@@ -125,9 +129,13 @@ class Link:
         return self._ends.place
 
     @property
-    def waits_for_others(self) -> bool:
-        """A lost connection is no loss yet: there are other rails, and nobody need know."""
-        return self._ends.hello.purpose == FETCH and len(self.place.rails) > 1
+    def dials_again_first(self) -> bool:
+        """A lost connection is reported only after a new one could not be made."""
+        return self._ends.hello.purpose == FETCH
+
+    @property
+    def is_connected(self) -> bool:
+        return self._socket is not None
 
     def start(self) -> None:
         self._thread.start()
@@ -180,8 +188,7 @@ class Link:
                     self._send_all()
                 except PeerError as error:
                     self._disconnect(str(error))
-                # A peer that turns us away, because it is in another generation, does so at once.
-                is_brief = clock.now_s() - began_s < _LONGEST_PAUSE_S
+                is_brief = clock.now_s() - began_s < _BRIEF_S
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S) if is_brief else _FIRST_PAUSE_S
                 self._pause(pause_s)
         except Exception:  # noqa: BLE001
@@ -203,7 +210,7 @@ class Link:
             except (PeerError, UsageError) as error:
                 is_gone = isinstance(error, PeerLost) and error.how == "refused" and is_again
                 is_final = isinstance(error, HandshakeRefused) or clock.now_s() > report_s
-                is_final |= is_gone and self.waits_for_others
+                is_final |= is_gone and self.dials_again_first
                 if is_final and str(error) != told:
                     told = str(error)
                     self._lost(told)
@@ -292,7 +299,7 @@ class Link:
         if made is not None:
             made.close()
         self._forget()
-        if not self._is_closed and not self.waits_for_others:
+        if not self._is_closed and not self.dials_again_first:
             self._lost(why)
 
     def _end(self) -> None:

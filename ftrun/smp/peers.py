@@ -317,16 +317,16 @@ class Peers:
             self._told.lost(incoming.node_id, incoming.hello.purpose, why)
 
     def _wait_for_next(self, incoming: Incoming) -> None:
-        """Until its node has come over another rail, or patience or the session is over."""
+        """Until its node has connected again, or patience or the session is over."""
         with self._changed:
             if self._session is not None:
                 patience_s = self._session.patience_s
                 self._changed.wait_for(lambda: not self.is_current(incoming), patience_s)
 
     def _may_come_back(self, incoming: Incoming) -> bool:
-        """Its node can be reached over another rail; our own link there finds out whether it is."""
+        """Its node may connect again; our own link there finds out whether it is gone."""
         link = self._links.get((incoming.node_id, incoming.hello.purpose))
-        return link is not None and link.waits_for_others
+        return link is not None and link.dials_again_first
 
 
 def _opened(hosts: Sequence[str]) -> list[socket.socket]:

@@ -12,7 +12,10 @@ Rule 2: where a connection is lost and made anew, what it may have taken along i
 
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Protocol
+
+from msgspec import structs
 
 from ftrun.smp.links import Frame
 from ftrun.smp.peers import Incoming
@@ -76,9 +79,19 @@ class Requests:
                 self._sent[number] = node_id, frame
 
     def owed_by(self, node_id: str) -> list[Frame]:
-        """Open questions to a node."""
+        """Open questions to a node, without the parts that are answered."""
         with self._changed:
-            return [frame for asked, frame in self._sent.values() if asked == node_id]
+            return [
+                self._rest_of(number, frame)
+                for number, (asked, frame) in self._sent.items()
+                if asked == node_id
+            ]
+
+    def _rest_of(self, number: int, frame: Frame) -> Frame:
+        settled = self._settled.get(number)
+        if not settled or not isinstance(frame.body, t.AskPieces):
+            return frame
+        return replace(frame, body=structs.replace(frame.body, settled=sorted(settled)))
 
     def take(self, source: Incoming, envelope: t.TransferEnvelope) -> None:
         """Handle an answer, in its link's thread.

@@ -132,7 +132,9 @@ class Restores:
             done=lambda fds, num_bytes: self._jobs.post(
                 partial(self._fetched, restore, fds, num_bytes)
             ),
-            failed=lambda why: self._jobs.post(partial(self._fail, restore, why)),
+            failed=lambda why, is_link: self._jobs.post(
+                partial(self._fail, restore, why, is_link=is_link)
+            ),
             notice=lambda why: self._jobs.post(
                 partial(self._tell_agent, smp_messages.SmpNotice("source_set_aside", why))
             ),
@@ -149,7 +151,9 @@ class Restores:
             done=lambda num_bytes: self._jobs.post(
                 partial(self._completed, restore, load, num_bytes)
             ),
-            failed=lambda why: self._jobs.post(partial(self._fail, restore, why)),
+            failed=lambda why, is_link: self._jobs.post(
+                partial(self._fail, restore, why, is_link=is_link)
+            ),
             notice=lambda why: self._jobs.post(
                 partial(self._tell_agent, smp_messages.SmpNotice("source_set_aside", why))
             ),
@@ -236,12 +240,12 @@ class Restores:
             self.grant(asker, rank, wanted)
         self._here()
 
-    def _fail(self, restore: _Restore, why: str) -> None:
+    def _fail(self, restore: _Restore, why: str, *, is_link: bool = False) -> None:
         if restore is not self._restore:
             return
         restore.failed = why
         _log.warning("%s", why)
-        self._tell_agent(smp_messages.RestoreFailed(restore.generation, why))
+        self._tell_agent(smp_messages.RestoreFailed(restore.generation, why, is_link))
         self._refuse(lambda _: True, why)
 
     def _refuse(self, chosen: Callable[[Version], bool], why: str) -> None:

@@ -34,12 +34,12 @@ class ShareEvents:
 
     Args:
         done: all is sealed; how many bytes others gave.
-        failed: why nothing came of it.
+        failed: why nothing came of it, and whether connections to nodes were lost.
         notice: what others did not give.
     """
 
     done: Callable[[int], None]
-    failed: Callable[[str], None]
+    failed: Callable[[str, bool], None]
     notice: Callable[[str], None]
 
 
@@ -123,4 +123,5 @@ class ShareFetch:
 
     def _give_up(self, why: str) -> None:
         if not self._asking.is_cancelled:
-            self._events.failed(why)
+            # What no node gives is read from storage: a lost connection is no cause here.
+            self._events.failed(why, False)

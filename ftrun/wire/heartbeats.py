@@ -67,6 +67,8 @@ class Beat(Message, frozen=True):
     """So many nodes of this node's group may go without loss of `ready`."""
     problem: str = ""
     """Why this generation cannot go on here, such as a fetch that failed."""
+    problem_is_link: bool = False
+    """It failed because connections to other nodes were lost."""
     unprotected: str = ""
     ranks: tuple[RankReport, ...] = ()
     p99_s: float = 0.0

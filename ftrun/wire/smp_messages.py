@@ -119,10 +119,12 @@ class RestoreFailed(Message, frozen=True):
     Args:
         generation: the one that was begun, not the version's.
         why: rank, version, nodes, and how many of k are there.
+        is_link: connections to nodes of the plan were lost; the same fetch may succeed later.
     """
 
     generation: int
     why: str
+    is_link: bool = False
 
 
 class VaultMade(Message, frozen=True):

@@ -30,6 +30,7 @@ _ANYWHERE_ELSE = "192.0.2.1"  # RFC 5737: an address that is nobody's, for the d
 _HOW: dict[int | None, HowLost] = {
     errno.ECONNREFUSED: "refused",
     errno.ECONNRESET: "reset",
+    errno.ECONNABORTED: "reset",
     errno.EPIPE: "closed",
     errno.ENOTCONN: "closed",
     errno.ETIMEDOUT: "silent",

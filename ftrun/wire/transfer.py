@@ -125,9 +125,14 @@ class AskHead(Ask, frozen=True):
 
 
 class AskPieces(Ask, frozen=True):
-    """Pieces by their digests, u64 each, from any slot. Found or NotHeld for each index."""
+    """Pieces by their digests, u64 each, from any slot. Found or NotHeld for each index.
+
+    Args:
+        settled: indexes that were answered before a connection was lost; not answered again.
+    """
 
     digests: bytes
+    settled: list[int] = []
 
 
 class AskUnit(Ask, frozen=True):

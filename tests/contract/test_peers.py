@@ -1,4 +1,4 @@
-"""A link from another node that ends is told: later where the node may come over another rail."""
+"""A link from another node that ends is reported once its node has not connected again."""
 
 import threading
 import time
@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from ftrun.network.rails import Rail
 from ftrun.smp.links import FETCH
 from ftrun.smp.peers import Peers, Session
 from ftrun.wire.handshake import accept_handshake, dial_handshake
@@ -49,7 +48,7 @@ def identity(node_id: str) -> PeerIdentity:
 
 
 class Here:
-    """An SMP's links; the one to node b, which has two rails, holds."""
+    """An SMP's links; the one to node b holds."""
 
     def __init__(self, patience_s: float) -> None:
         self.told = Told()
@@ -58,8 +57,7 @@ class Here:
         self.port = self.peers.listen([HOST], SECRET)
         self.peers.begin(Session(identity("a"), 0, 7, patience_s))
         self.b = listen_tcp(HOST, 0)
-        rails = [Rail("eth0", HOST), Rail("eth1", HOST)]
-        place = NodePlace("b", 1, HOST, self.b.getsockname()[1], [1], rails)
+        place = NodePlace("b", 1, HOST, self.b.getsockname()[1], [1])
         self.peers.link(place, FETCH)
         self.b.settimeout(WAIT_S)
         self.own, _ = self.b.accept()
@@ -92,7 +90,7 @@ def here(request: pytest.FixtureRequest) -> Iterator[Here]:
 
 
 @pytest.mark.parametrize("here", [PATIENCE_S], indirect=True)
-def test_a_node_that_does_not_come_over_another_rail_is_told_in_the_end(here: Here) -> None:
+def test_a_node_that_does_not_connect_again_is_reported_in_the_end(here: Here) -> None:
     made = here.linked_by_b()
     begun_s = time.monotonic()
     made.close()
@@ -100,7 +98,7 @@ def test_a_node_that_does_not_come_over_another_rail_is_told_in_the_end(here: He
     assert time.monotonic() - begun_s >= PATIENCE_S * 0.9
 
 
-def test_a_node_that_comes_over_another_rail_is_not_lost(here: Here) -> None:
+def test_a_node_that_connects_again_is_not_lost(here: Here) -> None:
     here.linked_by_b().close()
     second = here.linked_by_b()
     # The thread of the first link has waited for the second, and ends with nothing to tell.

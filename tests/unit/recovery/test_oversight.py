@@ -156,6 +156,19 @@ def test_a_node_that_cannot_get_its_state_back_fails_once() -> None:
     assert starts(made.passing(now_s=2.0)) == []
 
 
+def test_a_fetch_that_failed_for_lost_connections_never_ends_with_93() -> None:
+    made = oversight()
+    lost = "node a has reset the connection"
+    for generation in range(2, 7):
+        now_s = 100.0 * generation
+        made.beat(
+            "b", beat(generation=generation - 1, problem=lost, problem_is_link=True), now_s=now_s
+        )
+        found = made.passing(now_s=now_s) + made.passing(now_s=now_s + 90.0)
+        assert [type(one) for one in made.stands_for(found)] == [StartGeneration]
+        made.begin(plan(generation, "ab"), now_s=now_s + 90.0)
+
+
 def test_a_problem_is_the_cause_of_the_exit_beside_it() -> None:
     made = oversight()
     made.beat("b", beat(exits=(exited(2),), problem="no source"), now_s=1.0)

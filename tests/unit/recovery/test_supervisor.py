@@ -3,6 +3,7 @@
 from dataclasses import replace
 from signal import SIGINT, SIGTERM
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -317,3 +318,39 @@ def test_whatever_happens_the_budget_holds_and_nothing_follows_the_end(events: l
                 made.handle(started(generation), now_s=float(now_s))
             has_ended |= isinstance(command, EndRun)
     assert starts <= POLICY.budget
+
+
+@pytest.mark.parametrize(
+    "blip",
+    [
+        WorkerExit(Rank(0), Kind.LINK_LOST, 75, "a fetch failed", "", "restore a"),
+        WorkerExit(Rank(0), Kind.EXCEPTION, 1, "rank 0: Connection reset by peer", "", "reset"),
+    ],
+    ids=["fetch", "gloo"],
+)
+def test_a_lost_connection_is_not_the_same_cause_and_the_budget_bounds_it(blip: WorkerExit) -> None:
+    made, now_s = supervisor(), 0.0
+    # Steps were made before: what fails before the first step is the program's mistake.
+    made.handle(ends(killed(), at=progress(7)), now_s=now_s)
+    for generation in range(1, POLICY.budget):
+        made.handle(started(generation), now_s=now_s)
+        commands = made.handle(ends(blip, at=progress(7, here=0)), now_s=now_s)
+        while not any(isinstance(found, StartGeneration) for found in commands):
+            now_s += 1.0
+            commands = made.handle(Tick(), now_s=now_s)
+    made.handle(started(POLICY.budget), now_s=now_s)
+    last = made.handle(ends(blip, at=progress(7, here=0)), now_s=now_s)[-1]
+    assert isinstance(last, EndRun)
+    assert last.exit_code == blip.code
+    assert "budget" in last.advice
+
+
+def test_a_lost_connection_between_two_equal_failures_does_not_hide_the_second() -> None:
+    made = supervisor(replace(POLICY, backoff_first_s=0.0))
+    blip = WorkerExit(Rank(0), Kind.LINK_LOST, 75, "a fetch failed", "", "restore a")
+    for cause in (killed(), blip, killed(), blip):
+        made.handle(ends(cause, at=progress(7)), now_s=0.0)
+        made.handle(started(), now_s=0.0)
+    last = made.handle(ends(killed(), at=progress(7)), now_s=0.0)[-1]
+    assert isinstance(last, EndRun)
+    assert last.exit_code == ExitCode.DO_NOT_RESTART
