@@ -33,6 +33,7 @@ from ftrun.network.rail_variables import env_for
 from ftrun.urls import without_password
 from ftrun.wire import checkpoint_messages
 from ftrun.wire.crash_points import crash_point
+from ftrun.wire.heartbeats import RestartTimes
 from ftrun.wire.pages import Beat
 from ftrun.wire.plan import Plan
 
@@ -54,7 +55,7 @@ class Restart:
     launched_s: float
     restored: str | None
     phases_s: dict[str, float] | None = None
-    """Filled in when every rank has completed a step."""
+    """Once every rank has completed a step; they follow one another, from `noticed_s` on."""
 
 
 class Generations:
@@ -233,10 +234,23 @@ class Generations:
             "build": restored_s - group_s - restoring_s,
             "restore": restoring_s,
             "first_step": first_step_s - restored_s,
-            "total": first_step_s - restart.noticed_s,
         }
         self._journal.write("Recovered", **asdict(restart))
-        _log.info("training again after %.2f s", restart.phases_s["total"])
+
+    def restart_times(self, now_s: float) -> RestartTimes | None:
+        """Of the restart that began this generation; None until every rank has made a step."""
+        self.measure()
+        restart = self.restarts[-1] if self.restarts else None
+        if restart is None or restart.phases_s is None or restart.generation != self.number:
+            return None
+        phases_s = restart.phases_s
+        total_s = sum(phases_s.values())
+        return RestartTimes(
+            stepped_age_s=max(0.0, now_s - restart.noticed_s - total_s),
+            total_s=total_s,
+            restore_s=phases_s["restore"],
+            first_step_s=phases_s["first_step"],
+        )
 
     def _restore_point(self, plan: Plan) -> Version | None:
         found = version(*plan.restore) if plan.restore is not None else None

@@ -178,7 +178,8 @@ def _trouble(status: Status, figures: Figures) -> Iterator[Metric]:
             life.add_metric((state.value,), float(state.value == status["life"]))
         yield life
     recovery = HistogramMetricFamily(
-        "ftrun_recovery_seconds", "Phases of restarts, as this node has measured them.",
+        "ftrun_recovery_seconds",
+        "From a fault to the next step of every rank (phase total), and the parts of it.",
         labels=("phase",),
     )  # fmt: skip
     for phase, spread in sorted(figures.recovery.items()):

@@ -28,6 +28,7 @@ from ftrun.agent.rail_pulse import RailPulse
 from ftrun.agent.rendezvous import LOOPBACK
 from ftrun.agent.road_probe import RoadDesk
 from ftrun.agent.smp_link import SmpLink
+from ftrun.agent.stub_link import last_agent_ended_s
 from ftrun.agent.witness_thread import WitnessThread
 from ftrun.config import NodesSpec, RunSpec
 from ftrun.errors import AddressTaken, PeerError, PeerLost, UsageError
@@ -110,13 +111,15 @@ class Node:
 
     def brain(self, policy: Policy, kept: KeptState) -> Brain:
         kind = Brain if self.is_alone else ClusterBrain
-        return kind(
+        brain = kind(
             self.card,
             _settings(self.spec),
             policy,
             kept=kept.plan,
             took_effect=kept.took_effect,
         )
+        brain.member.agent_lost_s = last_agent_ended_s()
+        return brain
 
     def introduce(self, smp: SmpLink) -> None:
         """Have the SMP listen for those of the other nodes."""

@@ -100,6 +100,7 @@ class NodeReport:
             differs=self._differs[0],
             differing_ranks=self._differs[1],
             repeat_warning=run.generations.repeats.warning,
+            restart=run.generations.restart_times(now_s) if runs else None,
         )
 
     def _ready(self) -> VersionPair | None:
@@ -124,4 +125,5 @@ def _what_matters(beat: Beat) -> tuple[object, ...]:
         beat.leaves,
         beat.problem,
         beat.smp_port,
+        beat.restart is None,
     )

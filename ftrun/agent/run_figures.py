@@ -17,8 +17,10 @@ from ftrun import clock
 from ftrun.agent.pulse import blocked_s
 from ftrun.agent.run_loop import RunLoop
 from ftrun.monitor.time_book import DETECTION, PRODUCTIVE, TimeBook
+from ftrun.recovery.incidents import Incident
 from ftrun.recovery.lifecycle import Life
 
+DOWNTIME_PARTS = ("total", "detection", "restart", "restore", "first_step")
 BUCKETS_S = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 
 
@@ -44,7 +46,7 @@ class Figures:
     incidents: dict[str, int] = field(default_factory=dict)
     """How many were closed, by kind of their verdict."""
     recovery: dict[str, Spread] = field(default_factory=dict)
-    """By phase, as this node has measured them."""
+    """Downtime of incidents: in all, and its parts."""
     seconds: Mapping[str, float] = field(default_factory=dict)
     """By class; empty on a node that does not lead."""
     goodput: float | None = None
@@ -70,8 +72,8 @@ class RunFigures:
                 case "IncidentClosed":
                     name = str(fields.get("verdict_kind"))
                     self._figures.incidents[name] = self._figures.incidents.get(name, 0) + 1
-                case "Recovered":
-                    self._add_phases(fields.get("phases_s") or {})
+                case "Downtime":
+                    self._add_downtime(fields)
                 case "Suspected" if self._book is not None:
                     self._book.move(PRODUCTIVE, DETECTION, float(fields.get("silent_s", 0.0)))
                 case "HookFailed":
@@ -116,14 +118,14 @@ class RunFigures:
                 goodput=book.goodput(now_s) if book is not None else None,
             )
 
-    def _add_phases(self, phases_s: Mapping[str, float | None]) -> None:
-        for phase, took_s in phases_s.items():
-            if took_s is not None:
-                self._figures.recovery.setdefault(phase, Spread()).add(max(0.0, took_s))
+    def _add_downtime(self, fields: Mapping[str, Any]) -> None:
+        for phase in DOWNTIME_PARTS:
+            if (took_s := fields.get(f"{phase}_s")) is not None:
+                self._figures.recovery.setdefault(phase, Spread()).add(took_s)
 
 
-def _has_stepped(life: Life, incident: Any) -> bool:
-    return life is Life.VERIFY and incident is not None and incident.stepped_s is not None
+def _has_stepped(life: Life, incident: Incident | None) -> bool:
+    return life is Life.VERIFY and incident is not None and incident.downtime is not None
 
 
 def cumulated(counts: Sequence[int]) -> list[tuple[str, float]]:

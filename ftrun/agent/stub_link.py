@@ -23,6 +23,9 @@ KEPT_FDS = "FTRUN_KEPT_FDS"
 """Descriptors that the last agent gave the stub, comma-separated; inherited. The first has its
 state."""
 
+AGENT_LOST_S = "FTRUN_AGENT_LOST_S"
+"""When the last agent ended, on the monotonic clock; 0: this is the first one of its stub."""
+
 
 class StubLink:
     """One end of the socket between stub and agent; does nothing where there is no stub."""
@@ -46,6 +49,11 @@ class StubLink:
                 file.flush()
                 socket.send_fds(self._socket, [b"\0"], [fd, *fds])
             self._sent = now
+
+
+def last_agent_ended_s() -> float | None:
+    """None: this agent is the first one of its stub."""
+    return float(os.environ.pop(AGENT_LOST_S, "0")) or None
 
 
 def kept() -> tuple[list[int], KeptState]:

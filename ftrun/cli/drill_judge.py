@@ -257,7 +257,9 @@ def _ends(
     lost = [line["steps_lost"] for line in closed if line.get("steps_lost") is not None]
     row.steps_lost = sum(lost) if lost else (0 if not closed else None)
     if closed:
-        row.recovered_s = round(closed[-1]["mono_s"] - since_s, 3)
+        stepped = [line["stepped_s"] for line in later if line["kind"] == "Downtime"
+                   and line.get("stepped_s") is not None]  # fmt: skip
+        row.recovered_s = round(stepped[-1] - since_s, 3) if stepped else None
     elif expected.verdicts and not expected.ends:
         problems.append("the incident was not closed")
     if expected.verdicts and expected.action and row.action not in expected.action:

@@ -298,14 +298,13 @@ def _restart_lines(document: Mapping[str, Any]) -> list[str]:
     for restart in document["restarts"]:
         phases = restart.get("phases_s") or {}
         known = {name: took for name, took in phases.items() if took is not None}
-        total = f"; {known.pop('total', sum(known.values())):.3f} s" if known else ""
         steps = ", ".join(f"{name} {took:.3f}" for name, took in known.items())
         restored = restart.get("restored")
         lines.append(
             f"  generation {restart.get('generation')}, "
             f"{duration(restart.get('at_s_ago') or 0.0)} ago: {restart.get('cause')}; "
             + (f"restored {restored}" if restored else "began from the script's beginning")
-            + (f"{total} ({steps})" if steps else "")
+            + (f"; this node in s: {steps}" if steps else "")
         )
         if repeated := restart.get("repeated"):
             lines.append(f"    {repeated.get('text')}")

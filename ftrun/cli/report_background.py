@@ -10,8 +10,8 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ftrun.cli.report_clean import number, numbers, whole
-from ftrun.cli.report_lines import Line
+from ftrun.cli.report_clean import numbers, whole
+from ftrun.cli.report_lines import Line, first_step_at
 
 _RANKS = re.compile(r"(\d{1,7}) ranks")
 _STEPS_HERE = re.compile(r"steps_here=(\d{1,15})")
@@ -152,8 +152,7 @@ def _step_s(lines: Sequence[Line]) -> float | None:
     first_step: float | None = None
     for line in lines:
         if line.kind == "Recovered":
-            at, total = line.at_mono("noticed_s"), number(line.part("phases_s").get("total"))
-            first_step = None if at is None or total is None else at + total
+            first_step = first_step_at(line)
         elif line.kind == "WorkersExited" and first_step is not None:
             _, here = progress_in(line)
             if here is not None and here > 1 and line.t_s > first_step:

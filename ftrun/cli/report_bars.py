@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from ftrun.cli.report_cases import Case
 from ftrun.cli.report_clean import number, numbers, whole
 from ftrun.cli.report_facts import RESTARTS, Bar
-from ftrun.cli.report_lines import Line
+from ftrun.cli.report_lines import Line, first_step_at
 from ftrun.cli.report_words import size, with_commas
 
 _SILENT = re.compile(r"silent for ([\d.]+) s")
@@ -53,6 +53,7 @@ class Moments:
 
 def moments_of(case: Case) -> Moments:
     first = case.lines[0].t_s
+    down = case.last("Downtime")
     acts = [one for one in case.of("Action") if one.text("action") in RESTARTS]
     kill = case.first("KillWorkers")
     acted = min((one.t_s for one in (*acts[:1], *((kill,) if kill else ()))), default=None)
@@ -69,11 +70,12 @@ def moments_of(case: Case) -> Moments:
     if read is not None and read < noticed < read + 1.0:
         # The clock was read a moment before the line was written.
         noticed, began = read, min(began, read)
-    closed = case.first("IncidentClosed")
-    verdict = case.first("Verdict")
-    if recovered is None and closed is not None and verdict is not None:
-        took_s = closed.number("recovered_s")
-        recovered = None if took_s is None else verdict.t_s + took_s
+    if down is not None and down.at_mono("fault_s") is not None:
+        began = first_fault = case.of("Downtime")[0].at_mono("fault_s") or began
+        noticed = first_fault + (down.number("detection_s") or 0.0)
+        recovered = down.at_mono("stepped_s") or recovered
+    else:
+        recovered = recovered or _by_closing(case)
     return Moments(
         began=max(began, noticed - _MAX_DETECT_S),
         suspected=None if suspected is None else suspected.t_s,
@@ -84,6 +86,13 @@ def moments_of(case: Case) -> Moments:
         recovered=recovered,
         ended=max(case.lines[-1].t_s, recovered or 0.0),
     )
+
+
+def _by_closing(case: Case) -> float | None:
+    """When training went on, by a journal that has no line for it."""
+    closed, verdict = case.first("IncidentClosed"), case.first("Verdict")
+    took_s = closed.number("recovered_s") if closed is not None else None
+    return None if took_s is None or verdict is None else verdict.t_s + took_s
 
 
 def _judged(case: Case, acted: float | None) -> Line | None:
@@ -114,9 +123,8 @@ def _slowest(recovered: list[Line]) -> tuple[Line | None, float | None]:
     """The `Recovered` line of the node whose first step was last, and when that was."""
     found: tuple[Line | None, float | None] = (None, None)
     for line in recovered:
-        at = line.at_mono("noticed_s")
-        total = number(line.part("phases_s").get("total"))
-        done = line.t_s if at is None or total is None else at + total
+        at = first_step_at(line)
+        done = line.t_s if at is None else at
         if found[1] is None or done > found[1]:
             found = (line, done)
     return found

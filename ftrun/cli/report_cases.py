@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from ftrun.cli.report_facts import RESTARTS
 from ftrun.cli.report_lines import Line
 
-_NUMBERED = ("Suspected", "Verdict", "Action", "Also", "IncidentClosed", "Transition")
+_NUMBERED = ("Suspected", "Verdict", "Action", "Also", "Downtime", "IncidentClosed", "Transition")
 _FIRED = "FaultFired"
 _FIRED_BEFORE_S = 120.0
 """A fault that was ordered, or an agent that was lost, belongs to an incident so soon after."""

@@ -56,7 +56,7 @@ def incident_of(case: Case, background: Background) -> IncidentFacts:
         sentence="",
         began_t_s=moments.began,
         noticed_s=moments.noticed - moments.began,
-        recovered_s=None if moments.recovered is None else moments.recovered - moments.began,
+        recovered_s=_downtime_s(case, moments),
         outcome=_outcome(case, moments, kind),
         is_planned=case.is_planned,
         is_open=moments.recovered is None and closed is None and case.first("EndRun") is None,
@@ -87,6 +87,15 @@ def incident_of(case: Case, background: Background) -> IncidentFacts:
     if facts.is_reported and max((bar.took_s for bar in facts.bars), default=0.0) < 1e-3:
         facts = replace(facts, bars=(), rows=())
     return sentence_of(facts, case, clean(str(verdict.get("text") or ""), 600))
+
+
+def _downtime_s(case: Case, moments: Moments) -> float | None:
+    """From the fault to the next step of every rank, as the lead measured it."""
+    line = case.last("Downtime")
+    told = line.number("total_s") if line is not None else None
+    if told is not None or moments.recovered is None:
+        return told
+    return moments.recovered - moments.began
 
 
 def _first_ended(case: Case, moments: Moments) -> list[int]:
@@ -209,7 +218,7 @@ def _outcome(case: Case, moments: Moments, kind: str) -> str:
         return f"started again after {duration(again.t_s - moments.began)}, and then all ended well"
     closed = case.last("IncidentClosed")
     if moments.recovered is not None:
-        return f"training again after {duration(moments.recovered - moments.began)}"
+        return f"training again after {duration(_downtime_s(case, moments) or 0.0)}"
     if closed is not None or slow_kind(kind):
         return REPORTED
     return "not over when the journal ends"

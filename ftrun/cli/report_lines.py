@@ -118,6 +118,15 @@ def _steady(node: str, entries: list[Entry]) -> Iterable[Line]:
         yield Line(mono_s + offset_s, node, fields["kind"], mono_s, fields)
 
 
+def first_step_at(line: Line) -> float | None:
+    """When the last rank of a node had completed its first step, by its `Recovered` line."""
+    begun, phases = line.at_mono("noticed_s"), line.part("phases_s")
+    parts = [number(took) for name, took in phases.items() if name != "total"]
+    if begun is None or not parts:
+        return None
+    return begun + sum(part for part in parts if part is not None)
+
+
 _ENDS = ("end", "EndRun")
 
 

@@ -92,8 +92,8 @@ def _done(facts: IncidentFacts, what: str) -> str:
     noticed = (
         "" if facts.noticed_s < 0.01 or is_told else f"seen after {duration(facts.noticed_s)}, "
     )
-    took = duration(facts.recovered_s - facts.noticed_s)
-    return f"{noticed}{whom} started again and training {took} later"
+    took = duration(facts.recovered_s)
+    return f"{noticed}{whom} started again and training {took} after the fault"
 
 
 def _lost(facts: IncidentFacts) -> str:

@@ -47,6 +47,7 @@ INCARNATION = "FTRUN_AGENT_INCARNATION"
 STUB_PID = "FTRUN_STUB_PID"
 STUB_SOCKET = "FTRUN_STUB_SOCKET"
 KEPT_FDS = "FTRUN_KEPT_FDS"
+AGENT_LOST_S = "FTRUN_AGENT_LOST_S"
 _MAX_KEPT_FDS = 253  # the kernel's SCM_MAX_FD
 
 MAX_AGENT_STARTS = 5
@@ -65,6 +66,8 @@ class Stub:
         self._agent: int | None = None
         self._status = 0
         self._incarnation = 0
+        self._lost_s = 0.0
+        """When the last agent ended, on the monotonic clock; 0: this is the first one."""
         self._starts_s: deque[float] = deque()
         self._asked: signal.Signals | None = None
         self._held: list[signal.Signals] = []
@@ -106,6 +109,7 @@ class Stub:
             STUB_PID: str(os.getpid()),
             STUB_SOCKET: str(self._keep_there.fileno()),
             KEPT_FDS: ",".join(str(fd) for fd in self._kept),
+            AGENT_LOST_S: str(self._lost_s),
         }
         inherited = [*self._kept, self._keep_there.fileno()]
         for fd in inherited:
@@ -180,6 +184,7 @@ class Stub:
             )
             return ExitCode.BUG
         self._incarnation += 1
+        self._lost_s = now_s
         _say(f"ftrun: the agent {how}; starting another, which goes on from the last snapshot")
         self._pause(_PAUSES_S[min(len(self._starts_s) - 1, len(_PAUSES_S) - 1)])
         if self._asked is not None:

@@ -192,7 +192,7 @@ def _incidents(document: Mapping[str, Any], width: int) -> list[list[Styled]]:
 def _cost(incident: Mapping[str, Any]) -> str:
     parts = []
     if (recovered_s := incident.get("recovered_s")) is not None:
-        parts.append(f"recovered in {short_time(recovered_s)}")
+        parts.append(f"training again after {short_time(recovered_s)}")
     if (lost := incident.get("steps_lost")) is not None:
         parts.append(f"{lost} step{'' if lost == 1 else 's'} lost")
     return f" ({', '.join(parts)})" if parts else ""

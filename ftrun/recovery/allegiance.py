@@ -93,6 +93,8 @@ class Allegiance:
         self._witness = witness
         self._patience = Patience(settings, now_s=now_s)
         self._since_s = self._apart_s = self._look_s = now_s
+        self.lead_lost_s: float | None = None
+        """When the lead that was followed last was heard last, where it was lost."""
         if follower.newest_plan is not None:  # an earlier agent of this node had a part in the run
             self.role = Role.SEEKING
         elif me.endpoint:
@@ -157,6 +159,7 @@ class Allegiance:
         note = Note("LeadLost", f"the lead is lost: {why}", say=True)
         self.role = Role.SEEKING
         self._apart_s = now_s
+        self.lead_lost_s = now_s if refused else now_s - self.waiting.silent_s(now_s=now_s)
         return [note, *self.give_up(now_s=now_s, refused=refused)]
 
     def give_up(self, *, now_s: float, refused: bool = False) -> list[Command]:

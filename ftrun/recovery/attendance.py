@@ -43,6 +43,8 @@ class Peer:
     here_s: float
     """Since when there is one: another one in its place, over another rail, is no break."""
     linked: bool = False
+    closed_s: float = 0.0
+    """Since when there is none; 0: there is one, or there never was."""
     refused: bool = False
     """Its kernel says that no agent is there."""
     lost: str = ""

@@ -17,13 +17,15 @@ from typing import Any
 import msgspec
 
 from ftrun.events import Kind, Progress, WorkerExit
+from ftrun.ids import Step
 from ftrun.monitor.evidence import RankView
 from ftrun.monitor.verdicts import Sure, Verdict, VerdictKind
 from ftrun.recovery.commands import Note
+from ftrun.recovery.downtime import Downtime, downtime
 from ftrun.recovery.hang_watch import Finding
 from ftrun.recovery.lifecycle import Life, LifeCycle
 from ftrun.recovery.losses import Losses
-from ftrun.wire.heartbeats import Beat
+from ftrun.wire.heartbeats import Beat, RestartTimes
 from ftrun.wire.plan import Plan
 
 KEPT = 20
@@ -50,7 +52,15 @@ class Incident:
     best_step: int = -1
     """The furthest that any rank was when it began."""
     restored_step: int | None = None
-    stepped_s: float | None = None
+    kind: str = "suspicion"
+    """Where there is no verdict."""
+    fault_s: float = 0.0
+    known_s: float | None = None
+    """When the verdict on the newest fault was reached."""
+    downtime: Downtime | None = None
+    """Known while every rank has completed a step since the newest fault."""
+    downtime_before: Downtime | None = None
+    """Of earlier faults of the same incident."""
 
 
 class Incidents:
@@ -65,6 +75,11 @@ class Incidents:
         self._losses = Losses()
         self._notes: list[Note] = []
         self._attached = False
+        self._sign_s: float | None = None
+        self._awaited: frozenset[str] = frozenset()
+        """Nodes whose ranks have been started again."""
+        self._stepped: dict[str, tuple[float, RestartTimes]] = {}
+        """Of these nodes: when the last rank had completed its first step."""
         self._matrix: list[dict[str, Any]] = []
 
     def take_notes(self) -> list[Note]:
@@ -84,8 +99,24 @@ class Incidents:
 
     # --- what happens -------------------------------------------------------------------------
 
+    def sign(self, fault_s: float) -> None:
+        """A process or a node ended at this time; the incident that follows began then."""
+        self._sign_s = fault_s if self._sign_s is None else min(self._sign_s, fault_s)
+
+    def agent_lost(self, node_id: str, fault_s: float, *, now_s: float) -> None:
+        """The agent that leads was started again on this node; its ranks ended with the last."""
+        self.sign(fault_s)
+        text = f"the agent of node {node_id} ended, and another one took over"
+        incident = self._incident(text, Progress(Step(0), 0, attached=False), now_s=now_s)
+        incident.kind, incident.best_step = "agent lost", -1
+        incident.detected_s, incident.known_s = now_s - incident.began_s, now_s
+
     def generation_begins(self, plan: Plan) -> None:
         """It has taken effect, and its ranks are being started."""
+        self._sign_s = None
+        self._stepped = {}
+        restarted = plan.members if plan.generation > 0 else ()
+        self._awaited = frozenset(node.node_id for node in restarted)
         if self.life.state is Life.LAUNCH:
             self._go(Life.CHECK, f"{len(plan.members)} node(s) are here, ranks are starting")
             return
@@ -94,7 +125,7 @@ class Incidents:
         self._go(state, f"generation {plan.generation} is starting")
         if self.open is not None:
             self.open.restored_step = plan.restore[1] if plan.restore is not None else 0
-            self.open.stepped_s = None
+            self.open.downtime = None
 
     def suspected(self, finding: Finding, progress: Progress, *, now_s: float) -> None:
         """Ranks are silent for too long."""
@@ -121,7 +152,7 @@ class Incidents:
             return
         last = incident.verdict
         if last is None:
-            incident.detected_s = now_s - incident.began_s
+            incident.detected_s, incident.known_s = now_s - incident.began_s, now_s
         elif _gist(last) == _gist(verdict):
             return
         matrix, self._matrix = self._matrix, []
@@ -193,6 +224,28 @@ class Incidents:
         if action in ("respawn", "evict", "rollback"):
             self._go(Life.RECOVER, why)
 
+    def stepped(self, node_id: str, times: RestartTimes | None, *, now_s: float) -> None:
+        """A node says when its ranks completed their first steps after the restart."""
+        if times is None or node_id not in self._awaited or node_id in self._stepped:
+            return
+        self._stepped[node_id] = (now_s - times.stepped_age_s, times)
+        if len(self._stepped) < len(self._awaited):
+            return
+        stepped_s, last = max(self._stepped.values(), key=lambda one: one[0])
+        incident = self.open
+        if incident is None:  # nodes were taken in
+            text = f"training again {last.total_s:.2f} s after the ranks were stopped"
+            self._note("Downtime", text, say=True, incident=None, total_s=round(last.total_s, 3))
+            return
+        fault_s = incident.fault_s
+        known_s = fault_s if incident.known_s is None else incident.known_s
+        took = downtime(fault_s=fault_s, known_s=known_s, stepped_s=stepped_s, last=last)
+        if incident.downtime_before is not None:
+            took = incident.downtime_before.plus(took)
+        incident.downtime = took
+        fields = {"incident": incident.number, "fault_s": fault_s, "stepped_s": stepped_s}
+        self._note("Downtime", took.text, say=True, **fields, **took.as_fields())
+
     def progress(self, beats: Sequence[Beat], progress: Progress, *, now_s: float) -> None:
         """How far all ranks are, by the newest heartbeats of all members."""
         self._attached |= progress.attached
@@ -205,9 +258,8 @@ class Incidents:
         if self.life.state is Life.CHECK:
             self._go(Life.RUN, "every rank has made a step")
         elif self.life.state is Life.VERIFY and incident is not None:
-            if incident.stepped_s is None:
-                incident.stepped_s = now_s
-            if step > incident.best_step or not self._attached:
+            is_past = step > incident.best_step or not self._attached
+            if is_past and incident.downtime is not None:
                 self._go(Life.RUN, f"every rank is past step {max(incident.best_step, 0):,}")
                 self._close(loss, progress, now_s=now_s)
         elif self.life.state is Life.RUN and loss is not None:
@@ -224,9 +276,15 @@ class Incidents:
     # --- details ------------------------------------------------------------------------------
 
     def _incident(self, text: str, progress: Progress, *, now_s: float) -> Incident:
+        since_s = now_s if self._sign_s is None else min(self._sign_s, now_s)
         if self.open is None:
             self.count += 1
-            self.open = Incident(self.count, now_s, text, best_step=progress.step)
+            self.open = Incident(self.count, since_s, text, best_step=progress.step,
+                                 fault_s=since_s)  # fmt: skip
+        elif self.open.downtime is not None:
+            # Another fault before the first was left behind: the time in between was trained.
+            self.open.downtime_before, self.open.downtime = self.open.downtime, None
+            self.open.fault_s, self.open.known_s = since_s, now_s
         self.open.best_step = max(self.open.best_step, progress.step)
         return self.open
 
@@ -235,19 +293,18 @@ class Incidents:
         assert incident is not None
         verdict, restored = incident.verdict, incident.restored_step
         lost = None
-        if restored is not None and self._attached:
+        if restored is not None and self._attached and incident.best_step >= 0:
             lost = max(0, incident.best_step - restored)
-        since_s = incident.began_s + (incident.detected_s or 0.0)
         self._note(
             "IncidentClosed",
             incident.text,
             incident=incident.number,
-            verdict_kind=verdict.kind.value if verdict is not None else "suspicion",
+            verdict_kind=verdict.kind.value if verdict is not None else incident.kind,
             culprits=list(verdict.culprits) if verdict is not None else [],
             nodes=list(verdict.nodes) if verdict is not None else [],
             detected_s=_rounded(incident.detected_s),
-            recovered_s=_rounded(None if incident.stepped_s is None else
-                                 incident.stepped_s - since_s),
+            recovered_s=_rounded(incident.downtime.total_s if incident.downtime else None),
+            downtime=incident.downtime.as_fields() if incident.downtime else None,
             steps_lost=lost,
             restored=restored,
             verified={

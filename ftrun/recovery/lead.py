@@ -159,6 +159,7 @@ class Lead:
             found = [] if peer.lost else self._lose(peer, _RESTARTED, now_s)
             return [*found, lead_is]
         self.known.opened(peer, now_s=now_s)
+        peer.closed_s = 0.0
         if peer.lost:
             return self.back_again(peer, now_s=now_s)
         return [*self._election.ask(peer, now_s=now_s), Send(node_id, self._heartbeat(now_s))]
@@ -177,6 +178,7 @@ class Lead:
         peer.linked = False
         if peer.lost:
             return []
+        peer.closed_s = now_s
         peer.dialled_s = now_s
         return [Dial(peer.card.host, peer.card.port, node_id)]
 
@@ -203,6 +205,8 @@ class Lead:
     def _lose(self, peer: Peer, why: str, now_s: float) -> list[Command]:
         node_id = peer.card.node_id
         peer.lost, peer.lost_s = why, now_s
+        if runs_ranks(self.plan, peer.card):
+            self.oversight.incidents.sign(peer.closed_s or peer.heard_s)
         self.roads.lost(node_id)
         was_member = runs_ranks(self.plan, peer.card)
         text = f"node {node_id} is lost: {why}"

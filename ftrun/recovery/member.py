@@ -71,6 +71,8 @@ class Member:
         self.follower = Follower(me, kept, took_effect=took_effect)
         self.lead: Lead | None = None
         self.witness = Witness(is_used=settings.witness)
+        self.agent_lost_s: float | None = None
+        """When the last agent of this node ended, where this one follows it in the same run."""
         self._holding = Holding(self.follower)
         self._settings = settings
         self._oversight = oversight
@@ -401,6 +403,11 @@ class Member:
             peer.refused = card.node_id in succession.refused
         lost = set(succession.lost)
         self._allegiance.lead(now_s=now_s)
+        if lost and self._allegiance.lead_lost_s is not None:
+            lead.oversight.incidents.sign(self._allegiance.lead_lost_s)
+        elif self.agent_lost_s is not None and follower.newest_plan is not None:
+            lost_s, self.agent_lost_s = self.agent_lost_s, None
+            lead.oversight.incidents.agent_lost(self.me.node_id, lost_s, now_s=now_s)
         return lead.succeed(lost, why, now_s=now_s)
 
     # --- time ---------------------------------------------------------------------------------

@@ -193,6 +193,8 @@ class Oversight:
     def beat(self, node_id: str, beat: Beat, *, now_s: float) -> list[SupervisorCommand]:
         """Take in how things are on one node; `passing` decides what it leads to."""
         is_current = self.reports.take(node_id, beat)
+        if is_current:
+            self.incidents.stepped(node_id, beat.restart, now_s=now_s)
         found: list[SupervisorCommand] = []
         while self._stops_handled < beat.stops:
             self._stops_handled += 1
@@ -401,6 +403,8 @@ class Oversight:
 
     def _take_exits(self, exits: Sequence[WorkerExit], now_s: float) -> None:
         new = [one for one in exits if one.rank not in self._exits]
+        if any(one.kind is not Kind.FINISHED for one in new):
+            self.incidents.sign(now_s)
         if new and not self._waiting:
             # On one node all are seen together, but for those that a broken connection ends.
             is_alone = self._plan is not None and len(self._plan.members) == 1

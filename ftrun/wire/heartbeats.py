@@ -35,6 +35,17 @@ class RankReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     p99_s: float = 0.0
 
 
+class RestartTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The restart that began this generation, known once every rank here has completed a step."""
+
+    stepped_age_s: float
+    """Since the last of them completed its first step."""
+    total_s: float
+    """From the stop of the ranks to that step."""
+    restore_s: float
+    first_step_s: float
+
+
 class Beat(Message, frozen=True):
     """Member -> lead: how things are here. Every heartbeat, and at once when something changes."""
 
@@ -91,6 +102,7 @@ class Beat(Message, frozen=True):
     """Of the newest check of this node; None: it makes none."""
     repeat_warning: str = ""
     """Steps that this node's ranks repeated after a restart differ; in words."""
+    restart: RestartTimes | None = None
 
 
 def beat(here: Beat, **added: object) -> Beat:

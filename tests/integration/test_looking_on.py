@@ -26,6 +26,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from ftrun.cli.report_words import duration
 from tests.integration.conftest import WAIT_S, Run, Start, free_port
 
 TRAIN = """
@@ -177,7 +178,7 @@ def test_all_who_look_at_a_run_see_its_failure(
         until("followed", lambda: "1 | step" in (tmp_path / "followed").read_text())
         (tmp_path / "die").touch()
         run.wait_until("over it", lambda: run.journal("IncidentClosed"))
-        screen.read_until(r"incident 1  .* ago: crash \(recovered in")
+        screen.read_until(r"incident 1  .* ago: crash \(training again after")
         screen.process.send_signal(signal.SIGTSTP)
         screen.read_until(r"\x1b\[\?1049l")
         # It stops a moment after it has left the screen, and would sleep through what comes before.
@@ -188,6 +189,7 @@ def test_all_who_look_at_a_run_see_its_failure(
         until("left", lambda: (screen.read(), screen.process.poll() is not None)[1])
         _look_at_status(run)
         _look_at_figures(port)
+        _look_at_the_downtime(run, port)
         _look_at_logs(run)
         (tmp_path / "stop").touch()
         assert run.wait() == 0, run.text
@@ -230,6 +232,25 @@ def _look_at_figures(port: int) -> None:
     assert found["ftrun_time_seconds_total program_startup"] > 0
     assert found["ftrun_time_seconds_total infrastructure_recovery_from_disruption"] > 0
     assert sum(value for name, value in found.items() if name.startswith("ftrun_rank_up")) == 2
+
+
+def _look_at_the_downtime(run: Run, port: int) -> None:
+    """Log, journal, status, metrics and report tell one figure."""
+    (told,) = run.journal("Downtime")
+    total_s = told["total_s"]
+    parts = ("detection_s", "restart_s", "restore_s", "first_step_s")
+    assert sum(told[name] for name in parts) == pytest.approx(total_s, abs=0.003)  # type: ignore[misc]
+    (closed,) = run.journal("IncidentClosed")
+    (incident,) = run.status()["incidents"]  # type: ignore[attr-defined]
+    assert closed["recovered_s"] == incident["recovered_s"] == total_s
+    assert figures(port, "abc")["ftrun_recovery_seconds_sum total"] == pytest.approx(total_s)
+    assert f"training again {total_s:.2f} s after the fault (detection" in run.text
+    shown = subprocess.run([*FTRUN, "report", "1", "--run", run.run_id, "--json"],
+                           cwd=run.folder, env=run.variables, capture_output=True, text=True,
+                           timeout=WAIT_S, check=True).stdout  # fmt: skip
+    took = duration(total_s)  # type: ignore[arg-type]
+    assert f"training {took} after the fault" in shown
+    assert f"training again after {took}" in shown
 
 
 def _look_at_logs(run: Run) -> None:

@@ -69,7 +69,7 @@ def test_verdict_comes_first_and_tells_that_nothing_protects(
         "every 4 steps",
         "restarts    1; 1 of 20 used within 1 h 0 min",
         "generation 1, 12 s ago: rank 1 was killed by SIGKILL; restored step 8 (generation 0); "
-        "0.060 s (detect 0.010, fork 0.050)",
+        "this node in s: detect 0.010, fork 0.050",
         "checkpoint  step 8, 30 s old; /data",
         "processes   agent 5, smp 7",
     ):

@@ -109,7 +109,7 @@ def test_low_terminal_loses_old_incidents_first() -> None:
     assert sum("rank 3 died" in line for line in low) < 4
     assert any("incident 5  SUSPECT for 3 s" in line for line in low)
     assert any("0-511" in line for line in low)
-    assert "recovered in 400 ms, 1 step lost" in "".join(high)
+    assert "training again after 400 ms, 1 step lost" in "".join(high)
 
 
 def test_run_on_one_node_has_no_column_for_it() -> None:

@@ -15,7 +15,7 @@ from ftrun.recovery.oversight import Oversight
 from ftrun.recovery.places import Wishes
 from ftrun.recovery.settings import ClusterSettings, SlowSettings
 from ftrun.wire.cluster import AskProbe, ProbeFound
-from ftrun.wire.heartbeats import Beat
+from ftrun.wire.heartbeats import Beat, RestartTimes
 from tests.unit.recovery.made import POLICY, card, meet, plan, settings
 
 PLAN = plan(1, [card("a", num_ranks=2), card("b", num_ranks=2)], spares="s")
@@ -90,7 +90,8 @@ def test_the_node_of_a_rank_that_stays_slow_is_evicted_at_a_boundary() -> None:
     run.oversight.begin(plan(2, [card("a", num_ranks=2), card("s", num_ranks=2)]), now_s=92.0)
     for node in "as":
         ranks = beat("a" if node == "a" else "b", 200).ranks
-        body = Beat(generation=2, attached=True, step=200, steps_here=9, ranks=ranks)
+        body = Beat(generation=2, attached=True, step=200, steps_here=9, ranks=ranks,
+                    restart=RestartTimes(0.1, 0.5, 0.1, 0.1))  # fmt: skip
         run.oversight.beat(node, body, now_s=93.0)
     run.oversight.passing(now_s=94.0)
     assert [one["actions"] for one in told(run.oversight, "IncidentClosed")] == [

@@ -19,7 +19,7 @@ from ftrun.recovery.hang_watch import Finding
 from ftrun.recovery.incidents import Incidents, verdict_of
 from ftrun.recovery.lifecycle import TABLE, Life, LifeCycle
 from ftrun.recovery.losses import Losses
-from ftrun.wire.heartbeats import Beat, RankReport
+from ftrun.wire.heartbeats import Beat, RankReport, RestartTimes
 from tests.unit.recovery.made import plan
 
 KILLED = WorkerExit(Rank(0), Kind.SIGNAL, -9, "rank 0 was killed", detail="a\n  b", fingerprint="k")
@@ -36,6 +36,9 @@ def progress(step: int, *, attached: bool = True) -> Progress:
 
 def beats(step: int, loss: float | None = None, age_s: float = 0.1) -> list[Beat]:
     return [Beat(generation=1, ranks=(RankReport(0, 1, "running", step, age_s, "", loss),))]
+
+
+TIMES = RestartTimes(stepped_age_s=0.1, total_s=0.4, restore_s=0.05, first_step_s=0.02)
 
 
 def running(step: int = 10) -> Incidents:
@@ -59,7 +62,9 @@ def test_a_rank_that_is_killed() -> None:
     made.acted("respawn", "rank 0 was killed")
     made.generation_begins(plan(1, "ab", restore=(0, 18)))
     made.progress(beats(0, age_s=-1.0), progress(18), now_s=5.2)  # no step yet
-    made.progress(beats(19), progress(19), now_s=5.5)
+    for node_id in "ab":
+        made.stepped(node_id, TIMES, now_s=5.6)
+    made.progress(beats(19), progress(19), now_s=5.7)
     assert made.life.state is Life.VERIFY
     made.progress(beats(21, loss=0.5), progress(22), now_s=5.9)
     assert made.open is None
@@ -90,10 +95,12 @@ def test_a_hang_from_suspicion_to_the_end() -> None:
     made.failed(hung, ["a"], progress(20), now_s=112.0)
     made.acted("respawn", "x")
     made.generation_begins(plan(1, "ab", restore=(0, 20)))
+    for node_id in "ab":
+        made.stepped(node_id, TIMES, now_s=112.6)
     made.progress(beats(21, loss=1.65), progress(21), now_s=113.0)
     notes = made.take_notes()
     kinds = [note.kind for note in notes if note.kind != "Transition"]
-    assert kinds == ["Suspected", "Verdict", "Action", "IncidentClosed"]
+    assert kinds == ["Suspected", "Verdict", "Action", "Downtime", "IncidentClosed"]
     named = next(note.fields for note in notes if note.kind == "Verdict")
     stacks = {one["rank"]: len(one["stack"]) for one in named["ranks"]}
     assert stacks == {0: 2, 1: 2, 2: 1, 3: 1}  # the culprit's, one victim's, of others the top
@@ -168,6 +175,7 @@ def test_without_attach_running_again_is_all_that_can_be_verified() -> None:
     alone.failed(KILLED, ["a"], progress(30, attached=False), now_s=2.0)
     alone.acted("respawn", "x")
     alone.generation_begins(plan(1, "a"))
+    alone.stepped("a", TIMES, now_s=3.0)
     alone.progress(beats(1), progress(1, attached=False), now_s=3.0)
     assert alone.open is None
 
@@ -238,3 +246,58 @@ def test_losses(before: list[float], after: float | None, says: str) -> None:
         made.add(step, loss)
         made.add(step, loss)
     assert made.judge(after) == says
+
+
+def restarted(made: Incidents, generation: int, *, at_s: float, **changes: float) -> dict[str, Any]:
+    """The line on the downtime, once both nodes have said when their ranks had a first step."""
+    made.generation_begins(plan(generation, "ab", restore=(0, 18)))
+    made.stepped("a", TIMES, now_s=at_s - 0.3)
+    assert lines(made, "Downtime") == []
+    made.stepped("b", replace(TIMES, **changes), now_s=at_s + TIMES.stepped_age_s)
+    (told,) = lines(made, "Downtime")
+    made.stepped("a", TIMES, now_s=at_s + 9.0)
+    assert lines(made, "Downtime") == []
+    return told
+
+
+def parts_of(told: dict[str, Any]) -> tuple[float, ...]:
+    names = ("total_s", "detection_s", "restart_s", "restore_s", "first_step_s")
+    return tuple(told[name] for name in names)
+
+
+def test_the_downtime_is_from_the_fault_to_the_next_step_of_the_last_node() -> None:
+    made = running()
+    made.sign(4.8)
+    made.sign(4.9)  # a second rank that ended because of the first
+    made.failed(KILLED, ["a"], progress(20), now_s=5.0)
+    told = restarted(made, 1, at_s=6.0, restore_s=0.3, first_step_s=0.1)
+    assert parts_of(told) == pytest.approx((1.2, 0.2, 0.6, 0.3, 0.1))
+    assert (told["fault_s"], told["stepped_s"]) == (4.8, pytest.approx(6.0))
+    assert made.open is not None
+    made.progress(beats(21), progress(21), now_s=7.0)
+    (closed,) = lines(made, "IncidentClosed")
+    assert closed["recovered_s"] == told["total_s"]
+    assert closed["downtime"] == {name: told[name] for name in closed["downtime"]}
+
+
+def test_a_second_fault_in_an_incident_adds_its_own_downtime() -> None:
+    made = running()
+    made.failed(KILLED, ["a"], progress(20), now_s=5.0)
+    assert parts_of(restarted(made, 1, at_s=6.0))[0] == pytest.approx(1.0)
+    made.sign(7.9)
+    made.failed(KILLED, ["a"], progress(20), now_s=8.0)  # two seconds were trained in between
+    told = restarted(made, 2, at_s=8.5)
+    assert parts_of(told) == pytest.approx((1.6, 0.1, 1.36, 0.1, 0.04))
+    assert told["incident"] == 1
+
+
+def test_an_agent_that_took_over_after_a_killed_one_counts_from_its_end() -> None:
+    made = Incidents()
+    made.succeed(2)
+    made.agent_lost("a", 10.0, now_s=10.8)
+    told = restarted(made, 1, at_s=12.0)
+    assert parts_of(told)[:2] == pytest.approx((2.0, 0.8))
+    made.progress(beats(19), progress(19), now_s=13.0)
+    (closed,) = lines(made, "IncidentClosed")
+    assert (closed["incident"], closed["verdict_kind"], closed["steps_lost"]) == (
+        3, "agent lost", None)  # fmt: skip
