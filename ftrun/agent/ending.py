@@ -5,6 +5,8 @@ Takes in: what the run ended by.
 Gives:    one block on stderr, in under 25 lines: the first cause, the user's own line, what to do.
 """
 
+from dataclasses import dataclass
+
 from ftrun.agent.generations import Generations
 from ftrun.config import RunSpec
 from ftrun.errors import ExitCode
@@ -13,8 +15,50 @@ from ftrun.recovery.commands import EndRun
 MAX_TRACE_LINES = 12
 
 
-def final_block(command: EndRun, spec: RunSpec, generations: Generations) -> str:
-    """What the operator reads first, and often only."""
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What of the training is left after the run."""
+
+    step: int
+    """The last one that any rank completed."""
+    directory: str | None
+    """Where checkpoints go; None: nowhere."""
+    checkpoint_step: int | None
+    """Of the last one that was written."""
+    not_written: str
+    """Why the one after it was not."""
+
+    def lines(self) -> list[str]:
+        found = [f"  stopped at   step {self.step}"]
+        if self.directory is None:
+            return [
+                *found,
+                "  kept         nothing: snapshots were in memory only, and are freed",
+                "  to resume    start it with --checkpoint-dir DIR: its last step is then written "
+                "at the end",
+            ]
+        if self.checkpoint_step is None:
+            why = self.not_written or "no snapshot was committed yet"
+            return [*found, f"  kept         nothing in {self.directory}: {why}"]
+        found.append(f"  kept         step {self.checkpoint_step} in {self.directory}")
+        if self.checkpoint_step < self.step:
+            why = self.not_written or "no later snapshot was committed"
+            found.append(f"               steps {self.checkpoint_step + 1} to {self.step} are not "
+                         f"kept: {why}")  # fmt: skip
+        return [*found, "  to resume    start the same command again"]
+
+
+def final_block(
+    command: EndRun, spec: RunSpec, generations: Generations, kept: Kept | None = None
+) -> str:
+    """What the operator reads first, and often only.
+
+    Args:
+        command: how the run ends.
+        spec: of the run.
+        generations: of this agent.
+        kept: of a run that was stopped; None: its script does not attach, or it failed.
+    """
     restarts = len(generations.restarts)
     noun = "restart" if restarts == 1 else "restarts"
     code = int(command.exit_code)
@@ -27,6 +71,8 @@ def final_block(command: EndRun, spec: RunSpec, generations: Generations) -> str
     if command.cause is not None:
         lines.append(f"  first cause  {command.cause.text}")
         lines += _trace(command.cause.detail)
+    if kept is not None:
+        lines += kept.lines()
     if command.advice:
         lines.append(f"  what to do   {command.advice}")
     if command.exit_code == ExitCode.DO_NOT_RESTART:

@@ -19,7 +19,7 @@ from ftrun.agent import elastic
 from ftrun.agent.caretaker import Caretaker
 from ftrun.agent.cluster_desk import ClusterDesk
 from ftrun.agent.control import ControlServer
-from ftrun.agent.ending import final_block
+from ftrun.agent.ending import Kept, final_block
 from ftrun.agent.eyes import Eyes
 from ftrun.agent.generations import Generations
 from ftrun.agent.kept_state import KeptState
@@ -41,6 +41,7 @@ from ftrun.journal import Journal
 from ftrun.monitor.deadlines import HangSettings
 from ftrun.recovery.commands import EndRun
 from ftrun.recovery.supervisor import Policy
+from ftrun.urls import without_password
 
 KNOWN_TORCH = ((2, 8), (2, 15))
 """Versions whose launcher was read; see docs/architecture.md."""
@@ -234,5 +235,19 @@ def _say_end(command: EndRun, spec: RunSpec, run: RunLoop) -> None:
         # Whoever has started us with an error file of its own finds the first cause there.
         get_error_handler().dump_error_file(path, command.exit_code)
     sys.stdout.flush()
-    sys.stderr.write(final_block(command, spec, run.generations))
+    sys.stderr.write(final_block(command, spec, run.generations, _kept(command, spec, run)))
     sys.stderr.flush()
+
+
+def _kept(command: EndRun, spec: RunSpec, run: RunLoop) -> Kept | None:
+    progress = run.workers.progress()
+    is_stop = command.exit_code > 128 and command.cause is None and not command.goes_on
+    if not is_stop or not progress.attached:
+        return None
+    directory, written = spec.checkpoint_directory, run.smp.last_checkpoint
+    return Kept(
+        step=progress.step,
+        directory=None if directory is None else without_password(directory),
+        checkpoint_step=None if written is None else written.step,
+        not_written=run.caretaker.not_written,
+    )

@@ -118,7 +118,7 @@ class Node:
             kept=kept.plan,
             took_effect=kept.took_effect,
         )
-        brain.member.agent_lost_s = last_agent_ended_s()
+        brain.member.follower.agent_lost_s = last_agent_ended_s()
         return brain
 
     def introduce(self, smp: SmpLink) -> None:

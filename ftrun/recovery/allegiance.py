@@ -26,6 +26,7 @@ from ftrun.recovery.commands import Command, Dial, Note, Send, Wish
 from ftrun.recovery.follower import Follower
 from ftrun.recovery.gathering import Gatherer
 from ftrun.recovery.happenings import WitnessSaid
+from ftrun.recovery.incidents import Incidents
 from ftrun.recovery.patience import Patience
 from ftrun.recovery.settings import ClusterSettings
 from ftrun.recovery.succession import Succession
@@ -93,7 +94,7 @@ class Allegiance:
         self._witness = witness
         self._patience = Patience(settings, now_s=now_s)
         self._since_s = self._apart_s = self._look_s = now_s
-        self.lead_lost_s: float | None = None
+        self._lead_lost_s: float | None = None
         """When the lead that was followed last was heard last, where it was lost."""
         if follower.newest_plan is not None:  # an earlier agent of this node had a part in the run
             self.role = Role.SEEKING
@@ -139,6 +140,16 @@ class Allegiance:
         """This agent proposes itself."""
         self._found(self._me, Role.LEADING, now_s)
 
+    def hand_over(self, incidents: Incidents, *, now_s: float) -> None:
+        """This agent leads from now on: what it knows of incidents, and of the newest fault."""
+        follower = self._follower
+        incidents.succeed(follower.incidents)
+        if self.succession.lost and self._lead_lost_s is not None:
+            incidents.sign(self._lead_lost_s)
+        elif follower.agent_lost_s is not None and follower.newest_plan is not None:
+            lost_s, follower.agent_lost_s = follower.agent_lost_s, None
+            incidents.agent_lost(self._me.node_id, lost_s, now_s=now_s)
+
     def _found(self, card: NodeCard, role: Role, now_s: float) -> None:
         self.lead_card, self.role, self.gatherer = card, role, None
         self.waiting.follow(now_s=now_s)
@@ -159,7 +170,7 @@ class Allegiance:
         note = Note("LeadLost", f"the lead is lost: {why}", say=True)
         self.role = Role.SEEKING
         self._apart_s = now_s
-        self.lead_lost_s = now_s if refused else now_s - self.waiting.silent_s(now_s=now_s)
+        self._lead_lost_s = now_s if refused else now_s - self.waiting.silent_s(now_s=now_s)
         return [note, *self.give_up(now_s=now_s, refused=refused)]
 
     def give_up(self, *, now_s: float, refused: bool = False) -> list[Command]:

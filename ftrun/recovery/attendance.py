@@ -139,7 +139,7 @@ class Peers:
     def opened(self, peer: Peer, *, now_s: float) -> None:
         if not peer.linked:
             peer.here_s = now_s
-        peer.linked, peer.refused = True, False
+        peer.linked, peer.refused, peer.closed_s = True, False, 0.0
         self.has_met = True
         peer.heard_s = peer.met_s = now_s
 

@@ -70,6 +70,8 @@ class Follower:
         """The newest plan that an earlier agent of this node has accepted."""
         self._quiesced: Quiesced | None = None
         self._adopted: Adopted | None = None
+        self.agent_lost_s: float | None = None
+        """When the last agent of this node ended, where this one follows it in the same run."""
         self._enrolled: Edition = (-1, 0)
         """The newest roster whose acceptance was kept."""
         self._prepare: tuple[str, Prepare] | None = None

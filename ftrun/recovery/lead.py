@@ -159,7 +159,6 @@ class Lead:
             found = [] if peer.lost else self._lose(peer, _RESTARTED, now_s)
             return [*found, lead_is]
         self.known.opened(peer, now_s=now_s)
-        peer.closed_s = 0.0
         if peer.lost:
             return self.back_again(peer, now_s=now_s)
         return [*self._election.ask(peer, now_s=now_s), Send(node_id, self._heartbeat(now_s))]
@@ -175,10 +174,9 @@ class Lead:
         peer = self.known.get(node_id)
         if peer is None:
             return []
-        peer.linked = False
+        peer.linked, peer.closed_s = False, now_s
         if peer.lost:
             return []
-        peer.closed_s = now_s
         peer.dialled_s = now_s
         return [Dial(peer.card.host, peer.card.port, node_id)]
 
@@ -205,13 +203,11 @@ class Lead:
     def _lose(self, peer: Peer, why: str, now_s: float) -> list[Command]:
         node_id = peer.card.node_id
         peer.lost, peer.lost_s = why, now_s
-        if runs_ranks(self.plan, peer.card):
-            self.oversight.incidents.sign(peer.closed_s or peer.heard_s)
         self.roads.lost(node_id)
         was_member = runs_ranks(self.plan, peer.card)
         text = f"node {node_id} is lost: {why}"
         found: list[Command] = [Note("NodeLost", text, {"member": was_member}, say=True)]
-        self.oversight.note_failure(node_id, now_s=now_s)
+        self.oversight.note_failure(node_id, now_s=now_s, fault_s=peer.closed_s or peer.heard_s)
         if self.ending is not None:
             return found if not peer.refused else []  # it was told of the end, and has gone
         if was_member:

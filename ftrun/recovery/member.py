@@ -71,8 +71,6 @@ class Member:
         self.follower = Follower(me, kept, took_effect=took_effect)
         self.lead: Lead | None = None
         self.witness = Witness(is_used=settings.witness)
-        self.agent_lost_s: float | None = None
-        """When the last agent of this node ended, where this one follows it in the same run."""
         self._holding = Holding(self.follower)
         self._settings = settings
         self._oversight = oversight
@@ -394,7 +392,7 @@ class Member:
         )
         self.lead = lead
         lead.known.has_met = self._allegiance.has_met
-        lead.oversight.incidents.succeed(follower.incidents)
+        self._allegiance.hand_over(lead.oversight.incidents, now_s=now_s)
         for card in [*(one for one in cards if one.node_id != self.me.node_id), self.me]:
             linked = lead.has_link(card)
             peer = lead.known.put(card, now_s=now_s, linked=linked, has_answered=True)
@@ -403,11 +401,6 @@ class Member:
             peer.refused = card.node_id in succession.refused
         lost = set(succession.lost)
         self._allegiance.lead(now_s=now_s)
-        if lost and self._allegiance.lead_lost_s is not None:
-            lead.oversight.incidents.sign(self._allegiance.lead_lost_s)
-        elif self.agent_lost_s is not None and follower.newest_plan is not None:
-            lost_s, self.agent_lost_s = self.agent_lost_s, None
-            lead.oversight.incidents.agent_lost(self.me.node_id, lost_s, now_s=now_s)
         return lead.succeed(lost, why, now_s=now_s)
 
     # --- time ---------------------------------------------------------------------------------

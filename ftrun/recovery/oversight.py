@@ -135,8 +135,10 @@ class Oversight:
             skip_to=self.watching.skip_to,
         )
 
-    def note_failure(self, node_id: str, *, now_s: float) -> None:
-        """This node was lost."""
+    def note_failure(self, node_id: str, *, now_s: float, fault_s: float | None = None) -> None:
+        """This node was lost; its last sign of life was at `fault_s`, where that is known."""
+        if fault_s is not None and self._plan is not None and self._plan.member(node_id):
+            self.incidents.sign(fault_s)
         self._failures_s.setdefault(node_id, []).append(now_s)
         self.reports.forget(node_id)
 
@@ -193,8 +195,7 @@ class Oversight:
     def beat(self, node_id: str, beat: Beat, *, now_s: float) -> list[SupervisorCommand]:
         """Take in how things are on one node; `passing` decides what it leads to."""
         is_current = self.reports.take(node_id, beat)
-        if is_current:
-            self.incidents.stepped(node_id, beat.restart, now_s=now_s)
+        self.incidents.stepped(node_id, beat.restart if is_current else None, now_s=now_s)
         found: list[SupervisorCommand] = []
         while self._stops_handled < beat.stops:
             self._stops_handled += 1

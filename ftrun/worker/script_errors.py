@@ -21,6 +21,7 @@ from ftrun.worker import heartbeat, visibility
 from ftrun.worker.context import worker_context
 
 _OWN_FOLDER = os.path.dirname(os.path.abspath(__file__))
+_PACKAGE = os.path.dirname(_OWN_FOLDER) + os.sep
 
 
 def report(error: BaseException) -> None:
@@ -32,6 +33,8 @@ def report(error: BaseException) -> None:
     heartbeat.script_failed(clock.now_ns())
     visibility.dump_calls()
     write_error_file(error, trace)
+    if isinstance(error, KeyboardInterrupt) and _ends_in_ftrun(trace):
+        return  # the rank waited for the end of the run: no line of the script was interrupted
     sys.excepthook(type(error), error.with_traceback(trace), trace)
     sys.stderr.flush()
 
@@ -64,6 +67,13 @@ def write_error_file(error: BaseException, trace: TracebackType | None) -> None:
             json.dump(document, file)
     except OSError as problem:
         sys.stderr.write(f"ftrun: no error file at {path}: {problem.strerror}\n")
+
+
+def _ends_in_ftrun(trace: TracebackType | None) -> bool:
+    file = ""
+    while trace is not None:
+        file, trace = trace.tb_frame.f_code.co_filename, trace.tb_next
+    return os.path.abspath(file).startswith(_PACKAGE)
 
 
 def _users_part(trace: TracebackType | None) -> TracebackType | None:

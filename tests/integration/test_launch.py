@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -237,6 +238,32 @@ def test_sigterm_stops_cleanly(start: Start, script: Script) -> None:
     assert run.wait() == 143
     assert all(is_gone(pid) for pid in pids)
     assert "stopped by SIGTERM" in run.text
+
+
+def test_interrupt_names_the_step_and_where_it_is_kept(start: Start, script: Script) -> None:
+    name = script("""
+import time, torch, ftrun
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+session = ftrun.attach(model=model, optimizer=optimizer)
+for step in session.steps(1 << 30):
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    time.sleep(0.02)
+""")
+    run = start("--nproc-per-node", "2", "--checkpoint-dir", "kept", name)
+    run.wait_for_step(3)
+    run.process.send_signal(signal.SIGINT)
+    assert run.wait() == 130
+    assert "Traceback" not in run.text
+    assert run.text.count("stopped by SIGINT") == 1
+    stopped = re.search(
+        r"stopped at +step (\d+)\n +kept +step (\d+) in (\S+)\n +to resume", run.text
+    )
+    assert stopped is not None, run.text
+    assert stopped[1] == stopped[2]
+    assert any(stopped[1] in path.name for path in (run.folder / "kept").iterdir())
 
 
 def test_stopped_rank_is_acted_on(start: Start, script: Script) -> None:
