@@ -166,6 +166,20 @@ def cut(it: Breaking) -> None:
     it.recovered()
 
 
+def pair_cut(it: Breaking) -> None:
+    """Node 0 leads and is the spare; the members reach it, and not each other."""
+    for node, place in enumerate((2, 0, 1)):
+        it.run.start(node, flags=("--node-rank", place))
+    it.run.wait_for_step(BREAK_AT)
+    it.hit("cut", 1, peer=2)
+    it.recovered()
+    named = it.run.journals("Verdict")[0]["verdict"]
+    if named["kind"] != "hang in communication" or named["nodes"] != ["node1", "node2"]:
+        raise BenchError(f"the link between node1 and node2 is cut, and the verdict is {named}")
+    if it.run.generation != 1 or it.run.node_of(1) != 0:
+        raise BenchError(f"rank 1 is on node{it.run.node_of(1)}, generation {it.run.generation}")
+
+
 def lead_cut(it: Breaking) -> None:
     """The others go on; the old lead holds its ranks, and comes back as a spare."""
     it.begin()
@@ -343,6 +357,7 @@ _ALL = (
     Fault("reset", "a node; its kernel tells the others", reset),
     Fault("freeze", "a node stands still; thawed when replaced", freeze),
     Fault("cut", "a node's cable, for good", cut),
+    Fault("pair-cut", "the link between the two members, for good", pair_cut),
     Fault("stale-rejoin", "cut, replaced, healed; then its successor is reset", stale_rejoin),
     Fault(
         "one-by-one",

@@ -91,6 +91,7 @@ class NodeReport:
             survives=0 if run.generations.is_alone else smp.survives,
             problem=smp.restore_failed,
             problem_is_link=smp.restore_lost_links,
+            unreachable=smp.unreachable,
             unprotected=run.caretaker.smp_given_up or smp.survives_why,
             ranks=workers.reports(now_s),
             p99_s=run.eyes.p99_s,

@@ -55,6 +55,8 @@ class SmpLink:
     abandoned_step: int = -1
     restore_failed: str = ""
     restore_lost_links: bool = False
+    unreachable: tuple[str, ...] = ()
+    """Nodes that the SMP cannot reach now."""
     is_restored: bool = False
     """Every local rank has the version that its generation starts from."""
     notices: deque[smp_messages.SmpNotice] = field(default_factory=lambda: deque(maxlen=100))
@@ -305,7 +307,7 @@ class SmpLink:
         """Forget the connection to an SMP that is gone; its memory is kept."""
         if self.channel is not None:
             self.channel.close()
-        self.channel = None
+        self.channel, self.unreachable = None, ()
         self.writing = False
 
     def shutdown(self) -> None:
@@ -388,6 +390,8 @@ class SmpLink:
                 self.is_restored = True
             case smp_messages.RestoreFailed():
                 self.restore_failed, self.restore_lost_links = body.why, body.is_link
+            case smp_messages.PeersUnreachable():
+                self.unreachable = tuple(body.nodes)
             case smp_messages.SmpNotice():
                 self.notices.append(body)
             case _:

@@ -13,10 +13,13 @@ Rule 2: once acted on, a generation is not looked at again: its ranks are about 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import msgspec
+
 from ftrun.monitor.deadlines import Deadlines, HangSettings
 from ftrun.monitor.evidence import RankView
 from ftrun.monitor.hangs import find_hang
 from ftrun.monitor.verdicts import Sure, Verdict, VerdictKind, ranks_in_words
+from ftrun.recovery.lost_links import lost_links, with_lost_links
 from ftrun.wire.heartbeats import Beat
 from ftrun.wire.plan import Plan
 
@@ -61,8 +64,17 @@ class HangWatch:
         self._seen = ()
         self._is_suspected = False
 
-    def look(self, beats: Mapping[str, Beat], plan: Plan) -> Finding | None:
-        """Judge what is known now; something only where that is news."""
+    def look(
+        self, beats: Mapping[str, Beat], plan: Plan, *, can_replace: bool = False
+    ) -> Finding | None:
+        """Judge what is known now; something only where that is news.
+
+        Args:
+            beats: the newest heartbeats.
+            plan: the running generation.
+            can_replace: another node can take the place of one end of a lost link. If not, a
+                restart would meet the same link, so the link is given time.
+        """
         if self._is_over:
             return None
         own = [(node, beats[node.node_id]) for node in plan.members if node.node_id in beats]
@@ -77,7 +89,13 @@ class HangWatch:
             self._forget()
             return None
         verdict = find_hang(views, node_of, self._settings, limit_s=deadlines.look_s)
+        lost = lost_links(beats, plan)
         has_leave = verdict is not None and verdict.has_leave
+        if lost is not None and not has_leave:
+            late = [rank for rank, view in sorted(views.items()) if _silence(view)]
+            verdict = with_lost_links(verdict, lost, late)
+            if verdict.kind is VerdictKind.HANG_IN_COMMUNICATION and not can_replace:
+                verdict = msgspec.structs.replace(verdict, acts_at_once=False)
         is_due = silent_s >= (deadlines.leave_s if has_leave else deadlines.kill_s)
         if verdict is None and is_due and not _make_steps(views, deadlines.look_s):
             verdict = _unknown(views, silent_s)
@@ -94,7 +112,7 @@ class HangWatch:
             verdict.acts_at_once
             and before is not None
             and before.acts_at_once
-            and (before.kind, before.culprits) == (verdict.kind, verdict.culprits)
+            and _gist(before) == _gist(verdict)
         )
 
     def _news(
@@ -136,7 +154,7 @@ def _looks(views: Mapping[int, RankView]) -> tuple[object, ...]:
 
 
 def _gist(verdict: Verdict) -> tuple[object, ...]:
-    return (verdict.kind, verdict.culprits, verdict.acts_at_once)
+    return (verdict.kind, verdict.culprits, verdict.nodes, verdict.acts_at_once)
 
 
 def _unknown(views: Mapping[int, RankView], silent_s: float) -> Verdict:

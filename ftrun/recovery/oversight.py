@@ -362,15 +362,17 @@ class Oversight:
         has_failed = any(one.kind is not Kind.FINISHED for one in self._exits.values())
         if self._plan is None or has_failed or self.supervisor.state is not State.RUNNING:
             return
+        is_elastic = len(self._plan.members) > self._settings.wishes.min_nodes
+        self.watching.can_replace = can_replace = self.num_spares > 0 or is_elastic
         try:
             found = self.watching.look(self._plan, self.reports, now_s=now_s)
         except Exception as error:  # noqa: BLE001 - who looks must not end what is looked at
             self.watching.went_wrong(error)
             return
         node_id, self.watching.unwanted = self.watching.unwanted, ""
-        if node_id and self.num_spares > 0:
+        if node_id and can_replace:
             self._bar(node_id, now_s)
-            self.incidents.acted("evict", f"node {node_id} is evicted: another stands by")
+            self.incidents.acted("evict", f"node {node_id} is replaced")
         self._take_exits(found, now_s)
 
     def _is_examined(self) -> bool:

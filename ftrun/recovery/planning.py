@@ -5,7 +5,7 @@ Takes in: the promises of a ballot, the places of its nodes, the last plan.
 Gives:    a `Plan`; or what state is missing; or the end of the run, where it cannot be had.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from ftrun.erasure.groups import Group as ErasureGroup
@@ -19,7 +19,7 @@ from ftrun.recovery.commands import EndRun, Note
 from ftrun.recovery.places import Assignment
 from ftrun.recovery.restore_choice import Choice, ancestry, choose
 from ftrun.recovery.settings import ClusterSettings
-from ftrun.wire.ballot_messages import Accepted
+from ftrun.wire.ballot_messages import Accepted, Promise
 from ftrun.wire.plan import History, Plan, PlanNode
 
 
@@ -54,12 +54,7 @@ def make_plan(
         waited_s: since the ballot began.
     """
     promises = ballot.promises
-    choice = choose(
-        {node_id: promise.holdings for node_id, promise in promises.items()},
-        previous,
-        committed=[has.committed for has in promises.values() if has.committed is not None],
-        spoiled=history.spoiled,
-    )
+    choice = _choose(promises, places, previous, history)
     if choice.version is None and history.spoiled is not None:
         return _nothing_clean(version(*history.spoiled))
     problem = _what_is_lost(choice, ballot, previous)
@@ -92,6 +87,38 @@ def make_plan(
         roads=places.roads,
         life=previous.life if previous is not None else f"{places.members[0].incarnation:x}",
     )
+
+
+def _choose(
+    promises: Mapping[str, Promise], places: Assignment, previous: Plan | None, history: History
+) -> Choice:
+    """The version to resume from, that also the nodes with new ranks can get."""
+
+    def of(nodes: Collection[str]) -> Choice:
+        return choose(
+            {node_id: promises[node_id].holdings for node_id in nodes},
+            previous,
+            committed=[has.committed for has in promises.values() if has.committed is not None],
+            spoiled=history.spoiled,
+        )
+
+    first = of(promises)
+    ranks = {
+        card.node_id: range(at, at + card.num_ranks)
+        for card, at in zip(places.members, places.first_ranks, strict=True)
+    }
+    world_size = sum(card.num_ranks for card in places.members)
+    is_fetched = first.world_size == world_size and any(
+        source.parity == 0 and rank not in ranks.get(node_id, ())
+        for source in first.sources
+        for node_id, some in zip(source.node_ids, source.ranks, strict=True)
+        for rank in some
+    )
+    if not is_fetched:
+        return first
+    # An unprotected slot has no mirror to be fetched by: only its own node can use it.
+    second = of([card.node_id for card in places.members if card.node_id in promises])
+    return second if second.version is not None else first
 
 
 def _skipped_batches(choice: Choice, previous: Plan | None, history: History) -> int:

@@ -15,12 +15,14 @@ import msgspec
 from ftrun.errors import ExitCode
 from ftrun.events import Kind, Progress, WorkerExit
 from ftrun.ids import Rank
+from ftrun.monitor.evidence import RankView
 from ftrun.monitor.numbers import NumberWatch, RankNumbers
 from ftrun.monitor.verdicts import Sure, Verdict, VerdictKind, ranks_in_words
 from ftrun.recovery.commands import Send
 from ftrun.recovery.first_cause import first_cause, hidden_cause
-from ftrun.recovery.hang_watch import Finding, HangWatch
+from ftrun.recovery.hang_watch import HangWatch
 from ftrun.recovery.incidents import Incidents
+from ftrun.recovery.lost_links import HungLinks
 from ftrun.recovery.reports import Reports
 from ftrun.recovery.settings import ClusterSettings
 from ftrun.recovery.slow_watch import SlowWatch
@@ -38,7 +40,10 @@ class Watching:
         self.skip_to = -1
         """With which step the data that led to bad numbers end, where they are to be left out."""
         self.unwanted = ""
-        """The node of a rank that hangs, where the profile wants such nodes evicted."""
+        """The node to be replaced for a hang: see `HungLinks`, and `hang.action: evict`."""
+        self.can_replace = False
+        """The run could do without one of its nodes."""
+        self._hung = HungLinks(settings.hang)
         self._evicts_hung = settings.hang.action == "evict"
         self._bad_numbers = bad_numbers
         self._me = me
@@ -55,6 +60,7 @@ class Watching:
         self.unwanted = ""
         self._is_blind = self._has_told_of_replicas = False
         self._hangs.begin()
+        self._hung.begin()
         self._numbers.begin()
         self.slow.begin()
         self.incidents.generation_begins(plan)
@@ -71,7 +77,8 @@ class Watching:
             return found
         self._look_at_replicas(plan, reports, now_s)
         self._look_at_what_is_slow(plan, reports, now_s)
-        return self._look_at_silence(plan, reports, progress, now_s)
+        found = self._look_at_first_step(plan, reports, progress, now_s)
+        return found or self._look_at_silence(plan, reports, progress, now_s)
 
     def went_wrong(self, error: Exception) -> None:
         """A bug of ftrun's: nothing is looked at any more in this generation, and it is told."""
@@ -82,10 +89,23 @@ class Watching:
     def probes(self, plan: Plan, *, now_s: float) -> list[Send]:
         return self.slow.probes(plan, self._me, now_s=now_s)
 
+    def _look_at_first_step(
+        self, plan: Plan, reports: Reports, progress: Progress, now_s: float
+    ) -> list[WorkerExit]:
+        """Ranks to act on because a lost link lets none of them make a first step."""
+        verdict = self._hung.look(
+            plan, reports, progress, can_replace=self.can_replace, now_s=now_s
+        )
+        if verdict is None:
+            return []
+        self.incidents.found(verdict, (), progress, now_s=now_s)
+        self.unwanted = self._hung.node_out(verdict, plan, reports)
+        return [_hung(verdict, ())]
+
     def _look_at_silence(
         self, plan: Plan, reports: Reports, progress: Progress, now_s: float
     ) -> list[WorkerExit]:
-        finding = self._hangs.look(reports.beats, plan)
+        finding = self._hangs.look(reports.beats, plan, can_replace=self.can_replace)
         if finding is None:
             if not self._hangs.is_suspicious:
                 self.incidents.cleared(progress, now_s=now_s)
@@ -96,9 +116,13 @@ class Watching:
             return []
         verdict = _with_troubles(finding.verdict, reports)
         self.incidents.named(verdict, finding.views, now_s=now_s)
-        if finding.acts and self._evicts_hung and len(finding.verdict.nodes) == 1:
-            self.unwanted = finding.verdict.nodes[0]
-        return [_hung(finding.verdict, finding)] if finding.acts else []
+        if not finding.acts:
+            return []
+        if self._evicts_hung and len(verdict.nodes) == 1:
+            self.unwanted = verdict.nodes[0]
+        if verdict.kind is VerdictKind.HANG_IN_COMMUNICATION:
+            self.unwanted = self._hung.node_out(verdict, plan, reports) or self.unwanted
+        return [_hung(verdict, finding.views)]
 
     def _look_at_numbers(self, plan: Plan, reports: Reports, now_s: float) -> list[WorkerExit]:
         ranks = [
@@ -209,12 +233,12 @@ def _with_troubles(verdict: Verdict, reports: Reports) -> Verdict:
     return msgspec.structs.replace(verdict, evidence=(*verdict.evidence, *told))
 
 
-def _hung(verdict: Verdict, finding: Finding) -> WorkerExit:
+def _hung(verdict: Verdict, views: Sequence[RankView]) -> WorkerExit:
     """The failure of a rank that has not ended by itself."""
-    ended = {view.rank for view in finding.views if view.is_finished}
+    ended = {view.rank for view in views if view.is_finished}
     candidates = [rank for rank in (*verdict.culprits, *verdict.victims) if rank not in ended]
     rank = (*candidates, 0)[0]
-    stack = next((view.stack for view in finding.views if view.rank == rank), ())
+    stack = next((view.stack for view in views if view.rank == rank), ())
     return WorkerExit(
         Rank(rank),
         Kind.HUNG,

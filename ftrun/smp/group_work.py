@@ -126,12 +126,14 @@ class GroupWork:
                 codec_for=self._codecs.get,
                 patience_s=body.patience_s / (2 if has_ways else 3),
             )
-        own = group.nodes[group.place] if group is not None else None
+        own = group.nodes[group.place] if group is not None else body.own
         rebuild = self._rebuilder.ask if self._rebuilder is not None else None
         if group is None or own is None:
-            self._desk.begin(served, rebuild)
+            self._desk.begin(served, rebuild, own)
             self._protector.begin(None)
             self._read_old(body, served, own)
+            if own is not None:
+                self._begin_links(body, own, None)
             return True
         kept = restored
         has_committed = page.get(Command.COMMITTED_STEP) >= 0
@@ -140,20 +142,30 @@ class GroupWork:
         self.vaults.keep(kept, body.protected_in)
         self._desk.begin(served, rebuild, own)
         self._read_old(body, served, own)
+        self._begin_links(body, own, group)
+        self._protector.begin(group)
+        return True
+
+    def _begin_links(
+        self,
+        body: smp_messages.BeginGeneration,
+        own: protected.NodePlace,
+        group: Protecting | None,
+    ) -> None:
+        """Let the links of this generation in; without a group there are only those to fetch."""
+        number, others = (group.number, len(group.others)) if group is not None else (0, 0)
         identity = PeerIdentity(self._run_id, "smp", own.node_id, own.incarnation)
-        pace_bytes_s = body.pace_bytes_s / max(1, len(group.others))
+        pace_bytes_s = body.pace_bytes_s / max(1, others)
         self._peers.begin(
             Session(
                 identity,
                 body.generation,
-                group.number,
+                number,
                 body.patience_s,
                 pace_bytes_s,
                 tuple(own.rails),
             )
         )
-        self._protector.begin(group)
-        return True
 
     def _read_old(
         self,

@@ -40,6 +40,9 @@ PROTECT, FETCH = "protect", "fetch"
 """What a link is for."""
 
 _NEXT_WAY_S = 0.5
+SILENT_S = 4.0
+"""Without an acknowledgement for longer than this a connection carries nothing: probes go out every
+second."""
 _FIRST_PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 1.0
 _BRIEF_S = 0.1
@@ -118,7 +121,7 @@ class Link:
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._is_closed = False
         self._socket: TransferSocket | None = None
-        self._paces_itself = False
+        self._paces_itself = self._is_lost = False
         self.num_bytes = 0
         self._thread = threading.Thread(
             target=self._run, name=f"ftrun-to-{ends.place.node_id}"[:15], daemon=True
@@ -136,6 +139,12 @@ class Link:
     @property
     def is_connected(self) -> bool:
         return self._socket is not None
+
+    @property
+    def carries_nothing(self) -> bool:
+        """The node was reported lost, or its kernel has acknowledged nothing for `SILENT_S`."""
+        made = self._socket
+        return self._is_lost if made is None else made.silent_s > SILENT_S
 
     def start(self) -> None:
         self._thread.start()
@@ -181,7 +190,8 @@ class Link:
         try:
             while self._connect(is_again=times > 0):
                 times += 1
-                if times > 1:
+                was_lost, self._is_lost = self._is_lost, False
+                if times > 1 or was_lost:
                     self._linked()
                 began_s = clock.now_s()
                 try:
@@ -213,7 +223,7 @@ class Link:
                 is_final |= is_gone and self.dials_again_first
                 if is_final and str(error) != told:
                     told = str(error)
-                    self._lost(told)
+                    self._report_lost(told)
             self._pause(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
         return False
@@ -300,7 +310,11 @@ class Link:
             made.close()
         self._forget()
         if not self._is_closed and not self.dials_again_first:
-            self._lost(why)
+            self._report_lost(why)
+
+    def _report_lost(self, why: str) -> None:
+        self._is_lost = True
+        self._lost(why)
 
     def _end(self) -> None:
         with self._lock:

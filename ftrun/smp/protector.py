@@ -50,6 +50,8 @@ from ftrun.wire.transfer_socket import digest_of
 MAX_ATTEMPTS = 8
 """So often a version is begun again because of damaged blocks."""
 
+_LINKS_EVERY_S = 1.0
+
 TellAgent = Callable[..., None]
 
 
@@ -91,6 +93,8 @@ class Protector:
         self._committed: Version | None = None
         self._troubles = Troubles(tell_agent)
         self._watch = Watch(tools.jobs, self._look)
+        self._unreachable: list[str] = []
+        self._link_watch = Watch(tools.jobs, self._look_at_links)
 
     # --- the server's thread: what the keeper wants ------------------------------------------
 
@@ -102,6 +106,7 @@ class Protector:
         self._committed = self._rounds.over = None
         self._plan = None
         self._rooms = {}
+        self._set_unreachable([])
         self._troubles.clear()
         if group is not None and group.is_possible:
             k = len(group.nodes) - group.parity
@@ -115,10 +120,12 @@ class Protector:
             for place in group.others:
                 self._peers.link(place, PROTECT)
             self._watch.start(group.patience_s)
+            self._link_watch.start(_LINKS_EVERY_S)
 
     def stop(self) -> None:
         """Give up all that is under way."""
         self._watch.stop()
+        self._link_watch.stop()
         self._rounds.stop()
 
     def stand_still(self) -> None:
@@ -435,6 +442,22 @@ class Protector:
                 continue
             if not round_.has_moved():
                 self._troubles.stalled(round_.version, group, round_.stored)
+
+    def _look_at_links(self) -> None:
+        """Tell the agent which nodes cannot be reached now, where that has changed."""
+        group = self.group
+        if group is None:
+            return
+        links = [
+            (place.node_id, self._peers.find(place.node_id, PROTECT)) for place in group.others
+        ]
+        found = [node_id for node_id, link in links if link is not None and link.carries_nothing]
+        self._set_unreachable(found)
+
+    def _set_unreachable(self, nodes: list[str]) -> None:
+        if nodes != self._unreachable:
+            self._unreachable = nodes
+            self._tell_agent(smp_messages.PeersUnreachable(nodes))
 
     # --- details -----------------------------------------------------------------------------
 

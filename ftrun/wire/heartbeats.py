@@ -80,6 +80,8 @@ class Beat(Message, frozen=True):
     """Why this generation cannot go on here, such as a fetch that failed."""
     problem_is_link: bool = False
     """It failed because connections to other nodes were lost."""
+    unreachable: tuple[str, ...] = ()
+    """Nodes that this node's SMP cannot reach now."""
     unprotected: str = ""
     ranks: tuple[RankReport, ...] = ()
     p99_s: float = 0.0

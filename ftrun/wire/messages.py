@@ -30,6 +30,7 @@ from ftrun.wire.smp_messages import (
     KeepRunState,
     ListenForPeers,
     ListeningForPeers,
+    PeersUnreachable,
     RestoreFailed,
     RestoreReady,
     Shutdown,
@@ -123,6 +124,7 @@ AnyMessage = (
     | RestoreReady
     | RestoreFailed
     | VaultMade
+    | PeersUnreachable
     | SmpNotice
     | TakeInventory
     | Inventory

@@ -51,6 +51,8 @@ class BeginGeneration(Message, frozen=True):
             it up.
         pace_bytes_s: so many bytes per second this node sends at most to protect a version, to
             all others together; 0: as fast as it goes.
+        own: of a node that runs no ranks now: its place, so that the nodes that run its former
+            ranks can fetch their state from it.
     """
 
     generation: int
@@ -67,6 +69,7 @@ class BeginGeneration(Message, frozen=True):
     restored_world_size: int = 0
     patience_s: float = 10.0
     pace_bytes_s: float = 0.0
+    own: NodePlace | None = None
 
 
 class VersionReady(Message, frozen=True):
@@ -152,6 +155,12 @@ class SmpNotice(Message, frozen=True):
     why: str
     nodes: list[str] = []
     ranks: list[int] = []
+
+
+class PeersUnreachable(Message, frozen=True):
+    """SMP -> agent, unasked: the nodes of the group that it cannot reach now."""
+
+    nodes: list[str]
 
 
 class TakeInventory(Message, frozen=True):

@@ -26,6 +26,7 @@ USER_TIMEOUT_S = 3.0
 _BACKLOG = 128
 _SO_MAX_PACING_RATE = 47
 _PACED_UNSENT_BYTES = 1 << 18
+_LAST_ACK_AT = 56  # of tcpi_last_ack_recv in struct tcp_info, in ms
 _ANYWHERE_ELSE = "192.0.2.1"  # RFC 5737: an address that is nobody's, for the default route
 _HOW: dict[int | None, HowLost] = {
     errno.ECONNREFUSED: "refused",
@@ -160,6 +161,21 @@ def pace(sock: socket.socket, bytes_per_s: float) -> bool:
     except OSError:
         return False
     return True
+
+
+def silent_s(sock: socket.socket) -> float:
+    """Seconds since the peer's kernel last acknowledged anything; 0 where that cannot be told.
+
+    With the keep-alive probes of `tune` a peer that can be reached acknowledges about once a
+    second, also where its process is stopped or reads nothing.
+    """
+    try:
+        info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _LAST_ACK_AT + 4)
+    except OSError:  # it was closed
+        return 0.0
+    if len(info) < _LAST_ACK_AT + 4:
+        return 0.0
+    return int.from_bytes(info[_LAST_ACK_AT:], sys.byteorder) / 1000
 
 
 def unacknowledged_bytes(fd: int) -> int:

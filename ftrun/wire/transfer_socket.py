@@ -24,7 +24,7 @@ from ftrun.errors import PeerLost, PeerTimeout, ProtocolError
 from ftrun.wire.framing import MAX_FRAME_BYTES, decode_body, encode_body
 from ftrun.wire.handshake import Session
 from ftrun.wire.sealing import PREFIX_BYTES, body_length, check_body, seal_header
-from ftrun.wire.tcp import how_lost
+from ftrun.wire.tcp import how_lost, silent_s
 from ftrun.wire.transfer import AnyTransfer, TransferEnvelope
 
 MAX_RAW_BYTES = 1 << 31
@@ -61,6 +61,11 @@ class TransferSocket:
     @property
     def node_id(self) -> str:
         return self._session.peer.node_id
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since the peer's kernel last acknowledged anything."""
+        return silent_s(self._sock)
 
     def fileno(self) -> int:
         return self._sock.fileno()

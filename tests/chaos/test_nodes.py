@@ -27,6 +27,7 @@ NO_ZYGOTE = ("--set", "start.mode=fresh")
 ALWAYS = [
     ("power-off", "fsdp2"),
     ("lead-power-off", "ddp"),
+    ("pair-cut", "ddp"),
 ]
 IN_FULL = [(name, kind) for name in FAULTS for kind in KINDS if (name, kind) not in ALWAYS]
 

@@ -238,6 +238,7 @@ class Node:
                 | smp_messages.AbandonVersion()
                 | smp_messages.RestoreReady()
                 | smp_messages.RestoreFailed()
+                | smp_messages.PeersUnreachable()
                 | smp_messages.SmpNotice()
             ):
                 self.told.append(body)
@@ -1184,6 +1185,68 @@ def test_a_rank_that_has_moved_is_fetched_from_where_it_was(cluster: Cluster) ->
         cluster.check_bytes(2, spare.arenas[2], at)
     finally:
         moved.lose()
+
+
+def test_a_node_that_runs_no_ranks_any_more_gives_what_it_holds(cluster: Cluster) -> None:
+    """It was replaced while it lived; the others cannot rebuild its state, as one more is lost."""
+    cluster.start(3)
+    cluster.begin()
+    cluster.employ()
+    at = cluster.protect(1)
+    made_in = cluster.protected_in(at)
+    replaced = cluster.nodes[1]
+    for worker in replaced.workers:
+        worker.channel.close()
+        os.close(worker.fd)
+    replaced.workers = []
+    cluster.lose(2)
+    old_places = [cluster.nodes[0].place, replaced.place, cluster.nodes[2].place]
+    newcomer = Node("n3", "127.0.0.13", [1], cluster.folder)
+    newcomer.start(secret=cluster.secret)
+    cluster.nodes = [cluster.nodes[0], newcomer, cluster.nodes[2], replaced]
+    page_fd = create_command_page()
+    try:
+        assert replaced.agent is not None
+        replaced.agent.generation = cluster.generation + 1
+        body = smp_messages.BeginGeneration(
+            generation=cluster.generation + 1,
+            world_size=3,
+            local_ranks=[],
+            node_id="n1",
+            restored=(at.generation, at.step),
+            protected_in=made_in,
+            own=replaced.place,
+        )
+        replaced.ask(body, messages.Done, page_fd)
+        cluster.old_group = protected.OldGroup(old_places, cluster.parity, made_in)
+        group = [cluster.nodes[0].place, newcomer.place]
+        newcomer.page_fd = create_command_page()
+        assert newcomer.agent is not None
+        newcomer.agent.generation = cluster.generation + 1
+        wanted = smp_messages.BeginGeneration(
+            generation=cluster.generation + 1,
+            world_size=3,
+            local_ranks=[1],
+            group=group,
+            node_id="n3",
+            parity=1,
+            restored=(at.generation, at.step),
+            protected_in=made_in,
+            restore_from=[cluster.old_group],
+            patience_s=LINK_PATIENCE_S,
+        )
+        newcomer.ask(wanted, messages.Done, newcomer.page_fd)
+        wait_until(
+            lambda: bool(
+                newcomer.has_told(smp_messages.RestoreReady)
+                + newcomer.has_told(smp_messages.RestoreFailed)
+            ),
+            "the state has come",
+        )
+        assert newcomer.has_told(smp_messages.RestoreReady), (newcomer.told, newcomer.log())
+        cluster.check_bytes(1, newcomer.arenas[1], at)
+    finally:
+        os.close(page_fd)
 
 
 def test_without_a_secret_it_works_and_with_another_it_does_not(cluster: Cluster) -> None:

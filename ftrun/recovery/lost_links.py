@@ -1,0 +1,196 @@
+"""Which pair of nodes cannot reach each other, by the word of both.
+
+Runs in:  the agent that leads. Pure.
+Takes in: the newest heartbeats: each says which nodes its SMP cannot reach.
+Gives:    lost links; a hang's verdict with the link named; the node to be replaced for it.
+
+Rule 1: a link counts as lost only where both of its ends report it. A frozen or dead SMP reports
+        nothing, so its links do not count.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ftrun.events import Progress
+from ftrun.monitor.deadlines import HangSettings
+from ftrun.monitor.verdicts import Sure, Verdict, VerdictKind, ranks_in_words
+from ftrun.recovery.reports import Reports
+from ftrun.wire.heartbeats import Beat
+from ftrun.wire.plan import Plan
+
+_FIRST_STEP_FACTOR = 3.0
+
+Pair = tuple[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class LostLinks:
+    """Of one look; at least one pair.
+
+    Args:
+        pairs: in the order of the plan's members.
+        node_out: the end to be replaced.
+    """
+
+    pairs: tuple[Pair, ...]
+    node_out: str
+
+    @property
+    def words(self) -> str:
+        if len(self.pairs) == 1:
+            one, other = self.pairs[0]
+            return f"the link between nodes {one} and {other} carries nothing"
+        links = ", ".join(f"{one} and {other}" for one, other in self.pairs)
+        return f"the links between nodes {links} carry nothing"
+
+
+def lost_links(beats: Mapping[str, Beat], plan: Plan) -> LostLinks | None:
+    """The links between members that both ends report as lost; None where there is none."""
+    members = [node.node_id for node in plan.members]
+    unreachable = {
+        one: beats[one].unreachable
+        for one in members
+        if one in beats and beats[one].generation == plan.generation
+    }
+    pairs = tuple(
+        (one, other)
+        for at, one in enumerate(members)
+        for other in members[at + 1 :]
+        if other in unreachable.get(one, ()) and one in unreachable.get(other, ())
+    )
+    return LostLinks(pairs, _node_out(pairs, plan.lead)) if pairs else None
+
+
+def with_lost_links(verdict: Verdict | None, lost: LostLinks, ranks: Sequence[int]) -> Verdict:
+    """A hang's verdict with the lost link as its cause, unless it has found another cause.
+
+    Args:
+        verdict: as the ranks show it; None: they show nothing.
+        lost: the links.
+        ranks: that make no steps.
+    """
+    if verdict is not None and not _is_explained(verdict, lost):
+        return verdict
+    seen = () if verdict is None else (verdict.text, *verdict.evidence)
+    verb = "waits" if len(ranks) == 1 else "wait"
+    return _verdict(lost, f"{lost.words}, and {ranks_in_words(ranks)} {verb} for it", seen, ranks)
+
+
+def _is_explained(verdict: Verdict, lost: LostLinks) -> bool:
+    if verdict.kind is VerdictKind.HANG_IN_COMMUNICATION:
+        return True
+    is_idle = verdict.kind is VerdictKind.HANG_IN_COMPUTATION and not verdict.against
+    return is_idle and set(verdict.nodes) <= {node for pair in lost.pairs for node in pair}
+
+
+class HungLinks:
+    """Hangs in communication from one generation to the next, by one leader."""
+
+    def __init__(self, settings: HangSettings) -> None:
+        self._settings = settings
+        self._nodes: tuple[str, ...] = ()
+        """Named by the last hang in communication, while no step was made since."""
+        self._begun_s: float | None = None
+        self._lost_s: float | None = None
+        self._longest_s = 0.0
+        """That a generation has needed up to its first step."""
+        self._has_stepped = False
+
+    def begin(self) -> None:
+        """A new generation has taken effect."""
+        self._begun_s = self._lost_s = None
+        self._has_stepped = False
+
+    def look(
+        self,
+        plan: Plan,
+        reports: Reports,
+        progress: Progress,
+        *,
+        can_replace: bool,
+        now_s: float,
+    ) -> Verdict | None:
+        """Whether the generation is to be given up before its first step, and why.
+
+        Before a first step there is no deadline, as it may compile. There is one where both ends
+        of a link report it lost, and after a hang in communication.
+        """
+        if self._begun_s is None:
+            self._begun_s = now_s
+        for_s = now_s - self._begun_s
+        if progress.steps_here > 0:
+            if not self._has_stepped:
+                self._longest_s = max(self._longest_s, for_s)
+                self._has_stepped, self._nodes = True, ()
+            return None
+        if self._settings.action == "report":
+            return None
+        lost = lost_links(reports.beats, plan)
+        if lost is None:
+            self._lost_s = None
+            limit_s = max(self._settings.kill_after_s, _FIRST_STEP_FACTOR * self._longest_s)
+            if not self._nodes or not self._longest_s or for_s < limit_s:
+                return None
+            nodes = ", ".join(self._nodes)
+            what = f"the restart after a hang between nodes {nodes} changed nothing"
+            return _no_first_step(what, plan, for_s, None)
+        if self._lost_s is None:
+            self._lost_s = now_s
+        limit_s = self._settings.suspect_s if can_replace else self._settings.kill_after_s
+        if now_s - self._lost_s < limit_s:
+            return None
+        return _no_first_step(lost.words, plan, for_s, lost)
+
+    def node_out(self, verdict: Verdict, plan: Plan, reports: Reports) -> str:
+        """The node to be replaced for this hang, which is acted on; empty: none is.
+
+        A hang without a lost link is met by a restart of the same nodes first. If no step follows,
+        one of its nodes is replaced.
+        """
+        before, self._nodes = self._nodes, verdict.nodes
+        lost = lost_links(reports.beats, plan)
+        if lost is not None:
+            return lost.node_out
+        nodes = [one for one in before if plan.member(one) is not None]
+        return next((one for one in reversed(nodes) if one != plan.lead), "")
+
+
+def _no_first_step(what: str, plan: Plan, for_s: float, lost: LostLinks | None) -> Verdict:
+    ranks = [rank for node in plan.members for rank in node.ranks]
+    text = f"{what}, and no rank has made a step in {for_s:.0f} s of generation {plan.generation}"
+    if lost is not None:
+        return _verdict(lost, text, (), ranks)
+    return Verdict(
+        kind=VerdictKind.HANG_IN_COMMUNICATION,
+        culprits=(),
+        nodes=tuple(node.node_id for node in plan.members),
+        victims=tuple(ranks),
+        text=text,
+        sure=Sure.POSSIBLE,
+        fingerprint=f"{VerdictKind.HANG_IN_COMMUNICATION.value} no first step",
+    )
+
+
+def _verdict(lost: LostLinks, text: str, seen: Sequence[str], ranks: Sequence[int]) -> Verdict:
+    said = [
+        f"the SMPs of nodes {one} and {other} cannot reach each other" for one, other in lost.pairs
+    ]
+    nodes = tuple(dict.fromkeys(node for pair in lost.pairs for node in pair))
+    return Verdict(
+        kind=VerdictKind.HANG_IN_COMMUNICATION,
+        culprits=(),
+        nodes=nodes,
+        victims=tuple(sorted(ranks)),
+        text=text,
+        evidence=(*said, *seen),
+        sure=Sure.CERTAIN,
+        acts_at_once=True,
+        fingerprint=f"{VerdictKind.HANG_IN_COMMUNICATION.value} {' '.join(nodes)}",
+    )
+
+
+def _node_out(pairs: Sequence[Pair], lead: str) -> str:
+    """The node of most lost links; of equals not the leader's, then the later one."""
+    counts = Counter(node for pair in pairs for node in pair)
+    return max(counts, key=lambda node: (counts[node], node != lead, list(counts).index(node)))
