@@ -1,0 +1,191 @@
+"""A hang over a link that both of its ends report lost is named, and one end is replaced."""
+
+from collections.abc import Mapping
+
+import msgspec
+import pytest
+from unit.monitor.test_hangs import behind, waiting
+from unit.recovery.test_watching import beat
+
+from ftrun.monitor.deadlines import HangSettings
+from ftrun.monitor.evidence import RankView
+from ftrun.monitor.verdicts import VerdictKind
+from ftrun.recovery.commands import StartGeneration
+from ftrun.recovery.lost_links import lost_links, with_lost_links
+from ftrun.recovery.oversight import Oversight
+from ftrun.recovery.places import Wishes
+from ftrun.wire.heartbeats import Beat
+from tests.unit.recovery.made import POLICY, card, plan, settings
+
+MEMBERS = [card("a"), card("b"), card("c"), card("d")]
+PLAN = plan(1, MEMBERS, spares="s")
+SETTINGS = settings(wishes=Wishes(4, 4, 1), heartbeat_s=0.5)
+
+
+def beats(unreachable: Mapping[str, str], generation: int = 1) -> dict[str, Beat]:
+    return {
+        one: Beat(generation=generation, unreachable=tuple(unreachable.get(one, "")))
+        for one in "abcd"
+    }
+
+
+@pytest.mark.parametrize(
+    ("unreachable", "pairs", "out"),
+    [
+        ({"b": "c", "c": "b"}, [("b", "c")], "c"),
+        ({"a": "d", "d": "a"}, [("a", "d")], "d"),
+        ({"b": "ac", "a": "b", "c": "b"}, [("a", "b"), ("b", "c")], "b"),
+        ({"b": "c"}, None, ""),
+        ({"b": "s"}, None, ""),
+        ({}, None, ""),
+    ],
+    ids=["pair", "of the leader", "several of one node", "one side", "no member", "none"],
+)
+def test_a_link_is_lost_where_both_ends_say_so(
+    unreachable: dict[str, str], pairs: list[tuple[str, str]] | None, out: str
+) -> None:
+    found = lost_links(beats(unreachable), PLAN)
+    assert (None if found is None else list(found.pairs)) == pairs
+    assert found is None or found.node_out == out
+
+
+def test_reports_of_another_generation_do_not_count() -> None:
+    assert lost_links(beats({"b": "c", "c": "b"}, generation=0), PLAN) is None
+
+
+def test_a_rank_with_a_cause_of_its_own_stays_the_culprit() -> None:
+    lost = lost_links(beats({"b": "c", "c": "b"}), PLAN)
+    assert lost is not None
+    made = with_lost_links(None, lost, [0, 1])
+    assert "the link between nodes b and c carries nothing" in made.text
+    frozen = msgspec.structs.replace(made, kind=VerdictKind.FROZEN)
+    assert with_lost_links(frozen, lost, [0, 1]) is frozen
+    elsewhere = msgspec.structs.replace(
+        made, kind=VerdictKind.HANG_IN_COMPUTATION, nodes=("a",), culprits=(0,)
+    )
+    assert with_lost_links(elsewhere, lost, [0, 1]) is elsewhere
+    computes = msgspec.structs.replace(elsewhere, nodes=("b",), against=("rank 1 computes",))
+    assert with_lost_links(computes, lost, [0, 1]) is computes
+
+
+class Run:
+    """Four nodes of one rank; the link between b and c is cut after step 40."""
+
+    def __init__(self, *, spares: int = 1, action: str = "restart") -> None:
+        self.oversight = Oversight(
+            POLICY, settings(wishes=Wishes(4, 4, 1), hang=HangSettings(action=action)), "a"
+        )
+        self.oversight.begin(PLAN, now_s=0.0)
+        self.oversight.num_spares = spares
+        self.number, self.generation = 0, 1
+        self.whys: list[str] = []
+
+    def at(
+        self, now_s: float, step: int, silent_s: float, *, is_cut: bool = True, knows: str = ""
+    ) -> None:
+        """All nodes report; `knows` are ranks that have not entered the collective."""
+        for rank, one in enumerate("abcd"):
+            made = beat("a", step)
+            look = self._view(rank, silent_s, str(rank) in knows)
+            body = msgspec.structs.replace(
+                made,
+                generation=self.generation,
+                p99_s=0.1,
+                ranks=(msgspec.structs.replace(made.ranks[0], rank=rank),),
+                views=(look,) if silent_s else (),
+                unreachable=({"b": ("c",), "c": ("b",)}.get(one, ())) if is_cut else (),
+            )
+            self.oversight.beat(one, body, now_s=now_s)
+        found = self.oversight.passing(now_s=now_s)
+        found += self.oversight.passing(now_s=now_s + 0.7)
+        self.whys += [one.why for one in found if isinstance(one, StartGeneration)]
+
+    @staticmethod
+    def _view(rank: int, silent_s: float, has_not_entered: bool) -> RankView:
+        made = behind(rank) if has_not_entered else waiting(rank)
+        return msgspec.structs.replace(made, silent_s=silent_s, step=40)
+
+    def begin(self) -> None:
+        self.generation += 1
+        members = [one for one in MEMBERS if one.node_id not in self.aside()] + [card("s")]
+        self.oversight.begin(plan(self.generation, members[:4]), now_s=100.0)
+
+    def aside(self) -> set[str]:
+        return self.oversight.set_aside(now_s=101.0)
+
+
+def test_the_link_is_named_and_one_end_replaced_at_the_deadline() -> None:
+    run = Run()
+    run.at(50.0, 40, 9.0)
+    verdict = next(
+        note.fields["verdict"]
+        for note in run.oversight.incidents.take_notes()
+        if note.kind == "Verdict"
+    )
+    assert list(verdict["nodes"]) == ["b", "c"]
+    assert not run.whys
+    run.at(52.0, 40, 11.0)
+    assert run.aside() == {"c"}
+    assert len(run.whys) == 1
+    assert "the link between nodes b and c carries nothing" in run.whys[0]
+
+
+def test_ranks_that_wait_on_the_way_to_a_collective_do_not_hide_the_link() -> None:
+    run = Run()
+    for at_s in (50.0, 52.0):
+        run.at(at_s, 40, at_s - 41.0, knows="12")
+    assert run.aside() == {"c"}
+
+
+def test_without_a_node_to_replace_it_the_link_is_given_time() -> None:
+    run = Run(spares=0)
+    for at_s in (50.0, 52.0, 80.0):
+        run.at(at_s, 40, at_s - 41.0)
+    assert not run.whys
+    run.at(165.0, 40, 124.0)
+    assert len(run.whys) == 1
+    assert run.aside() == set()
+
+
+def test_with_report_nothing_is_done() -> None:
+    run = Run(action="report")
+    for at_s in (50.0, 52.0, 200.0):
+        run.at(at_s, 40, at_s - 41.0)
+    assert not run.whys
+    assert run.aside() == set()
+
+
+def test_a_generation_without_a_first_step_over_a_lost_link_is_given_up() -> None:
+    run = Run()
+    run.at(1.0, 0, 0.0)
+    run.at(9.0, 0, 0.0)
+    assert not run.whys
+    run.at(12.0, 0, 0.0)
+    assert len(run.whys) == 1
+    assert "no rank has made a step" in run.whys[0]
+    assert run.aside() == {"c"}
+
+
+def test_before_a_first_step_there_is_no_deadline_without_a_lost_link() -> None:
+    run = Run()
+    for at_s in (1.0, 500.0, 5000.0):
+        run.at(at_s, 0, 0.0, is_cut=False)
+    assert not run.whys
+
+
+def test_a_restart_that_changes_nothing_is_not_repeated_with_the_same_nodes() -> None:
+    """No link is known to be lost: the first restart keeps the nodes, the second does not."""
+    run = Run()
+    run.at(1.0, 0, 0.0, is_cut=False)
+    run.at(5.0, 40, 0.0, is_cut=False)
+    for at_s in (130.0, 180.0):
+        run.at(at_s, 40, at_s - 41.0, is_cut=False)
+    assert len(run.whys) == 1
+    assert run.aside() == set()
+    run.begin()
+    run.at(201.0, 0, 0.0, is_cut=False)
+    run.at(250.0, 0, 0.0, is_cut=False)
+    assert len(run.whys) == 1
+    run.at(330.0, 0, 0.0, is_cut=False)
+    run.at(332.0, 0, 0.0, is_cut=False)
+    assert len(run.oversight.set_aside(now_s=333.0)) == 1
