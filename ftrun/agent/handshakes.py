@@ -22,6 +22,7 @@ from ftrun.agent.road_probe import serve_road
 from ftrun.errors import HandshakeRefused, PeerError, PeerLost
 from ftrun.recovery.commands import Dial
 from ftrun.recovery.happenings import DialFailed
+from ftrun.wire.doors import Door, Doors
 from ftrun.wire.handshake import Session, accept_handshake, dial_handshake
 from ftrun.wire.identity import PeerIdentity
 from ftrun.wire.secret import Secret
@@ -92,7 +93,7 @@ class Handshakes:
         self._dialled = dialled
         self._calling: set[tuple[str, int]] = set()
         self._said: set[str] = set()
-        self._strangers = threading.BoundedSemaphore(MAX_HANDSHAKES)
+        self._doors = Doors(MAX_HANDSHAKES)
 
     # --- asked without waiting ----------------------------------------------------------------
 
@@ -102,12 +103,13 @@ class Handshakes:
             sock, _ = listener.accept()
         except OSError:
             return
-        if not self._strangers.acquire(blocking=False):
+        door = self._doors.enter(sock)
+        if door is None:
             sock.close()
             return
-        if not _started(self._accepted, sock):
+        if not _started(partial(self._accepted, sock), door):
             sock.close()
-            self._strangers.release()
+            door.leave()
 
     def call(self, call: Call) -> None:
         """Reach an agent."""
@@ -129,10 +131,10 @@ class Handshakes:
 
     # --- in a handshake's thread --------------------------------------------------------------
 
-    def _accepted(self, sock: socket.socket) -> None:
+    def _accepted(self, sock: socket.socket, door: Door) -> None:
         try:
             tune(sock, bulk=False)
-            session = accept_handshake(sock, self._identity, self._secret)
+            session = accept_handshake(sock, self._identity, self._secret, hello_s=door.hello_s)
         except HandshakeRefused as error:
             sock.close()
             self.say_once(str(error))
@@ -147,7 +149,7 @@ class Handshakes:
                 with sock, suppress(OSError):
                     serve(sock)
         finally:
-            self._strangers.release()
+            door.leave()
 
     def _called(self, call: Call) -> None:
         command = call.dial

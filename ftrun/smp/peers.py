@@ -23,6 +23,7 @@ from ftrun.errors import AddressTaken, PeerError, PeerLost, ProtocolError, Usage
 from ftrun.network.rails import Rail
 from ftrun.smp.calm import calm_thread
 from ftrun.smp.links import FETCH, PROTECT, Link, LinkEnds
+from ftrun.wire.doors import Door, Doors
 from ftrun.wire.handshake import HANDSHAKE_S, accept_handshake
 from ftrun.wire.identity import PeerIdentity
 from ftrun.wire.protected import NodePlace
@@ -97,7 +98,7 @@ class Peers:
         self._links: dict[tuple[str, str], Link] = {}
         self._incoming: dict[tuple[str, str], Incoming] = {}
         self._seen: set[tuple[str, str]] = set()
-        self._doors = threading.Semaphore(_MAX_HANDSHAKES)
+        self._doors = Doors(_MAX_HANDSHAKES)
 
     def tell(self, events: PeerEvents) -> None:
         """Whom to tell of what comes; said once, before anything can come."""
@@ -224,21 +225,20 @@ class Peers:
                         _log.warning("a connection could not be accepted: %s", error)
                         self._changed.wait(_REST_S)
                 continue
-            if not self._doors.acquire(blocking=False):
+            door = self._doors.enter(sock)
+            if door is None:
                 sock.close()
                 continue
             threading.Thread(
-                target=self._meet, args=(sock,), name="ftrun-from-?", daemon=True
+                target=self._meet, args=(sock, door), name="ftrun-from-?", daemon=True
             ).start()
 
-    def _meet(self, sock: socket.socket) -> None:
+    def _meet(self, sock: socket.socket, door: Door) -> None:
         try:
-            incoming = self._greet(sock)
+            incoming = self._greet(sock, door)
         except PeerError as error:
             _log.warning("a connection was turned away: %s", error)
             incoming = None
-        finally:
-            self._doors.release()
         if incoming is None:
             sock.close()
             return
@@ -250,20 +250,23 @@ class Peers:
         finally:
             incoming.socket.close()
 
-    def _greet(self, sock: socket.socket) -> Incoming | None:
+    def _greet(self, sock: socket.socket, door: Door) -> Incoming | None:
         """The link that has been opened, when it is one of the running session.
 
         Raises:
             PeerError: whoever has connected does not belong here.
         """
         session = self._session
-        if session is None:
-            return None
-        sock.settimeout(HANDSHAKE_S)
-        proven = accept_handshake(sock, session.own, self._secret)
-        tune(sock, bulk=True, user_timeout_s=session.patience_s)
-        made = TransferSocket(sock, proven, patience_s=session.patience_s)
-        hello = made.receive().body
+        try:
+            if session is None:
+                return None
+            sock.settimeout(HANDSHAKE_S)
+            proven = accept_handshake(sock, session.own, self._secret, hello_s=door.hello_s)
+            tune(sock, bulk=True, user_timeout_s=session.patience_s)
+            made = TransferSocket(sock, proven, patience_s=session.patience_s)
+            hello = made.receive().body
+        finally:
+            door.leave()  # a peer of a coming generation waits without one
         if not isinstance(hello, LinkHello) or hello.purpose not in (PROTECT, FETCH):
             raise ProtocolError(f"{made.peer} does not begin with what the link is for")
         incoming = Incoming(made.node_id, hello, made)

@@ -97,10 +97,12 @@ def accept_handshake(
     *,
     admit: Admit = lambda _: "",
     deadline_s: float = HANDSHAKE_S,
+    hello_s: float = HANDSHAKE_S,
 ) -> Session:
-    """The acceptor's side; as `dial_handshake`."""
-    talk = _Talk(sock, deadline_s=deadline_s)
+    """The acceptor's side; as `dial_handshake`. The first message must come within `hello_s`."""
+    talk = _Talk(sock, deadline_s=min(hello_s, deadline_s))
     theirs = talk.hear(_Kind.HELLO)
+    talk.extend(deadline_s)
     nonce = os.urandom(NONCE_BYTES)
     _check_hello(talk, theirs, secret, own_nonce=nonce)
     talk.say(_Kind.HELLO, _hello(secret, nonce))
@@ -188,6 +190,11 @@ class _Talk:
         except OSError:
             pass
         return HandshakeRefused(peer=self.peer, why=why, is_ours=True)
+
+    def extend(self, deadline_s: float) -> None:
+        """The other side has until then, from now on."""
+        self._deadline_s = deadline_s
+        self._give_up_s = clock.now_s() + deadline_s
 
     def release(self) -> None:
         """The handshake is over; the deadline on the socket too."""

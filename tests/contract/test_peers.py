@@ -1,5 +1,7 @@
 """A link from another node that ends is reported once its node has not connected again."""
 
+import contextlib
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -109,6 +111,16 @@ def test_a_node_that_connects_again_is_not_lost(here: Here) -> None:
     told = [here.told.events.get() for _ in range(here.told.events.qsize())]
     assert "lost" not in [kind for kind, _ in told]
     second.close()
+
+
+def test_silent_strangers_of_one_address_keep_no_node_out(here: Here) -> None:
+    with contextlib.ExitStack() as stack:
+        for _ in range(150):  # more than there are slots
+            stranger = socket.create_connection(
+                (HOST, here.port), WAIT_S, source_address=("127.0.0.66", 0)
+            )
+            stack.enter_context(stranger)
+        here.linked_by_b().close()
 
 
 def test_a_node_that_breaks_the_rules_is_lost_at_once(here: Here) -> None:
