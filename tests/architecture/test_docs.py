@@ -55,6 +55,7 @@ def test_every_page_is_there() -> None:
         "network.md",
         "operations.md",
         "papers.md",
+        "security.md",
         "slurm-kubernetes.md",
         "verdicts.md",
     }
