@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
+from ftrun import process_tree
 from ftrun.cli.stub import answers
 from ftrun.errors import FtrunError, UsageError
 from ftrun.ids import RunId
@@ -26,7 +27,7 @@ class Life(Enum):
 
     RUNNING = "running"
     STARTING = "starting"  # a stub, and no agent that answers yet
-    ORPHANED = "orphaned"  # an SMP with the memory, and nobody else
+    ORPHANED = "orphaned"  # no stub; an SMP with the memory, or processes that outlived the stub
     GONE = "gone"
 
 
@@ -61,7 +62,17 @@ def look_at(folder: RunFolder) -> FoundRun:
     if stub_pid is not None:
         life = Life.RUNNING if answers(folder.agent_socket) else Life.STARTING
         return FoundRun(folder, life, stub_pid)
-    return FoundRun(folder, Life.ORPHANED if answers(folder.smp_socket) else Life.GONE)
+    return FoundRun(folder, Life.ORPHANED if is_anything_left(folder) else Life.GONE)
+
+
+def is_anything_left(folder: RunFolder) -> bool:
+    """Whether a run without a stub still has an SMP, or processes that outlived the stub."""
+    if answers(folder.smp_socket):
+        return True
+    try:
+        return bool(process_tree.marked(process_tree.mark_of(folder.path)))
+    except OSError:  # the folder has gone
+        return False
 
 
 def choose(name: str | None, *, command: str) -> FoundRun:

@@ -21,8 +21,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NoReturn
 
-from ftrun import clock
+from ftrun import clock, process_tree
 from ftrun.cli.command_line import CommandLine
+from ftrun.cli.found_runs import is_anything_left
 from ftrun.cli.nodes import nodes_of, rdzv_settings
 from ftrun.cli.profile_files import Resolved, Setting, plain_value, resolve, setting_from_text
 from ftrun.cli.slurm import SlurmStep, slurm_step
@@ -77,6 +78,9 @@ def run(line: CommandLine, *, variables: Mapping[str, str]) -> NoReturn:
     sweep()
     node_id = spec.nodes.node_id if spec.nodes is not None and spec.nodes.is_named else None
     folder, lock_fd = take_folder(RunId(spec.run_id), script=spec.script, node_id=node_id)
+    if folder.spec.exists():  # the stub of an earlier life was killed
+        for text in process_tree.end_marked(folder.path):
+            sys.stderr.write(f"ftrun: {text}\n")
     forget_earlier_life(folder, spec, slurm_step(variables))
     folder.spec.write_text(spec.model_dump_json(indent=1))
     sys.stdout.flush()
@@ -281,7 +285,7 @@ def sweep() -> None:
         except BlockingIOError:
             continue
         else:
-            if _is_file_of(folder.lock, lock_fd) and not answers(folder.smp_socket):
+            if _is_file_of(folder.lock, lock_fd) and not is_anything_left(folder):
                 folder.remove()
         finally:
             os.close(lock_fd)

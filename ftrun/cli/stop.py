@@ -7,10 +7,10 @@ import fcntl
 import json
 import os
 
-from ftrun import clock
+from ftrun import clock, process_tree
 from ftrun.cli import render
 from ftrun.cli.found_runs import FoundRun, Life, choose, look_at
-from ftrun.cli.stub import shut_down_smp
+from ftrun.cli.stub import answers, shut_down_smp
 from ftrun.errors import ExitCode, FtrunError, PeerTimeout, ProtocolError
 from ftrun.wire.messages import Done, Refused, StopRun
 
@@ -33,7 +33,9 @@ def stop(run_id: str | None) -> int:
     run = choose(run_id, command="stop")
     if run.life is Life.ORPHANED:
         _free_orphan(run)
-        render.write_plain(f"run {run.name}: the memory of the lost run is free")
+        render.write_plain(
+            f"run {run.name}: the processes of the lost run have ended, and its memory is free"
+        )
         return ExitCode.DONE
     give_up_s = clock.now_s() + _grace_s(run) + _SPARE_S
     _ask_agent(run, give_up_s)
@@ -78,7 +80,12 @@ def _free_orphan(run: FoundRun) -> None:
     except BlockingIOError:
         raise ProtocolError(f"run {run.name} has just been resumed; ask again") from None
     else:
-        if not shut_down_smp(run.folder):
+        if stuck := process_tree.end_marked(run.folder.path):
+            raise FtrunError(
+                f"run {run.name}: {'; '.join(stuck)}. Its snapshots are kept; ask again when the "
+                "process has ended"
+            )
+        if answers(run.folder.smp_socket) and not shut_down_smp(run.folder):
             raise PeerTimeout(peer="the SMP", waited_s=_ANSWER_S)
         run.folder.remove()
     finally:

@@ -13,6 +13,8 @@ would reap them. The agent is reaped here only, so that its pid stays its own wh
 sent to it.
 Rule 3: when the run is over nothing stays: SMP, descendants, run folder.
 Rule 4: it holds duplicates of the run's memory, unread: agent and SMP may be killed together.
+Rule 5: no agent is started before all ranks of the last one have ended, with everything that they
+have started: ranks behind a wrapper do not die with their agent.
 """
 
 import contextlib
@@ -24,7 +26,7 @@ import sys
 from collections import deque
 from pathlib import Path
 
-from ftrun import clock
+from ftrun import clock, process_tree
 from ftrun.errors import ExitCode, FtrunError
 from ftrun.kernel import become_subreaper
 from ftrun.wire.run_folder import RunFolder
@@ -55,7 +57,8 @@ AGENT_WINDOW_S = 600.0
 _PAUSES_S = (0.0, 0.1, 0.5, 2.0, 5.0)
 _READY_CHECK_S = 0.05
 SHUTDOWN_S = 5.0
-_LEFTOVER_S = 3.0
+_OLD_RANKS_WAIT_S = 30.0
+"""The kernel takes seconds to free the memory of a rank with hundreds of GB, or with a GPU."""
 
 
 class Stub:
@@ -105,6 +108,7 @@ class Stub:
         self._take_what_to_keep()
         variables = {
             **os.environ,
+            process_tree.MARK: process_tree.mark_of(self._folder.path),
             INCARNATION: str(self._incarnation),
             STUB_PID: str(os.getpid()),
             STUB_SOCKET: str(self._keep_there.fileno()),
@@ -160,7 +164,7 @@ class Stub:
             self._held.clear()
 
     def _reap(self) -> None:
-        for pid, status in reap_all():
+        for pid, status in process_tree.reap_all():
             if pid == self._agent:
                 self._agent, self._status = None, status
 
@@ -186,6 +190,10 @@ class Stub:
         self._incarnation += 1
         self._lost_s = now_s
         _say(f"ftrun: the agent {how}; starting another, which goes on from the last snapshot")
+        for text in process_tree.end_children(  # Rule 5
+            term_first=False, spare=process_tree.LASTING, kill_s=_OLD_RANKS_WAIT_S
+        ):
+            _say(f"ftrun: {text}")
         self._pause(_PAUSES_S[min(len(self._starts_s) - 1, len(_PAUSES_S) - 1)])
         if self._asked is not None:
             return 128 + self._asked
@@ -199,64 +207,12 @@ class Stub:
 
     def _free(self) -> None:
         if self._folder.keep_mark.exists():
-            end_children(term_first=True, spare="ftrun-smp")
+            process_tree.end_children(term_first=True, spare={"ftrun-smp"})
             return
         if self._folder.smp_socket.exists():
             shut_down_smp(self._folder)
-        end_children(term_first=True)
+        process_tree.end_children(term_first=True)
         self._folder.remove()
-
-
-def reap_all() -> list[tuple[int, int]]:
-    """Every child that has ended, with its wait status."""
-    ended: list[tuple[int, int]] = []
-    while True:
-        try:
-            pid, status = os.waitpid(-1, os.WNOHANG)
-        except ChildProcessError:
-            return ended
-        if pid == 0:
-            return ended
-        ended.append((pid, status))
-
-
-def children() -> list[int]:
-    """The children of this process, ended ones too."""
-    own = os.getpid()
-    pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
-    return [pid for pid in pids if _parent(pid) == own]
-
-
-def _name(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/comm").read_text(encoding="ascii", errors="replace").strip()
-    except OSError:
-        return ""
-
-
-def end_children(*, term_first: bool, spare: str = "") -> None:
-    """End every descendant; the children of one that ends become ours, until none is left.
-
-    Args:
-        term_first: ask before killing.
-        spare: processes of this name live on.
-    """
-    patience_s = clock.now_s() + _LEFTOVER_S
-    give_up_s = patience_s + _LEFTOVER_S
-    asked: set[int] = set()
-    while clock.now_s() < give_up_s:
-        reap_all()
-        alive = [pid for pid in children() if not spare or _name(pid) != spare]
-        if not alive:
-            return
-        for pid in alive:
-            if not term_first or clock.now_s() > patience_s:
-                _kill(pid, signal.SIGKILL)
-            elif pid not in asked:
-                asked.add(pid)
-                _kill(pid, signal.SIGTERM)
-                _kill(pid, signal.SIGCONT)
-        _wait_for_child(0.05)
 
 
 def shut_down_smp(folder: RunFolder) -> bool:
@@ -317,25 +273,6 @@ def main(arguments: list[str]) -> int:
     # Held by this process alone: a run is alive as long as its stub.
     os.set_inheritable(int(arguments[1]), False)
     return Stub(folder).run()
-
-
-def _wait_for_child(seconds: float) -> None:
-    with contextlib.suppress(InterruptedError):
-        select.select([], [], [], seconds)
-
-
-def _parent(pid: int) -> int:
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            stat = file.read()
-    except OSError:
-        return 0
-    return int(stat[stat.rindex(b")") + 2 :].split()[1])
-
-
-def _kill(pid: int, number: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, number)
 
 
 def _signal_name(number: int) -> str:

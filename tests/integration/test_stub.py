@@ -26,6 +26,8 @@ rank, generation = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
 if "daemon" in sys.argv:
     daemon = subprocess.Popen(["sleep", "1000"], start_new_session=True)
     (here / "daemon").write_text(str(daemon.pid))
+if "renamed" in sys.argv:
+    Path("/proc/self/comm").write_text("other")
 part = here / f"part-{rank}-{generation}"
 part.write_text(str(os.getpid()))
 part.rename(here / f"alive-{rank}-{generation}")
@@ -41,7 +43,13 @@ if "daemon" in sys.argv:
 class Run:
     """One started ftrun, in a folder of its own."""
 
-    def __init__(self, folder: Path, *flags: str, words: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *flags: str,
+        words: tuple[str, ...] = (),
+        script: str = "train.py",
+    ) -> None:
         self.folder = folder
         # Not the folder itself: a folder named ftrun there could hide an editable installation.
         self.runtime = folder / "runtime"
@@ -49,7 +57,7 @@ class Run:
         self.variables = {**os.environ, "XDG_RUNTIME_DIR": str(self.runtime)}
         (folder / "train.py").write_text(WAITING_SCRIPT)
         self.command = [sys.executable, "-m", "ftrun", "--run-id", "mine", *flags]
-        self.words = ["train.py", str(folder), *words]
+        self.words = [script, str(folder), *words]
         self.out, self.err = folder / "out", folder / "err"
         self.start()
 
@@ -132,8 +140,8 @@ def is_alive(pid: int) -> bool:
 def start(tmp_path: Path) -> Iterator[Callable[..., Run]]:
     started: list[Run] = []
 
-    def make(*flags: str, words: tuple[str, ...] = ()) -> Run:
-        started.append(Run(tmp_path, *flags, words=words))
+    def make(*flags: str, words: tuple[str, ...] = (), script: str = "train.py") -> Run:
+        started.append(Run(tmp_path, *flags, words=words, script=script))
         return started[-1]
 
     yield make
@@ -258,7 +266,7 @@ def test_stop_ends_a_run(start: Callable[..., Run]) -> None:
 def test_every_descendant_ends() -> None:
     code = """
 import subprocess
-from ftrun.cli.stub import children, end_children, reap_all
+from ftrun.process_tree import children, end_children, reap_all
 from ftrun.kernel import become_subreaper
 become_subreaper()
 tree = "trap '' TERM; (sleep 9 & sleep 9 & echo up; exec setsid sh -c 'sleep 9 & wait') & wait"
@@ -279,6 +287,36 @@ print("clean")
         timeout=DEADLINE_S,
     )
     assert done.stdout == "clean\n", done.stderr
+
+
+WRAPPER = """#!/bin/sh
+setsid {python} train.py "$@"
+exit $?
+"""
+
+
+def test_ranks_behind_a_wrapper_never_run_beside_their_successors(
+    start: Callable[..., Run], tmp_path: Path
+) -> None:
+    wrapper = tmp_path / "wrapper.sh"
+    wrapper.write_text(WRAPPER.format(python=sys.executable))
+    wrapper.chmod(0o755)
+    run = start("--no-python", words=("renamed",), script="./wrapper.sh")
+    first = run.wait_alive(0)
+    os.kill(run.processes()["agent"], signal.SIGKILL)
+    second = run.wait_alive(1)
+    assert not is_alive(first), "it ran beside its successor"
+    run.process.kill()
+    run.finish()
+    assert is_alive(second), "nothing has ended it yet"
+    run.start()
+    third = run.wait_alive(2)
+    assert not is_alive(second), "it ran beside its successor"
+    run.process.kill()
+    run.finish()
+    stopped = run.ask("stop", "mine")
+    assert (stopped.returncode, is_alive(third)) == (0, False), stopped.stderr
+    assert run.nothing_is_left()
 
 
 def test_as_pid_1_of_a_container(start: Callable[..., Run], tmp_path: Path) -> None:
