@@ -44,6 +44,19 @@ def children() -> list[int]:
     return [pid for pid in _all_pids() if _stat(pid)[_PARENT] == own]
 
 
+def children_by_list() -> list[int]:
+    """The same from the kernel's lists, which are short; one may be missing while another ends."""
+    found: list[int] = []
+    try:
+        for thread in os.listdir("/proc/self/task"):
+            with contextlib.suppress(ProcessLookupError):
+                text = Path(f"/proc/self/task/{thread}/children").read_text(encoding="ascii")
+                found += map(int, text.split())
+    except OSError:  # a kernel without these lists
+        return children()
+    return found
+
+
 def descendants(roots: Collection[int]) -> list[int]:
     """All processes below these; those that have lost a parent in between are not below them."""
     below: dict[str, list[int]] = {}
@@ -79,6 +92,11 @@ def name_of(pid: int) -> str:
 def state_of(pid: int) -> str:
     """The kernel's letter for the main thread: R, S, D, T, Z; empty if there is no process."""
     return _stat(pid)[_STATE]
+
+
+def parent_of(pid: int) -> int:
+    """0 if there is no process."""
+    return int(_stat(pid)[_PARENT] or 0)
 
 
 def session_of(pid: int) -> int:

@@ -13,12 +13,9 @@ import os
 import signal
 import sys
 import traceback
-from contextlib import suppress
 from pathlib import Path
 
-from ftrun import clock
 from ftrun.agent.kept_state import KeptState, decode_state, newer
-from ftrun.agent.processes import process_state
 from ftrun.agent.smp_link import SmpLink
 from ftrun.agent.stub_link import StubLink, kept
 from ftrun.agent.zygote_link import ZygoteLink
@@ -27,8 +24,6 @@ from ftrun.errors import ExitCode, FtrunError, InternalError, PeerError
 from ftrun.journal import Journal
 from ftrun.kernel import become_subreaper, die_with_parent, name_process
 from ftrun.wire.run_folder import RunFolder
-
-OLD_WORKERS_WAIT_S = 30.0
 
 
 def main() -> int:
@@ -146,30 +141,10 @@ def _take_over(smp: SmpLink, journal: Journal) -> KeptState:
             smp.lost()
             smp.start()
     state = newer(decode_state(left or b""), from_stub)
-    _wait_for_end_of(state.pids)
     if state.plan is not None:
         generation = state.plan.generation
         journal.write("adopted", arenas=len(smp.memory.held), generation=generation)
     return state
-
-
-def _wait_for_end_of(pids: list[int]) -> None:
-    """The last agent's workers die with it; nobody may write to their memory after this."""
-    give_up_s = clock.now_s() + OLD_WORKERS_WAIT_S
-    for pid in pids:
-        while process_state(pid) not in ("", "Z") and _is_worker(pid):
-            if clock.now_s() > give_up_s:
-                raise FtrunError(
-                    f"worker {pid} of the last agent is still there after {OLD_WORKERS_WAIT_S:.0f}"
-                    " s; kill it, then start again"
-                )
-            clock.sleep(0.005)
-
-
-def _is_worker(pid: int) -> bool:
-    with suppress(OSError):
-        return Path(f"/proc/{pid}/comm").read_text(encoding="ascii").startswith("ftrun-rank")
-    return False
 
 
 if __name__ == "__main__":

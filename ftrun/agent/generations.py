@@ -317,7 +317,7 @@ class Generations:
 
     def keep_plan(self, plan: Plan, *, took_effect: bool) -> None:
         """Have the next agent of this node know who else votes now; the ranks' plan stays."""
-        self._kept = KeptState(self._workers.pids(), plan, took_effect=took_effect)
+        self._kept = KeptState(plan, took_effect=took_effect)
         self.keep_arenas()
         self._remember()
 

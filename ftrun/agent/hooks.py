@@ -185,12 +185,10 @@ def run_command(
 def _wait(started: "subprocess.Popen[bytes]", limit_s: float) -> str:
     awaited.add(started.pid)
     started.returncode = 0  # Child reads the status, see processes.spawn
-    child = Child(started.pid, "hook")
+    child = Child(started.pid, "hook", leads_group=True)
     try:
-        has_ended = child.wait(limit_s)
-        # Also what it has left behind in its process group.
-        child.signal_group(signal.SIGKILL)
-        if not has_ended:
+        if not child.wait(limit_s):
+            child.signal_group(signal.SIGKILL)
             child.wait(1.0)
             return f"it was killed after {limit_s:g} s"
     finally:

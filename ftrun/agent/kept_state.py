@@ -1,7 +1,7 @@
 """What the next agent of this node must know.
 
 Runs in:  agent, which writes it, and the next one, which reads it.
-Takes in: the plan that was accepted, the workers' pids.
+Takes in: the plan that was accepted.
 Gives:    bytes for the SMP and for the stub, which keep them and do not look inside.
 """
 
@@ -13,8 +13,6 @@ from ftrun.wire.plan import Plan
 class KeptState(msgspec.Struct, frozen=True):
     """The end of one agent's knowledge."""
 
-    pids: list[int] = []
-    """Workers that die with the agent; nobody may touch their memory before that."""
     plan: Plan | None = None
     took_effect: bool = False
     """The plan is known to have; else it may have."""
@@ -27,9 +25,8 @@ def newer(one: KeptState, other: KeptState) -> KeptState:
     """Of what the SMP and what the stub has kept: one of them may have missed the last word."""
     plan_of = (one.plan, other.plan)
     ages = [(plan.edition if plan is not None else (-1, 0)) for plan in plan_of]
-    pids = sorted({*one.pids, *other.pids})
     is_first = (ages[0], one.took_effect) >= (ages[1], other.took_effect)
-    return msgspec.structs.replace(one if is_first else other, pids=pids)
+    return one if is_first else other
 
 
 def decode_state(data: bytes) -> KeptState:

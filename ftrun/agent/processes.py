@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import IO
 
 from ftrun import clock
+from ftrun.process_tree import state_of
 
 awaited: set[int] = set()
 """Pids of programs whose end another thread waits for, such as a hook's."""
@@ -27,9 +28,11 @@ awaited: set[int] = set()
 class Child:
     """One child process, from its pid to its exit status."""
 
-    def __init__(self, pid: int, name: str) -> None:
+    def __init__(self, pid: int, name: str, *, leads_group: bool = False) -> None:
         self.pid = pid
         self.name = name
+        self.leads_group = leads_group
+        """It leads a process group, which is killed when it has ended."""
         self.pidfd = os.pidfd_open(pid)
         self.status: int | None = None
         """Exit code, or the signal's number with a minus sign; None while it lives."""
@@ -45,18 +48,22 @@ class Child:
         if self.status is not None:
             return True
         try:
-            found = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG)
+            if os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+                return False
+            if self.leads_group:
+                self.signal_group(signal.SIGKILL)
+            # From here on another process may get this number.
+            found = os.waitid(os.P_PID, self.pid, os.WEXITED)
         except ChildProcessError:
-            self._ended(-signal.SIGKILL)  # somebody else has read it
+            self._ended(-signal.SIGKILL)  # something else has read it
             return True
-        if found is None:
-            return False
+        assert found is not None
         self._ended(found.si_status if found.si_code == os.CLD_EXITED else -found.si_status)
         return True
 
     def is_stopped(self) -> bool:
         """Whether it is held by SIGSTOP or the like: /proc says T (t: by a debugger)."""
-        return process_state(self.pid) == "T"
+        return state_of(self.pid) == "T"
 
     def signal(self, number: int) -> None:
         if self.status is None:
@@ -64,7 +71,9 @@ class Child:
                 signal.pidfd_send_signal(self.pidfd, number)
 
     def signal_group(self, number: int) -> None:
-        """Signal everything in its process group, also what it has left behind."""
+        """Signal everything in its process group; nothing once the child has been reaped."""
+        if self.status is not None:
+            return
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, number)
 
@@ -105,22 +114,13 @@ def spawn(
     )
     # Child reads the status; a Popen that is collected without one warns and keeps the pid.
     started.returncode = 0
-    return Child(started.pid, name)
+    return Child(started.pid, name, leads_group=new_session)
 
 
 def python_command(module: str, *arguments: str) -> list[str]:
     """`python -u -m module`, as safe from what lies in the user's folder as we are ourselves."""
     safe_path = ["-P"] if sys.flags.safe_path else []
     return [sys.executable, "-u", *safe_path, "-m", module, *arguments]
-
-
-def process_state(pid: int) -> str:
-    """The kernel's letter for a process: R, S, D, T, Z; empty when there is none."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
-    except OSError:
-        return ""
-    return stat.rpartition(")")[2].split()[0]
 
 
 def reap_strangers(known: Sequence[Child]) -> None:

@@ -14,9 +14,8 @@ from pathlib import Path
 from queue import SimpleQueue
 from signal import SIGCONT, SIGKILL, SIGSTOP
 
-from ftrun import clock, events
+from ftrun import clock, events, process_tree
 from ftrun.agent.elastic import FtrunElasticAgent
-from ftrun.agent.processes import process_state
 from ftrun.agent.smp_link import SmpLink
 from ftrun.agent.stacks import as_traceback, parse_dump
 from ftrun.agent.worker_starter import Place, WorkerHandle, WorkerStarter
@@ -33,6 +32,7 @@ from ftrun.wire.plan import Plan
 from ftrun.wire.stack_file import create_stack_file, stacks
 
 KILL_WAIT_S = 60.0
+_LOOK_AGAIN_S = 0.002
 AWAY_S = 2.0
 """Longer than any turn of the loop takes while the machine runs."""
 
@@ -106,7 +106,7 @@ class WorkerGroup:
         self._error_files = dict(agent.error_files)
 
     def kill(self) -> None:
-        """End every worker, and whatever it has started, now.
+        """End every worker, and everything that it has started, now.
 
         Raises:
             WorkerNotKillable: one does not die; it hangs in the kernel.
@@ -114,13 +114,30 @@ class WorkerGroup:
         for handle in self.handles:
             handle.child.signal_group(SIGKILL)
             handle.child.signal(SIGKILL)
+        give_up_s = clock.now_s() + KILL_WAIT_S
         for handle in self.handles:
             if not handle.child.wait(KILL_WAIT_S):
-                raise WorkerNotKillable(
-                    f"rank {handle.place.rank} (pid {handle.pid}) has not died within "
-                    f"{KILL_WAIT_S:.0f} s of SIGKILL (state {process_state(handle.pid)}): a device "
-                    "or a file system hangs in the kernel. This node needs attention"
-                )
+                raise WorkerNotKillable(_stuck(handle.pid, f"rank {handle.place.rank}"))
+        while left := self._kill_orphans():
+            if clock.now_s() > give_up_s:
+                raise WorkerNotKillable(_stuck(left[0], "what a rank has started"))
+            clock.sleep(_LOOK_AGAIN_S)
+
+    def _kill_orphans(self) -> list[int]:
+        """Kill what has come here with the end of ranks; which processes that were.
+
+        What a rank has started in a session of its own is not in the rank's process group.
+        """
+        mine, sessions = f"{env.AGENT_PID}={os.getpid()}".encode(), set(self.pids())
+        found: list[int] = []
+        for pid in process_tree.children_by_list():
+            is_in_session = process_tree.session_of(pid) in sessions
+            if is_in_session or mine in process_tree.variables_of(pid):
+                found.append(pid)
+                with suppress(OSError):
+                    os.kill(pid, SIGKILL)
+                    os.waitpid(pid, os.WNOHANG)
+        return found
 
     def signal(self, number: int) -> None:
         for handle in self.alive():
@@ -151,9 +168,15 @@ class WorkerGroup:
     def hold(self, on: bool) -> None:
         """Stop every rank where it stands, or let it go on; from any thread."""
         self.is_held = on
-        for handle in list(self.starter.handles.values()):
-            if handle.child.status is None:
-                handle.child.signal_group(SIGSTOP if on else SIGCONT)
+        number = SIGSTOP if on else SIGCONT
+        alive = [one.child for one in list(self.starter.handles.values()) if not one.has_ended]
+        for child in alive:
+            child.signal_group(number)
+        # Those in sessions of their own, such as a rank behind a wrapper.
+        below = process_tree.descendants([child.pid for child in alive])
+        tree = {*below, *(child.pid for child in alive)}
+        for pid in below:
+            process_tree.send(pid, number, still=lambda pid: process_tree.parent_of(pid) in tree)
 
     # --- what is seen -------------------------------------------------------------------------
 
@@ -176,8 +199,6 @@ class WorkerGroup:
         found = [h for h in self.handles if not h.exit_seen and h.child.reap()]
         for handle in found:
             handle.exit_seen = True
-            # What the dead one has left behind (DataLoader workers) dies with it.
-            handle.child.signal_group(SIGKILL)
         return found
 
     def explain(self, handle: WorkerHandle, *, oom_kills: int | None) -> events.WorkerExit:
@@ -318,6 +339,14 @@ class WorkerGroup:
             failed_ns = clock.now_ns() - int(age_s * 1e9)
             return document["message"], extra["py_callstack"], failed_ns
         return "", "", 0
+
+
+def _stuck(pid: int, what: str) -> str:
+    return (
+        f"{what} (pid {pid}) has not died within {KILL_WAIT_S:.0f} s of SIGKILL (state "
+        f"{process_tree.state_of(pid)}): a device or a file system hangs in the kernel. This node "
+        "needs attention"
+    )
 
 
 def _last_stack(handle: WorkerHandle) -> str:

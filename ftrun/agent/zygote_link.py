@@ -176,4 +176,4 @@ class ZygoteLink:
 def _child_of(hello: bytes) -> Child | None:
     if not hello:
         return None
-    return Child(json.loads(hello)["pid"], "standby")
+    return Child(json.loads(hello)["pid"], "standby", leads_group=True)

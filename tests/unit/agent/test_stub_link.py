@@ -12,8 +12,8 @@ from tests.unit.recovery.made import card, plan
 # An agent keeps its end of the socket until its process ends; here it is collected before.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
-MANY_PIDS = list(range(1, 100_000))
-"""Some 600 KB of JSON: more than one variable or one message takes."""
+MANY_NODES = 4000
+"""More JSON than one variable or one message takes."""
 
 
 @pytest.fixture
@@ -31,11 +31,12 @@ def inherited(stub: socket.socket) -> str:
     return ",".join(map(str, fds))
 
 
-@pytest.mark.parametrize("pids", [[], [7, 9], MANY_PIDS], ids=["none", "some", "many"])
+@pytest.mark.parametrize("num_nodes", [1, 2, MANY_NODES])
 def test_state_and_memory_come_to_the_next_agent_and_to_the_one_after_it(
-    stub: socket.socket, monkeypatch: pytest.MonkeyPatch, pids: list[int]
+    stub: socket.socket, monkeypatch: pytest.MonkeyPatch, num_nodes: int
 ) -> None:
-    state = KeptState(pids, plan(1, [card("a"), card("b")]), took_effect=True)
+    cards = [card(f"node-{number}") for number in range(num_nodes)]
+    state = KeptState(plan(1, cards), took_effect=True)
     arena = os.memfd_create("arena")
     os.write(arena, b"bytes")
     StubLink().keep([arena], state)
@@ -55,7 +56,7 @@ def test_state_and_memory_come_to_the_next_agent_and_to_the_one_after_it(
 def test_the_same_is_not_sent_twice_and_a_stub_that_is_gone_harms_nobody(
     stub: socket.socket,
 ) -> None:
-    link, state = StubLink(), KeptState([1])
+    link, state = StubLink(), KeptState(took_effect=True)
     link.keep([], state)
     link.keep([], state)
     inherited(stub)
@@ -63,7 +64,7 @@ def test_the_same_is_not_sent_twice_and_a_stub_that_is_gone_harms_nobody(
     with pytest.raises(BlockingIOError):
         stub.recv(1)
     stub.close()
-    link.keep([], KeptState([2]))
+    link.keep([], KeptState())
 
 
 def test_nothing_was_kept_for_a_first_agent(monkeypatch: pytest.MonkeyPatch) -> None:

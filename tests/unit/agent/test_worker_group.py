@@ -1,0 +1,122 @@
+"""The whole process tree of a rank is stopped and ended, and no other process."""
+
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+WAIT_S = 120.0
+
+SETUP = """
+import os, signal, subprocess, sys, time
+from pathlib import Path
+from ftrun import process_tree
+from ftrun.agent.processes import Child, spawn
+from ftrun.agent.smp_link import SmpLink
+from ftrun.agent.worker_group import WorkerGroup
+from ftrun.agent.worker_starter import Place, WorkerHandle, WorkerStarter
+from ftrun.config import RunSpec
+from ftrun.journal import Journal
+from ftrun.kernel import become_subreaper
+from ftrun.wire import environment as env
+from ftrun.wire.pages import Page, create_page
+from ftrun.wire.run_folder import RunFolder
+
+def group_of(*commands):
+    become_subreaper()
+    spec = RunSpec(run_id="r", script="s", torchrun_argv=[], log_folder=".", cwd=".")
+    starter = WorkerStarter(None, Journal(Path("."), who="agent"))
+    group = WorkerGroup(spec, smp=SmpLink(RunFolder(Path(".")), 1.0), starter=starter)
+    variables = {**os.environ, env.AGENT_PID: str(os.getpid())}
+    for rank, command in enumerate(commands):
+        fd = create_page("rank")
+        place = Place(rank, fd, Page(fd), fd, "", None, {})
+        child = spawn(["sh", "-c", command], name="rank", variables=variables, new_session=True)
+        starter.handles[rank] = WorkerHandle(rank, child, place, "fresh")
+    return group
+
+def until(is_so):
+    give_up_s = time.monotonic() + 60
+    while not is_so():
+        assert time.monotonic() < give_up_s
+        time.sleep(0.01)
+
+def number_in(name):
+    until(lambda: Path(name).exists() and Path(name).read_text().endswith("\\n"))
+    return int(Path(name).read_text())
+"""
+
+TREES = """
+trainer = "setsid sh -c 'echo $$ > inner; sleep 600; :'; :"
+daemon = "(setsid sh -c 'echo $$ > daemon; sleep 600; :' &); sleep 600; :"
+group = group_of(trainer, daemon)
+helper = subprocess.Popen(["sleep", "600"])
+inner, orphan = number_in("inner"), number_in("daemon")
+until(lambda: process_tree.parent_of(orphan) == os.getpid())
+
+group.hold(True)
+until(lambda: process_tree.state_of(inner) == "T")
+group.hold(False)
+until(lambda: process_tree.state_of(inner) == "S")
+
+group.kill()
+assert not process_tree.marked("none")
+for pid in (inner, orphan, *group.pids()):
+    assert process_tree.state_of(pid) in ("", "Z"), pid
+assert helper.poll() is None, "no rank has started it"
+helper.kill()
+print("clean")
+"""
+
+GROUP_DIES_FIRST = """
+group = group_of("sleep 600 & echo $! > left; exit 3")
+left = number_in("left")
+until(group.ended)
+(handle,) = group.handles
+assert handle.child.status == 3
+until(lambda: process_tree.state_of(left) in ("", "Z"))
+print("clean")
+"""
+
+NUMBER_IS_TAKEN_AGAIN = """
+child = spawn(["true"], name="rank", variables=os.environ, new_session=True)
+assert child.wait(60)
+Path("/proc/sys/kernel/ns_last_pid").write_text(str(child.pid - 1))
+stranger = subprocess.Popen(["sleep", "600"], start_new_session=True)
+assert stranger.pid == child.pid
+child.signal_group(signal.SIGKILL)
+child.signal(signal.SIGKILL)
+time.sleep(0.2)
+assert stranger.poll() is None, "a stranger was killed"
+stranger.kill()
+print("clean")
+"""
+
+
+def output_of(code: str, folder: object, *before: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*before, sys.executable, "-c", SETUP + code],
+        cwd=str(folder),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=WAIT_S,
+    )
+
+
+@pytest.mark.parametrize("code", [TREES, GROUP_DIES_FIRST], ids=["trees", "own-end"])
+def test_what_ranks_have_started_stops_and_ends_with_them(code: str, tmp_path: object) -> None:
+    done = output_of(code, tmp_path)
+    assert done.stdout == "clean\n", done.stderr
+
+
+def test_no_signal_reaches_a_later_process_of_the_same_number(tmp_path: object) -> None:
+    unshare = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--mount-proc"]
+    if (
+        shutil.which("unshare") is None
+        or subprocess.run([*unshare, "true"], check=False).returncode
+    ):
+        pytest.skip("needs an own pid namespace")
+    done = output_of(NUMBER_IS_TAKEN_AGAIN, tmp_path, *unshare, "--kill-child")
+    assert done.stdout == "clean\n", done.stderr
