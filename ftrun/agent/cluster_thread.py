@@ -49,6 +49,9 @@ Connection = PeerConnection[ClusterEnvelope]
 HoldNow = Callable[[bool], None]
 """Stop this node's ranks, or let them go on: at once, from any thread."""
 
+Lease = Callable[[float | None], None]
+"""Until when this node's ranks may step; None: without a limit. From any thread."""
+
 Aside = Callable[[str, AnyClusterMessage], None]
 """Takes a message that asks for no decision, and its sender; in this thread, without waiting."""
 
@@ -86,6 +89,7 @@ class ClusterThread:
         *,
         wake_hands: Wake,
         hold_now: HoldNow,
+        lease: Lease,
         aside: Aside,
         dialled: Dialled,
     ) -> None:
@@ -93,6 +97,7 @@ class ClusterThread:
         self._node_id = identity.node_id
         self._wake_hands = wake_hands
         self.hold_now = hold_now
+        self._lease = lease
         self._aside = aside
         self._handshakes = Handshakes(identity, secret, take=self._put, dialled=dialled)
         self.ways = OtherWays(brain.member.me, brain.settings, brain.card_of)
@@ -145,6 +150,7 @@ class ClusterThread:
                     self._on_ready(key.fileobj, mask)
                 self._take_inbox()
                 self._think(Passing())
+                self._lease(self.brain.member.holding.lease_s)
                 for call in self.ways.silent(self._connections, now_s=clock.now_s()):
                     self._handshakes.call(Call(*call))
         except Exception:

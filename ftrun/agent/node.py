@@ -145,6 +145,7 @@ class Node:
             self.listeners,
             wake_hands=run.wake,
             hold_now=run.workers.hold,
+            lease=run.workers.lease,
             aside=run.desk.take,
             dialled=preflight.dialled,
         )

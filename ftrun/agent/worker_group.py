@@ -93,6 +93,7 @@ class WorkerGroup:
         self.is_held = False
         self.command_fd = create_command_page()
         self.commands = Page(self.command_fd)
+        self.lease(None if self._spec.nodes is None else 0.0)
         if restored is not None:
             self.commands.set(Command.COMMITTED_GENERATION, restored.generation)
             self.commands.set(Command.COMMITTED_STEP, restored.step)
@@ -164,6 +165,13 @@ class WorkerGroup:
         if self.commands is not None:
             self.commands.set(Command.EVERY_FROM_STEP, from_step)
             self.commands.set(Command.SNAPSHOT_EVERY, every)
+
+    def lease(self, until_s: float | None) -> None:
+        """Let the ranks step until then; None: without a limit. From any thread."""
+        if self.commands is not None:
+            # The first nanosecond has passed; 0 is no limit.
+            until_ns = 0 if until_s is None else max(1, round(until_s * 1e9))
+            self.commands.set(Command.LEASE_NS, until_ns)
 
     def hold(self, on: bool) -> None:
         """Stop every rank where it stands, or let it go on; from any thread."""

@@ -71,7 +71,7 @@ class Member:
         self.follower = Follower(me, kept, took_effect=took_effect)
         self.lead: Lead | None = None
         self.witness = Witness(is_used=settings.witness)
-        self._holding = Holding(self.follower)
+        self.holding = Holding(self.follower, settings)
         self._settings = settings
         self._oversight = oversight
         self._links: dict[str, int] = {me.node_id: me.incarnation}
@@ -96,7 +96,7 @@ class Member:
 
     @property
     def is_held(self) -> bool:
-        return self._holding.is_on
+        return self.holding.is_on
 
     @property
     def lead_card(self) -> NodeCard | None:
@@ -118,7 +118,7 @@ class Member:
         done: list[Command] = []
         self._sort(found, done, now_s)
         if not self._allegiance.is_over:
-            held = self._holding.look(self.lead, self._allegiance.waiting, now_s=now_s)
+            held = self.holding.look(self.lead, self._allegiance.waiting, now_s=now_s)
             self._sort(held, done, now_s)
         return done
 
@@ -136,7 +136,7 @@ class Member:
                 if isinstance(command, EndRun):
                     self._allegiance.role = Role.ENDED
                 elif isinstance(command, Quiesce | KillWorkers | RunGeneration):
-                    self._holding.is_on = False
+                    self.holding.is_on = False
                 done.append(command)
             if self._to_self:
                 queue.extend(self._hear(self.me.node_id, self._to_self.popleft(), now_s))

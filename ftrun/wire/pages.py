@@ -99,6 +99,7 @@ class Command(IntEnum):
     COMMITTED_IN = 8  # generation of the last commit: after a restore nothing is taken before it
     PROTECTING_STEP = 9  # sealed by all ranks of the node, on its way to other nodes
     TAKE_FROM = 10  # none is taken before this step, so that all take the same; -1: no lead decides
+    LEASE_NS = 11  # no optimizer steps after this time; 0: no other node can take the ranks' place
 
 
 class Page:

@@ -20,7 +20,7 @@ from typing import Any
 from ftrun import clock
 from ftrun.wire import environment as env
 from ftrun.wire.pages import Beat, Page
-from ftrun.worker import early_restore, finite, ready_memory, visibility
+from ftrun.worker import early_restore, finite, lease, ready_memory, visibility
 from ftrun.worker.context import WorkerContext, worker_context
 
 _log = logging.getLogger(__name__)
@@ -53,6 +53,7 @@ def install(*, started_with: dict[str, str]) -> None:
     from torch.optim import optimizer
 
     optimizer.register_optimizer_step_post_hook(_after_step(context, started_with))
+    lease.install(context)
     visibility.register_dumper(context.page)
     _time_init_group(context)
     early_restore.begin(context)

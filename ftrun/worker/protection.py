@@ -18,7 +18,7 @@ from ftrun.errors import MemoryTooSmall, PeerError, StructureChanged
 from ftrun.ids import Version
 from ftrun.wire.arena import Arena
 from ftrun.wire.pages import Beat, Command
-from ftrun.worker import early_restore, heartbeat, ready_memory
+from ftrun.worker import early_restore, heartbeat, lease, ready_memory
 from ftrun.worker.accumulation import Accumulation
 from ftrun.worker.attached import Attached
 from ftrun.worker.boundary_digests import BoundaryDigests
@@ -82,6 +82,7 @@ class Protection:
             SnapshotError: it cannot be restored.
         """
         context = self._context
+        lease.install(context)  # behind a wrapper nothing else has done it
         context.page.set(Beat.ATTACHED, 1)
         context.page.set(Beat.ATTACH_NS, clock.now_ns())
         if torch.distributed.is_initialized() and not self._wrappers():
@@ -291,6 +292,7 @@ class Protection:
         Raises:
             MemoryTooSmall: there is no memory for snapshots, and the profile requires them.
         """
+        lease.wait(self._context.commands)
         try:
             self._end_step(step, extra, force=force, allowed=allowed)
         except MemoryTooSmall:

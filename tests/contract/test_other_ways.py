@@ -197,6 +197,7 @@ def made_agent(stack: ExitStack, lead: Lead) -> Agent:
         [listener],
         wake_hands=lambda: None,
         hold_now=lambda _: None,
+        lease=lambda _: None,
         aside=lambda _, message: asides.append(message),
         dialled=lambda *who: dialled.pop()(*who) if dialled else None,
     )
