@@ -23,7 +23,14 @@ class ClusterBrain(Brain):
         self.thread.tell(event)
 
     def passing(self) -> None:
-        """It has a clock of its own."""
+        """It has a clock of its own.
+
+        Raises:
+            RuntimeError: its thread has ended in a bug. The agent ends with 70, and the stub starts
+                another one.
+        """
+        if self.thread is not None and self.thread.failure is not None:
+            raise RuntimeError("the cluster thread has ended") from self.thread.failure
 
     def close(self) -> None:
         if self.thread is not None:

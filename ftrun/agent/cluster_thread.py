@@ -112,6 +112,8 @@ class ClusterThread:
         for listener in listeners:
             listener.setblocking(False)
             self._selector.register(listener, selectors.EVENT_READ)
+        self.failure: Exception | None = None
+        """What has ended this thread; the ranks are suspended, and the agent must end."""
         self._is_over = False
         self._thread = threading.Thread(target=self._run, name="ftrun-cluster", daemon=True)
 
@@ -153,9 +155,11 @@ class ClusterThread:
                 self._lease(self.brain.member.holding.lease_s)
                 for call in self.ways.silent(self._connections, now_s=clock.now_s()):
                     self._handshakes.call(Call(*call))
-        except Exception:
+        except Exception as error:  # noqa: BLE001 - any of them ends this agent
             _log.exception("the thread that speaks with the other nodes ended in a bug of ftrun")
-            raise
+            self.failure = error
+            self.hold_now(True)
+            self._wake_hands()
         finally:
             self._hang_up_all()
 

@@ -181,7 +181,12 @@ def agent(stack: ExitStack, lead: Lead) -> Agent:
     return made_agent(stack, lead)
 
 
-def made_agent(stack: ExitStack, lead: Lead) -> Agent:
+def made_agent(
+    stack: ExitStack,
+    lead: Lead,
+    aside: Callable[[object], object] | None = None,
+    hold_now: Callable[[bool], None] = lambda _: None,
+) -> Agent:
     listener = listen_tcp(ME.host, 0)
     endpoint = (FIRST, lead.port(FIRST))
     settings = ClusterSettings(Wishes(2, 2, 0), endpoint, deadline_s=60.0, cut_off_s=30.0)
@@ -196,9 +201,9 @@ def made_agent(stack: ExitStack, lead: Lead) -> Agent:
         SECRET,
         [listener],
         wake_hands=lambda: None,
-        hold_now=lambda _: None,
+        hold_now=hold_now,
         lease=lambda _: None,
-        aside=lambda _, message: asides.append(message),
+        aside=lambda _, message: (aside or asides.append)(message),
         dialled=lambda *who: dialled.pop()(*who) if dialled else None,
     )
     thread.start()
@@ -234,6 +239,27 @@ def test_a_bug_in_a_call_does_not_make_a_node_undiallable(agent: Agent, lead: Le
     second = lead.accept(FIRST)
     second.send(Prepare(0, lead.card, "the run begins", (-1, 0)))
     heard(second, Beat)
+
+
+def test_a_bug_in_the_thread_suspends_the_ranks_and_ends_the_agent(
+    stack: ExitStack, lead: Lead
+) -> None:
+    def fails(_: object) -> None:
+        raise ValueError("planted")
+
+    held: list[bool] = []
+    agent = made_agent(stack, lead, aside=fails, hold_now=held.append)
+    connection = follower_of(lead)
+    agent.brain.passing()
+    assert held == []
+    connection.send(JournalLines(["a line"]))
+    give_up_s = time.monotonic() + PATIENCE_S
+    while agent.thread.failure is None or not held:
+        assert time.monotonic() < give_up_s
+        time.sleep(0.01)
+    assert held == [True]
+    with pytest.raises(RuntimeError, match="the cluster thread has ended"):
+        agent.brain.passing()
 
 
 def quickest(scene: Callable[[ExitStack], float], enough_s: float) -> float:
