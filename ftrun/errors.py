@@ -358,6 +358,15 @@ class CheckpointError(FtrunError):
     exit_code: ClassVar[int] = ExitCode.STATE_LOST
 
 
+class NoUsableCheckpoint(CheckpointError):
+    """There are checkpoints, and this node can use none of them."""
+
+    def __init__(self, text: str, rejected: dict[str, str]) -> None:
+        self.rejected = rejected
+        """The reason for each, by name."""
+        super().__init__(text)
+
+
 class PeerError(FtrunError):
     """Another process is gone or broke the protocol."""
 

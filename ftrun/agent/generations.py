@@ -10,6 +10,7 @@ Survives: this agent: what the next one must know is kept with the SMP and the s
 import logging
 import os
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 import msgspec
@@ -31,7 +32,6 @@ from ftrun.journal import Journal
 from ftrun.network.rail_matching import match_rails, rails_of_node
 from ftrun.network.rail_variables import env_for
 from ftrun.urls import without_password
-from ftrun.wire import checkpoint_messages
 from ftrun.wire.crash_points import crash_point
 from ftrun.wire.heartbeats import RestartTimes
 from ftrun.wire.pages import Beat
@@ -77,6 +77,10 @@ class Generations:
         """The one whose ranks run here, or are about to."""
         self.is_over = False
         """Its ranks are dead, what is here was told, and another generation is on its way."""
+        self.checkpoint = ""
+        """The name of the checkpoint that the plan's ranks start from; empty: from none."""
+        self.rejected: dict[str, str] = {}
+        """Checkpoints that this node cannot use, found for this plan: names and reasons."""
         self._spec = spec
         self._node_id = node_id
         self._journal = journal
@@ -92,6 +96,8 @@ class Generations:
         """So many ranks took what is restored; 0: as many as there are now."""
         self._is_share = False
         """Other nodes have read a part of the checkpoint that was loaded."""
+        self._said_bad: set[str] = set()
+        """Checkpoints of which the user knows that they are not used."""
 
     @property
     def is_member(self) -> bool:
@@ -124,6 +130,7 @@ class Generations:
         """
         self._decided_s = clock.now_s()
         self.is_over = False
+        self.checkpoint, self.rejected = "", {}
         self.plan, self.number, self._took_effect = plan, plan.generation, False
         crash_point("agent.restart.decided")
         self._restored = self._restore_point(plan)
@@ -266,8 +273,10 @@ class Generations:
                 f"the run cannot go on from {self._smp.committed}, which was its newest committed "
                 f"version: {why}. Start it again with a --checkpoint-dir to go on from disk"
             )
-        if found is not None and found.generation >= 0:
-            self._smp.committed = found
+        if found is not None:
+            # What comes from a checkpoint is protected and committed anew; what was committed
+            # before it is lost, and is not to be fetched any more.
+            self._smp.committed = found if found.generation >= 0 else None
         voided = self._smp.void_after(found if found is not None else NOTHING)
         self._journal.write("restore_point", version=str(found), why=why, voided_slots=voided)
         return found
@@ -287,6 +296,7 @@ class Generations:
             self._journal.write("smp_not_told", why=str(error))
             return
         if self._smp.restore_failed:
+            self._reject({self.checkpoint: self._smp.restore_failed})
             raise SnapshotError(f"the checkpoint cannot be read: {self._smp.restore_failed}")
 
     def _load_checkpoint(self, plan: Plan, why: str) -> tuple[Version | None, str]:
@@ -298,18 +308,34 @@ class Generations:
             return None, why
         if node is None:
             return None, "a spare loads none"
+        self._say_bad(plan.history.bad_checkpoints)
         for source in sources:
             answer = self._smp.load_checkpoint(load_order(plan, self._node_id, source, self._smp))
-            if isinstance(answer, checkpoint_messages.CheckpointLoaded):
-                self._old_world_size, self._is_share = answer.world_size, answer.is_share
-                why = "; ".join([f"checkpoint {answer.path}", *answer.notes])
-                return version(answer.generation, answer.step), why
-            if answer is not None:
+            if isinstance(answer, str):
                 raise SnapshotError(f"{answer}. Nothing there was changed")
+            self._reject(answer.rejected)
+            if answer.problem:
+                raise SnapshotError(f"{answer.problem}. Nothing there was changed")
+            if answer.path:
+                self.checkpoint = answer.path.rpartition("/")[2]
+                self._old_world_size, self._is_share = answer.world_size, answer.is_share
+                why = "; ".join([f"checkpoint {answer.path}", *answer.rejected.values()])
+                return version(answer.generation, answer.step), why
         if path := self._spec.resume_path:
             path = without_password(path)
             raise SnapshotError(f"--resume {path}: there is no checkpoint there; name another one")
         return None, sources[0].why_none
+
+    def _reject(self, bad: Mapping[str, str]) -> None:
+        self.rejected.update(bad)
+        self._say_bad(bad)
+
+    def _say_bad(self, bad: Mapping[str, str]) -> None:
+        for name, reason in bad.items():
+            if name not in self._said_bad:
+                self._said_bad.add(name)
+                self._journal.write("checkpoint_rejected", name=name, why=reason)
+                _log.warning("checkpoint %s is not used: %s", name, reason)
 
     def keep_arenas(self) -> None:
         """Give the stub whatever memory has come or gone; cheap when nothing has."""

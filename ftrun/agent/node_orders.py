@@ -153,13 +153,16 @@ class NodeOrders:
         run = self._run
         run.report.begin()
         self.awaits_boundary = False
+        restored, problem = None, ""
         try:
             restored = run.generations.adopt(self._agent, plan)
         except SnapshotError as error:
-            run.brain.tell(Adopted(plan.generation, None, str(error)))
-            return
+            problem = str(error)
         pair = (restored.generation, restored.step) if restored is not None else None
-        run.brain.tell(Adopted(plan.generation, pair))
+        generations = run.generations
+        run.brain.tell(
+            Adopted(plan.generation, pair, problem, generations.checkpoint, generations.rejected)
+        )
 
     def _run_generation(self) -> None:
         assert self._agent is not None

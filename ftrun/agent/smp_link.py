@@ -270,11 +270,11 @@ class SmpLink:
 
     def load_checkpoint(
         self, body: checkpoint_messages.LoadCheckpoint
-    ) -> checkpoint_messages.CheckpointLoaded | str | None:
-        """Fill the arenas from a checkpoint; or why that is not possible; None: there is none."""
+    ) -> checkpoint_messages.CheckpointLoaded | str:
+        """Fill the arenas from a checkpoint; or why that is not possible."""
         answer = self._ask(body, deadline_s=CHECKPOINT_WAIT_S).body
         if isinstance(answer, checkpoint_messages.CheckpointLoaded):
-            return answer if answer.path else None
+            return answer
         return answer.why if isinstance(answer, messages.Refused) else repr(answer)
 
     def await_restored(self) -> None:

@@ -88,6 +88,7 @@ def load_order(plan: Plan, node_id: str, source: Source, smp: SmpLink) -> LoadCh
         source.life,
         ranks if is_shared else [],
         ids.index(node_id) if is_shared else 0,
+        plan.history.bad_checkpoints,
     )
 
 

@@ -215,7 +215,14 @@ class Follower:
     def _accepted(self, sender: str) -> list[Command]:
         assert self._adopted is not None
         event = self._adopted
-        return [Send(sender, Accepted(event.generation, event.restored, event.problem))]
+        answer = Accepted(
+            event.generation,
+            event.restored,
+            event.problem,
+            checkpoint=event.checkpoint,
+            rejected=event.rejected,
+        )
+        return [Send(sender, answer)]
 
     # --- a roster ---------------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 Runs in:  every agent. Pure.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ftrun.monitor.fitness import Fitness
 from ftrun.recovery.commands import AskWitness
@@ -68,6 +68,10 @@ class Adopted:
     generation: int
     restored: VersionPair | None
     problem: str = ""
+    checkpoint: str = ""
+    """The name of the checkpoint that was loaded; empty: none was."""
+    rejected: dict[str, str] = field(default_factory=dict)
+    """Checkpoints that this node cannot use: the name of each, and the reason."""
 
 
 @dataclass(frozen=True, slots=True)

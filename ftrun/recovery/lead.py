@@ -21,6 +21,7 @@ from ftrun.errors import ExitCode
 from ftrun.recovery.attendance import Peer, Peers
 from ftrun.recovery.ballots import Ballot, identity, runs_ranks
 from ftrun.recovery.changes import Changes
+from ftrun.recovery.checkpoint_agreement import disagreement
 from ftrun.recovery.commands import (
     Command,
     Dial,
@@ -39,7 +40,7 @@ from ftrun.recovery.happenings import WitnessSaid
 from ftrun.recovery.oversight import Oversight
 from ftrun.recovery.pausing import Pause
 from ftrun.recovery.places import NotEnough
-from ftrun.recovery.planning import StateMissing, make_plan, notes_of, refusal
+from ftrun.recovery.planning import StateMissing, make_plan, notes_of
 from ftrun.recovery.road_guard import GuardedRoads
 from ftrun.recovery.screening import Screening
 from ftrun.recovery.settings import ClusterSettings
@@ -166,9 +167,8 @@ class Lead:
     def back_again(self, peer: Peer, *, now_s: float) -> list[Command]:
         """A node that was lost is heard again: it comes in anew, beside what has gone on."""
         known = self.plan.generation if self.plan is not None else -1
-        told = LeadIs(self.me, known, self.is_settled)
-        found = self.add(peer.card, now_s=now_s, linked=True)
-        return [*found, Send(peer.card.node_id, told)]
+        told = Send(peer.card.node_id, LeadIs(self.me, known, self.is_settled))
+        return [*self.add(peer.card, now_s=now_s, linked=True), told]
 
     def closed(self, node_id: str, *, now_s: float) -> list[Command]:
         peer = self.known.get(node_id)
@@ -253,8 +253,7 @@ class Lead:
         return found + self._check(now_s)
 
     def not_promised(self, body: NotPromised, *, now_s: float) -> list[Command]:
-        place = place_of(self.me.node_id, self.plan)
-        self._election.not_promised(body, place, now_s=now_s)
+        self._election.not_promised(body, place_of(self.me.node_id, self.plan), now_s=now_s)
         return []
 
     def accepted(self, node_id: str, body: Accepted, *, now_s: float) -> list[Command]:
@@ -318,8 +317,7 @@ class Lead:
         places = self.screening.assign(here, previous, aside)
         if isinstance(places, NotEnough):
             return self.pause.begin(str(places), now_s=now_s)
-        held_up = self.roads.hold_up(here, previous, now_s=now_s)
-        if held_up is not None:
+        if (held_up := self.roads.hold_up(here, previous, now_s=now_s)) is not None:
             return held_up
         places = self.roads.decide(places, previous)
         plan = make_plan(
@@ -343,9 +341,12 @@ class Lead:
 
     def _take_effect(self, ballot: Ballot, now_s: float) -> list[Command]:
         plan = self._election.won()
-        accepted = {node.node_id: ballot.accepted[node.node_id] for node in plan.members}
-        if end := refusal(accepted):
-            return self._end(end, now_s)
+        differ = disagreement(plan, ballot.accepted)
+        if isinstance(differ, EndRun):
+            return self._end(differ, now_s)
+        if differ:
+            self.oversight.bad_checkpoints |= differ
+            return self.propose(ballot.why, now_s=now_s)
         self.plan, self.unsure, self._is_effective = plan, None, True
         self._untold.clear()
         self.pause.over()
@@ -442,8 +443,7 @@ class Lead:
 
     def _doubt_oneself(self, now_s: float) -> bool:
         """Whether this lead may have been replaced; True where that is news."""
-        plan = self.plan if self.ballot is None else None
-        return self._doubt.look(plan, self.known, now_s=now_s)
+        return self._doubt.look(self.plan if self.ballot is None else None, self.known, now_s=now_s)
 
     def _watch(self, peer: Peer, now_s: float) -> list[Command]:
         silent_s = self.known.silent_s(peer, now_s=now_s)

@@ -5,7 +5,7 @@ Takes in: the promises of a ballot, the places of its nodes, the last plan.
 Gives:    a `Plan`; or what state is missing; or the end of the run, where it cannot be had.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from ftrun.erasure.groups import Group as ErasureGroup
@@ -19,7 +19,7 @@ from ftrun.recovery.commands import EndRun, Note
 from ftrun.recovery.places import Assignment
 from ftrun.recovery.restore_choice import Choice, ancestry, choose
 from ftrun.recovery.settings import ClusterSettings
-from ftrun.wire.ballot_messages import Accepted, Promise
+from ftrun.wire.ballot_messages import Promise
 from ftrun.wire.plan import History, Plan, PlanNode
 
 
@@ -228,25 +228,6 @@ def _lost(problem: str) -> EndRun:
         "another one; --checkpoint-dir guards against this."
     )
     return EndRun(ExitCode.STATE_LOST, f"the state of the run is lost: {problem}", advice=advice)
-
-
-def refusal(accepted: Mapping[str, Accepted]) -> EndRun | None:
-    """Why a plan that was accepted cannot be carried out all the same.
-
-    Args:
-        accepted: by node id, of all members.
-    """
-    problems = [f"{node_id}: {has.problem}" for node_id, has in accepted.items() if has.problem]
-    if problems:
-        return EndRun(ExitCode.STATE_LOST, "; ".join(problems))
-    if len({has.restored for has in accepted.values()}) < 2:
-        return None
-    found = ", ".join(
-        f"{node_id} {version(*has.restored) if has.restored else 'nothing'}"
-        for node_id, has in sorted(accepted.items())
-    )
-    why = f"the nodes do not read the same checkpoint: {found}"
-    return EndRun(ExitCode.STATE_LOST, f"{why}. Give all the same --checkpoint-dir")
 
 
 def notes_of(plan: Plan) -> list[Note]:

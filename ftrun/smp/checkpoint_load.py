@@ -13,18 +13,24 @@ arenas of the old world, and gives the others what their workers read. What seve
 of them reads (`ftrun.smp.shared_load`).
 """
 
+import logging
 import os
-from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from ftrun.errors import CheckpointError, LayoutUnknown, SnapshotCorrupt
+from ftrun import clock
+from ftrun.errors import CheckpointError, LayoutUnknown, NoUsableCheckpoint, SnapshotCorrupt
 from ftrun.ids import Rank, Version, version
 from ftrun.smp.checkpoint_files import LATEST_NAME
 from ftrun.smp.checkpoint_index import read_index, read_indexes
 from ftrun.smp.checkpoint_source import FolderSource, Source
 from ftrun.smp.shared_load import LOADED_GENERATION, Check, Company, SharedLoad, load_share
+
+RETRY_S = 0.2
+"""Before what could not be read is read once more."""
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +44,7 @@ class LoadOrder:
         only: name of the one checkpoint that may be used; empty: any.
         life: of the run that must have written it; empty: any. See `Plan.life`.
         company: the nodes that load it together; None: this one alone.
+        set_aside: names of checkpoints that no node of the run may load, and the reasons.
     """
 
     world_size: int
@@ -46,6 +53,7 @@ class LoadOrder:
     only: str = ""
     life: str = ""
     company: Company | None = None
+    set_aside: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def together(self) -> Company:
@@ -58,13 +66,14 @@ class Loaded:
     """Arenas filled from a checkpoint; the descriptors are the caller's to close.
 
     Args:
+        rejected: what this node cannot use, by name: the reasons.
         rest: what other nodes have read of it and is to be had of them; None: all is here.
     """
 
     version: Version
     path: Path | str
     fds: list[int]
-    notes: list[str]
+    rejected: dict[str, str]
     world_size: int
     rest: SharedLoad | None = None
 
@@ -77,61 +86,87 @@ def load_checkpoint(directory: Path, order: LoadOrder) -> Loaded | None:
         order: what is to be loaded.
 
     Raises:
-        CheckpointError: there are checkpoints, and none of them can be used.
+        NoUsableCheckpoint: there are checkpoints, and none of them can be used.
         MemoryTooSmall: the arenas do not fit.
     """
-    notes: list[str] = []
-    candidates = _candidates(directory, notes)
+    rejected: dict[str, str] = {}
+    candidates = _candidates(directory, rejected)
     if order.only:
         candidates = [directory / order.only]
     if order.life:
-        notes.clear()
+        rejected.clear()
     sources = [FolderSource(folder) for folder in candidates]
-    return load_first(sources, notes, order, where=str(directory))
+    return load_first(sources, rejected, order, where=str(directory))
 
 
 def load_first(
-    sources: Sequence[Source], notes: list[str], order: LoadOrder, *, where: str
+    sources: Sequence[Source], rejected: dict[str, str], order: LoadOrder, *, where: str
 ) -> Loaded | None:
     """Fill arenas from the first that can be used; None where there is none at all.
 
     Args:
         sources: in the order in which they are tried.
-        notes: what was set aside already; more is added.
+        rejected: what cannot be used, by name, and the reasons; more is added.
         order: what is to be loaded.
         where: they are, for the message.
 
     Raises:
-        CheckpointError: there are checkpoints, and none of them can be used.
+        NoUsableCheckpoint: there are checkpoints, and none of them can be used.
         MemoryTooSmall: the arenas do not fit.
     """
+    left = {name: order.set_aside[name] for name in rejected if name in order.set_aside}
+    for name in left:
+        del rejected[name]
     for source in sources:
+        name = Path(source.path).name
         if order.life and _life_of(source) != order.life:
             continue
-        try:
-            index = source.index()
-            fds, rest = load_share(source, index, order.world_size, order.together, order.check)
-        except (CheckpointError, SnapshotCorrupt, LayoutUnknown) as error:
-            notes.append(str(error))
+        if name in order.set_aside:
+            left[name] = order.set_aside[name]
             continue
+        try:
+            return _load(source, rejected, order)
+        except (CheckpointError, SnapshotCorrupt, LayoutUnknown) as error:
+            rejected[name] = str(error)
         except OSError as error:
             what = error.filename or source.path
-            notes.append(f"{what} is not readable: {error.strerror or error}")
-            continue
-        at = version(LOADED_GENERATION, index.step)
-        return Loaded(at, source.path, fds, notes, index.world_size, rest)
-    if not notes:
+            rejected[name] = f"{what} is not readable: {error.strerror or error}"
+    if not rejected and not left:
         return None
-    raise CheckpointError(
-        f"no checkpoint in {where} can be used: {'; '.join(notes)}. Name another "
-        "--checkpoint-dir, or start from the beginning with --resume never"
+    reasons = "; ".join(f"{name}: {reason}" for name, reason in {**left, **rejected}.items())
+    raise NoUsableCheckpoint(
+        f"no checkpoint in {where} can be used: {reasons}. Name another --checkpoint-dir, or start "
+        "from the beginning with --resume never",
+        rejected,
     )
 
 
-def _candidates(directory: Path, notes: list[str]) -> list[Path]:
+def _load(source: Source, rejected: dict[str, str], order: LoadOrder) -> Loaded:
+    """What this checkpoint has; what could not be read is read once more, as storage may stall."""
+
+    def attempt() -> Loaded:
+        index = source.index()
+        fds, rest = load_share(source, index, order.world_size, order.together, order.check)
+        at = version(LOADED_GENERATION, index.step)
+        return Loaded(at, source.path, fds, rejected, index.world_size, rest)
+
+    try:
+        return attempt()
+    except (OSError, CheckpointError) as error:
+        if not _may_pass(error):
+            raise
+        _say_again(source.path, error)
+    return attempt()
+
+
+def _candidates(directory: Path, rejected: dict[str, str]) -> list[Path]:
     if not directory.is_dir():
         return []
     found = [folder for folder, _ in read_indexes(directory)]
+    stalled = [error for error in _unreadable(directory, found).values() if _may_pass(error)]
+    if stalled:
+        _say_again(directory, stalled[0])
+        found = [folder for folder, _ in read_indexes(directory)]
     link = directory / LATEST_NAME
     if link.is_symlink():
         latest = directory / os.readlink(link)
@@ -140,11 +175,33 @@ def _candidates(directory: Path, notes: list[str]) -> list[Path]:
         found.insert(0, latest)
     # A crash between the two renames of a write leaves a whole checkpoint and no link.
     # A folder without a readable index is not listed by read_indexes, so it is named here.
+    rejected.update((name, str(error)) for name, error in _unreadable(directory, found).items())
+    return found
+
+
+def _unreadable(directory: Path, found: Sequence[Path]) -> dict[str, CheckpointError]:
+    """Folders that are not among those found, and what is wrong with the index of each."""
+    bad: dict[str, CheckpointError] = {}
     for folder in sorted(directory.glob("step-*")):
         if folder not in found:
-            with suppress(OSError):
-                _note_unreadable(folder, notes)
-    return found
+            try:
+                read_index(folder)
+            except CheckpointError as error:
+                bad[folder.name] = error.with_traceback(None)
+            except OSError:
+                continue
+    return bad
+
+
+def _may_pass(error: Exception) -> bool:
+    """Whether storage may give later what it did not give now."""
+    cause = error if isinstance(error, OSError) else error.__cause__
+    return isinstance(cause, OSError) and not isinstance(cause, FileNotFoundError)
+
+
+def _say_again(what: Path | str, error: Exception) -> None:
+    _log.warning("%s cannot be read, and is tried once more: %s", what, str(error))
+    clock.sleep(RETRY_S)
 
 
 def _life_of(source: Source) -> str | None:
@@ -153,10 +210,3 @@ def _life_of(source: Source) -> str | None:
         return source.index().life
     except (CheckpointError, OSError):
         return None
-
-
-def _note_unreadable(folder: Path, notes: list[str]) -> None:
-    try:
-        read_index(folder)
-    except CheckpointError as error:
-        notes.append(str(error))

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from ftrun import clock
-from ftrun.errors import CheckpointError, MemoryTooSmall
+from ftrun.errors import CheckpointError, MemoryTooSmall, NoUsableCheckpoint
 from ftrun.free_memory import available_memory
 from ftrun.ids import Rank, RunId, version
 from ftrun.smp.calm import calmly
@@ -177,12 +177,12 @@ class Checkpoints:
         self._room.drop()
         try:
             loaded = self._loaded_from(body)
+        except NoUsableCheckpoint as error:
+            return partial(asker.tell, _none_loaded(error.rejected, str(error)))
         except (CheckpointError, MemoryTooSmall) as error:
             return partial(asker.tell, messages.Refused(str(error)))
         if loaded is None:
-            return partial(
-                asker.tell, checkpoint_messages.CheckpointLoaded(generation=-1, step=-1, path="")
-            )
+            return partial(asker.tell, _none_loaded({}, ""))
         return partial(self._put, asker, body, loaded)
 
     def _loaded_from(self, body: checkpoint_messages.LoadCheckpoint) -> Loaded | None:
@@ -193,6 +193,7 @@ class Checkpoints:
             only=body.only,
             life=body.life,
             company=Company(body.ranks, body.node) if body.ranks else None,
+            set_aside=body.set_aside,
         )
         if is_url(body.directory):
             loaded = load_from_url(body.directory, order, self._stop)
@@ -215,11 +216,17 @@ class Checkpoints:
                 generation=loaded.version.generation,
                 step=loaded.version.step,
                 path=str(loaded.path),
-                notes=loaded.notes,
+                rejected=loaded.rejected,
                 world_size=loaded.world_size if loaded.world_size != body.world_size else 0,
                 is_share=loaded.rest is not None,
             )
         )
+
+
+def _none_loaded(rejected: dict[str, str], problem: str) -> checkpoint_messages.CheckpointLoaded:
+    return checkpoint_messages.CheckpointLoaded(
+        generation=-1, step=-1, path="", rejected=rejected, problem=problem
+    )
 
 
 def _answer(done: Written, seconds: float) -> checkpoint_messages.CheckpointWritten:

@@ -11,6 +11,7 @@ sealed before all of its pieces have been. So who reads what is a matter of spee
 gives nothing costs another read.
 """
 
+import logging
 import os
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -24,6 +25,7 @@ from ftrun.ids import Rank, Version, version
 from ftrun.smp.checkpoint_index import Index, ShardFile
 from ftrun.smp.checkpoint_source import Source
 from ftrun.smp.memory import create
+from ftrun.smp.piece_replicas import PieceReplicas
 from ftrun.snapshot.layout import Layout, parse_header
 from ftrun.snapshot.shares import Place, company_of, ranks_at, share_of
 from ftrun.wire.arena import Arena, ArenaShape, SlotHeader, SlotState, table_digest
@@ -37,6 +39,8 @@ _RUN_BYTES = 16 << 20
 """Read in one go, where pieces are neighbours."""
 
 Check = Callable[[int], None]
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +86,7 @@ class SharedLoad:
         """Bytes that were read from storage."""
         self._source = source
         self._shards = {shard.rank: shard for shard in shards}
+        self._replicas = PieceReplicas(index)
         self._twins: Sequence[tuple[Place, Place]] = ()
         self._here: dict[int, Place] = {}
         self._layouts: dict[int, tuple[Layout, int]] = {}
@@ -179,18 +184,41 @@ class SharedLoad:
 
     def _read(self, source: Source, places: Sequence[Place]) -> None:
         for rank in dict.fromkeys(rank for rank, _ in places):
-            shard, what = self._shards[rank], self._what(rank)
-            with source.opened(shard.file) as file:
-                for run in self._runs([place for place in places if place[0] == rank]):
-                    at, num_bytes = self._bytes_of(run)
-                    target = self._arenas[rank].image(_SLOT)[at : at + num_bytes]
-                    _check_length(file.read_into(target, at), target, what, shard.file)
-                    self.num_read += num_bytes
-                    for place in run:
-                        self.took(place)
+            own = [place for place in places if place[0] == rank]
+            try:
+                self._read_runs(source, rank, own)
+            except (CheckpointError, SnapshotCorrupt, OSError) as error:
+                _log.warning("%s is read piece by piece: %s", self._what(rank), str(error))
+                for place in own:
+                    if self._here.get(self.digest(place)) != place:
+                        self._read_piece(source, place)
+
+    def _read_runs(self, source: Source, rank: int, places: Sequence[Place]) -> None:
+        shard, what = self._shards[rank], self._what(rank)
+        with source.opened(shard.file) as file:
+            for run in self._runs(places):
+                at, num_bytes = self._bytes_of(run)
+                target = self._arenas[rank].image(_SLOT)[at : at + num_bytes]
+                _check_length(file.read_into(target, at), target, what)
+                self.num_read += num_bytes
+                for place in run:
+                    self.took(place)
+
+    def _read_piece(self, source: Source, place: Place) -> None:
+        """From the file of its rank, or from that of another rank that has the same piece."""
+        try:
+            self._read_runs(source, place[0], [place])
+        except (CheckpointError, SnapshotCorrupt, OSError):
+            rank, room = place[0], self.room(place)
+            other = self._replicas.read(source, self.digest(place), room, but=rank)
+            if other is None:
+                raise
+            self.num_read += len(room)
+            self.took(place)
+            _log.warning("%s: piece %d is read from rank %d", self._what(rank), place[1], other)
 
     def _what(self, rank: int) -> str:
-        return f"{self._source.path}, rank {rank}"
+        return f"{self._source.path}/{self._shards[rank].file}"
 
     def _header(self, rank: int, state: SlotState) -> SlotHeader:
         shard = self._shards[rank]
@@ -204,14 +232,14 @@ class SharedLoad:
         shard, arena, what = self._shards[rank], self._arenas[rank], self._what(rank)
         arena.write_header(_SLOT, self._header(rank, SlotState.COPYING))
         table, image = arena.table(_SLOT), arena.image(_SLOT)
-        _read_table(self._source, shard, table.cast("B"), what)
+        _read_table(self._source, shard, table.cast("B"))
         with self._source.opened(shard.file) as file:
             start = min(8, len(image))
-            _check_length(file.read_into(image[:start]), image[:start], what, shard.file)
+            _check_length(file.read_into(image[:start]), image[:start], what)
             end = 8 + int.from_bytes(image[:start], "little")
             if end <= len(image):
                 rest = image[start:end]
-                _check_length(file.read_into(rest, start), rest, what, shard.file)
+                _check_length(file.read_into(rest, start), rest, what)
             # The digest table covers the data only; the index covers what describes them.
             digest = xxhash.xxh3_64_hexdigest(image[:end]) if end <= len(image) else ""
         if digest != shard.header_digest:
@@ -290,13 +318,14 @@ def load_share(
 def _table_of(source: Source, shard: ShardFile) -> Sequence[int]:
     """The digests of another node's rank."""
     table = memoryview(bytearray(8 * shard.num_pieces))
-    _read_table(source, shard, table, f"{source.path}, rank {shard.rank}")
+    _read_table(source, shard, table)
     return table.cast("Q")
 
 
-def _read_table(source: Source, shard: ShardFile, target: memoryview, what: str) -> None:
+def _read_table(source: Source, shard: ShardFile, target: memoryview) -> None:
+    what = f"{source.path}/{shard.digests}"
     with source.opened(shard.digests) as file:
-        _check_length(file.read_into(target), target, what, shard.digests)
+        _check_length(file.read_into(target), target, what)
     if table_digest(target) != int(shard.table_digest, 16):
         raise SnapshotCorrupt(what=f"{what}, digest table", piece=0, pieces=shard.num_pieces)
 
@@ -305,14 +334,12 @@ def _check_size(source: Source, shard: ShardFile) -> None:
     with source.opened(shard.file) as file:
         size = file.size
     if size != shard.num_bytes:
-        raise CheckpointError(
-            f"{source.path}: rank {shard.rank} has {size} bytes of {shard.num_bytes}"
-        )
+        raise CheckpointError(f"{source.path}/{shard.file} has {size} bytes of {shard.num_bytes}")
 
 
-def _check_length(got: int, target: memoryview, what: str, name: str) -> None:
+def _check_length(got: int, target: memoryview, what: str) -> None:
     if got < len(target):
-        raise CheckpointError(f"{what}: {name} ends too early, {len(target) - got} bytes lack")
+        raise CheckpointError(f"{what} ends too early: {len(target) - got} bytes are missing")
 
 
 def _shape(shard: ShardFile, world_size: int) -> ArenaShape:

@@ -64,14 +64,14 @@ def load_from_url(url: str, order: LoadOrder, stop: threading.Event) -> Loaded |
     with UrlStore(url, stop) as store:
         latest = read_latest(store)
         folders = read_folders(store)
-        notes = [one.problem for one in folders if one.problem and not order.life]
+        bad = {one.name: one.problem for one in folders if one.problem and not order.life}
         chosen = in_order(folders, latest)
         if order.only:
             name = latest if order.only == LATEST_NAME else order.only
             chosen = [one for one in folders if one.name == name and not one.is_half]
-            notes = [] if chosen else [f"{below(store.shown, order.only)} is not there"]
+            bad = {} if chosen else {order.only: f"{below(store.shown, order.only)} is not there"}
         sources = [UrlSource(store, one) for one in chosen]
-        return load_first(sources, notes, order, where=store.shown)
+        return load_first(sources, bad, order, where=store.shown)
 
 
 def in_order(folders: Sequence[UrlFolder], latest: str) -> list[UrlFolder]:

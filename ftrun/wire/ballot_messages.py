@@ -113,3 +113,7 @@ class Accepted(Message, frozen=True):
     """What this node will start from; differs from the plan's only after a checkpoint was read."""
     problem: str = ""
     roster: int = 0
+    checkpoint: str = ""
+    """The name of the checkpoint that was loaded; empty: none was."""
+    rejected: dict[str, str] = {}
+    """Checkpoints that this node cannot use: the name of each, and the reason."""

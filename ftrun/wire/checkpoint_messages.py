@@ -86,6 +86,7 @@ class LoadCheckpoint(Message, frozen=True):
             one reads; the others get it of that one once the generation has begun. Of another
             world size each loads a part (`ftrun.snapshot.shares.ranks_at`). Empty: this one alone.
         node: which of them this is.
+        set_aside: checkpoints that no node of this run may load: their names, and the reason each.
     """
 
     directory: str
@@ -95,13 +96,15 @@ class LoadCheckpoint(Message, frozen=True):
     life: str = ""
     ranks: list[list[int]] = []
     node: int = 0
+    set_aside: dict[str, str] = {}
 
 
 class CheckpointLoaded(Message, frozen=True):
     """SMP -> agent: the arenas now hold this version; each came as an ArenaGranted before.
 
     Its generation is -1: older than all that this run will take. An empty `path` (step -1) means
-    that the directory holds no checkpoint. `notes` name what was set aside, for the journal.
+    that the directory holds no checkpoint, or none that can be used: `problem` then says so.
+    `rejected` has the name of each checkpoint that this node cannot use, and the reason.
     `world_size` is that of the checkpoint where it is another than was asked for; else 0.
     `is_share`: other nodes have read a part of it; BeginGeneration says where they are, and
     RestoreReady or RestoreFailed what became of it.
@@ -110,6 +113,7 @@ class CheckpointLoaded(Message, frozen=True):
     generation: int
     step: int
     path: str
-    notes: list[str] = []
+    rejected: dict[str, str] = {}
     world_size: int = 0
     is_share: bool = False
+    problem: str = ""

@@ -102,6 +102,8 @@ class History(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """This version and later ones hold bad numbers, and are not gone on from."""
     skip_to: int = -1
     """The batches up to this step are left out on the way back; -1: all come again."""
+    bad_checkpoints: dict[str, str] = {}
+    """Checkpoints that no node loads, because one of them cannot use it: names and reasons."""
 
 
 class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

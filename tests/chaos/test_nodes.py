@@ -11,9 +11,12 @@ from pathlib import Path
 import pytest
 from bench_common import ROOT, Deadline
 from drill_faults import FAULTS
-from drill_nodes import KINDS, Undisturbed, drill, job_words
+from drill_nodes import KINDS, STEPS, Undisturbed, drill, job_words
 from nodes_run import NodesRun
 from virtual_cluster import VirtualCluster, available
+
+from ftrun.cli.drill_jobs import Job
+from ftrun.cli.drill_outcome import difference, outcome_of
 
 if reason := available():
     pytest.skip(f"needs namespaces: {reason}", allow_module_level=True)
@@ -45,12 +48,19 @@ def nodes(tmp_path: Path) -> Iterator[Start]:
     clusters = []
 
     def make(
-        members: int, *flags: object, others: int = 0, words: Sequence[object] = ()
+        members: int,
+        *flags: object,
+        others: int = 0,
+        spares: int = 0,
+        words: Sequence[object] = (),
     ) -> NodesRun:
         clusters.append(cluster := VirtualCluster(members + others))
         cluster.up()
         words = words or job_words("ddp", tmp_path)
-        return NodesRun(cluster, tmp_path, words, Deadline(WAIT_S), members=members, flags=flags)
+        limit = Deadline(WAIT_S)
+        return NodesRun(
+            cluster, tmp_path, words, limit, members=members, spares=spares, flags=flags
+        )
 
     yield make
     for cluster in clusters:
@@ -70,6 +80,50 @@ def test_fault_changes_no_byte(
 ) -> None:
     row = drill(FAULTS[name], kind, tmp_path, undisturbed)
     assert row.equal, row.problem
+
+
+def test_lost_node_without_protection_costs_the_steps_since_the_newest_whole_checkpoint(
+    nodes: Start, tmp_path: Path, undisturbed: Undisturbed
+) -> None:
+    """The newest checkpoint is damaged in the shard of the node that takes the lost one's place.
+
+    All nodes fall back to the checkpoint before it, say so, and end as if undisturbed.
+    """
+    ranks = range(2)
+    names = tuple(f"rank{rank}.jsonl" for rank in ranks)
+    expected = undisturbed.of(
+        Job("fsdp2", tuple(job_words("fsdp2", Path("FOLDER"))), names, STEPS), 2
+    )
+    saved = tmp_path / "saved"
+    flags = ("--erasure", "none", "--checkpoint-dir", saved, "--checkpoint-every", 0.5)
+    run = nodes(2, *flags, others=1, spares=1, words=job_words("fsdp2", tmp_path))
+    run.start_all()
+    written = "CheckpointWritten"
+    run.wait_for("checkpoints", lambda: len({one["step"] for one in run.journals(written)}) >= 3)
+    lost = run.node_of(1)
+    run.fault("kill", lost)
+    run.may_end(lost)
+    newest = (saved / "latest").resolve()
+    (older,) = [one for one in saved.glob("step-*") if one != newest]
+    damaged = newest / "rank-00001.safetensors"
+    image = bytearray(damaged.read_bytes())
+    image[len(image) // 2] ^= 4
+    damaged.write_bytes(image)
+    begun = [reader.of("attached") for reader in run.readers]
+    run.wait_for(
+        "a second beginning",
+        lambda: all(len(reader.of("attached")) > len(one)
+                    for reader, one in zip(run.readers, begun, strict=True)),
+    )  # fmt: skip
+    (began_at,) = {reader.of("attached")[-1]["step"] for reader in run.readers}
+    run.finish()
+    assert not difference(expected, [outcome_of(tmp_path / name) for name in names])
+    assert began_at == int(older.name.split("-")[1])
+    for node in {0, 1, 2} - {lost}:
+        said = [
+            line for line in run.text(node).splitlines() if f"{newest.name} is not used" in line
+        ]
+        assert any("rank-00001.safetensors" in line for line in said), run.text(node)
 
 
 @pytest.mark.full

@@ -2,6 +2,7 @@
 
 import fcntl
 import gc
+import logging
 import os
 import threading
 import time
@@ -122,7 +123,7 @@ def check(loaded: Loaded | None, step: int) -> list[str]:
         del data
         arena.close()
         os.close(fd)
-    return loaded.notes
+    return list(loaded.rejected.values())
 
 
 @pytest.mark.parametrize("free_bytes", [1 << 40, 0], ids=["copied first", "piece by piece"])
@@ -190,6 +191,39 @@ def test_an_incomplete_checkpoint_is_set_aside(
     else:
         (newest / name).unlink()
     assert check(load(tmp_path), 4)
+
+
+@pytest.mark.parametrize("name", ["rank-00001.safetensors", "index.json"])
+def test_what_cannot_be_read_for_a_moment_is_read_once_more(
+    arenas: Arenas, tmp_path: Path, name: str
+) -> None:
+    """Its folder cannot be entered until the first attempt has failed."""
+    arenas.seal(4)
+    path = write(arenas, tmp_path) / name
+    aside = tmp_path / "aside"
+    path.rename(aside)
+    path.symlink_to(path)  # a loop: ELOOP
+    failed = threading.Event()
+
+    def heal() -> None:
+        failed.wait(20)
+        path.unlink()
+        aside.rename(path)
+
+    class Noticed(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            failed.set()
+
+    handler = Noticed()
+    logging.getLogger("ftrun.smp.checkpoint_load").addHandler(handler)
+    healer = threading.Thread(target=heal)
+    healer.start()
+    try:
+        assert check(load(tmp_path), 4) == []
+    finally:
+        failed.set()
+        healer.join()
+        logging.getLogger("ftrun.smp.checkpoint_load").removeHandler(handler)
 
 
 def test_without_latest_the_one_written_last_is_used(arenas: Arenas, tmp_path: Path) -> None:

@@ -153,7 +153,7 @@ def load(url: str) -> Loaded | None:
 
 def check(loaded: Loaded | None, step: int) -> None:
     assert loaded is not None
-    assert (loaded.version.step, loaded.notes) == (step, [])
+    assert (loaded.version.step, loaded.rejected) == (step, {})
     for rank, fd in zip(RANKS, loaded.fds, strict=True):
         arena = Arena(fd, writable=False)
         verify(arena, 0, what="test")

@@ -169,7 +169,7 @@ def loaded_step(where: str) -> int:
     else:
         loaded = load_checkpoint(Path(where), order)
     assert loaded is not None
-    assert loaded.notes == []
+    assert loaded.rejected == {}
     step = loaded.version.step
     generation = int(str(loaded.path).partition(f"step-{step:08d}-g")[2].partition("-")[0])
     for rank, fd in zip(RANKS, loaded.fds, strict=True):

@@ -300,16 +300,28 @@ def test_an_smp_killed_with_half_of_it_leaves_nothing_that_counts(
     assert load(first, where, nodes).is_share
 
 
-def test_a_damaged_share_is_no_checkpoint(nodes: list[Node], where: str) -> None:
-    for path in Path(where).glob("step-*/rank-00001.safetensors"):
+def test_a_damaged_piece_is_read_from_a_replica_if_another_rank_has_it(
+    nodes: list[Node], where: str
+) -> None:
+    """What rank 1 alone has saved cannot be read from another file: that is no checkpoint."""
+    (path,) = Path(where).glob("step-*/rank-00001.safetensors")
+    ends = (COPY_BYTES // 2, path.stat().st_size - 4096)
+    for at, piece_of in zip(ends, ("all ranks", "rank 1"), strict=True):
         with path.open("r+b") as file:
-            file.seek(COPY_BYTES // 2)
+            file.seek(at)
             file.write(b"\x00" * 64)
-    nodes[1].start()
-    body = checkpoint_messages.LoadCheckpoint(where, WORLD, [1], ranks=[[0], [1], [2]], node=1)
-    answer = nodes[1].ask(body)
-    assert isinstance(answer, messages.Refused)
-    assert "rank 1" in answer.why
+        nodes[1].start()
+        body = checkpoint_messages.LoadCheckpoint(where, WORLD, [1])
+        answer = nodes[1].ask(body)
+        assert isinstance(answer, checkpoint_messages.CheckpointLoaded)
+        if piece_of == "all ranks":
+            assert answer.rejected == {}
+            check_whole(nodes[1], [1])
+            nodes[1].lose()
+            continue
+        (reason,) = answer.rejected.values()
+        assert (answer.path, answer.problem != "") == ("", True)
+        assert str(path) in reason
     nodes[0].start()
     assert load(nodes[0], where, nodes).is_share
 

@@ -110,6 +110,8 @@ class Agents:
         self.links: set[frozenset[str]] = set()
         self.cuts: set[frozenset[str]] = set()
         self.reads: dict[str, tuple[VersionPair | None, str] | None] = {}
+        self.disks: dict[str, dict[int, str]] = {}
+        """The steps of the checkpoints that a node sees, and why it cannot use one; "": it can."""
         """What a node starts from in place of the plan's, or why it cannot; None: no answer."""
         self.outside = Outside()
         self._queue: deque[tuple[str, Happening]] = deque()
@@ -232,6 +234,8 @@ class Agents:
                 return [HereIs(agent.beat), held]
             case Adopt():
                 agent.kept, agent.took_effect = command.plan, False
+                if agent.card.node_id in self.disks and command.plan.restore is None:
+                    return [self.read_disk(agent.card.node_id, command.plan)]
                 read = self.reads.get(agent.card.node_id, (command.plan.restore, ""))
                 return [] if read is None else [Adopted(command.plan.generation, *read)]
             case KeepPlan():
@@ -243,6 +247,18 @@ class Agents:
                 return [HereIs(agent.beat)]
             case _:
                 return []
+
+    def read_disk(self, node_id: str, plan: Plan) -> Adopted:
+        """Load the newest checkpoint that nobody has rejected, as `Generations.adopt` does."""
+        rejected: dict[str, str] = {}
+        for step, problem in sorted(self.disks[node_id].items(), reverse=True):
+            name = f"step-{step}"
+            if name in plan.history.bad_checkpoints:
+                continue
+            if not problem:
+                return Adopted(plan.generation, (-1, step), "", name, rejected)
+            rejected[name] = problem
+        return Adopted(plan.generation, None, "no checkpoint can be used", "", rejected)
 
     def _dial(self, agent: Agent, command: Dial) -> None:
         me = agent.card.node_id

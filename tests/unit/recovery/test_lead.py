@@ -15,6 +15,7 @@ from ftrun.recovery.commands import (
     EndRun,
     KillWorkers,
     Note,
+    RunGeneration,
     SignalWorkers,
 )
 from ftrun.recovery.happenings import Adopted, Closed, Heard, Opened
@@ -537,6 +538,44 @@ def test_a_checkpoint_that_cannot_be_read_by_all_ends_the_run(by: str) -> None:
     assert end.exit_code == ExitCode.STATE_LOST
     wanted = {"problem": "b: disk full", "difference": "do not read the same checkpoint"}
     assert wanted[by] in end.why
+
+
+def from_disk(**disks: dict[int, str]) -> Agents:
+    made = Agents("abc", settings(wishes=Wishes(2, 3, 0), has_checkpoints=True))
+    made.disks |= disks
+    made.passes(10.0)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("of_b", "of_c"),
+    [
+        ({9: "rank 1 is damaged", 6: ""}, {9: "", 6: ""}),
+        ({9: "damaged", 6: "", 3: ""}, {9: "", 6: "damaged", 3: ""}),
+        ({6: ""}, {9: "", 6: ""}),
+        ({9: "damaged"}, {9: "", 6: "damaged"}),
+    ],
+    ids=["one is damaged", "one each", "not seen yet", "none is left"],
+)
+def test_all_nodes_start_from_the_newest_checkpoint_that_none_has_rejected(
+    of_b: dict[int, str], of_c: dict[int, str]
+) -> None:
+    of_a = dict.fromkeys((9, 6, 3), "")
+    made = from_disk(a=of_a, b=of_b, c=of_c)
+    usable = [step for step in of_a if all(one.get(step) == "" for one in (of_b, of_c))]
+    ends = made["a"].told(EndRun)
+    if not usable:
+        assert [end.exit_code for end in ends] == [ExitCode.STATE_LOST]
+        return
+    assert not ends
+    for node_id in "abc":
+        plan = made[node_id].told(RunGeneration)[-1].plan
+        loaded = made.read_disk(node_id, plan)
+        assert loaded.restored == (-1, usable[0])
+    bad = plan.history.bad_checkpoints
+    assert set(bad) == {f"step-{step}" for step in of_a if step > usable[0]}
+    if of_b.get(9):
+        assert bad["step-9"] == f"b: {of_b[9]}", "which node, and why"
 
 
 # --- the others have ended ----------------------------------------------------------------------

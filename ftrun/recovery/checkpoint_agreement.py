@@ -1,0 +1,77 @@
+"""Whether all members of an accepted plan start from the same state, and what follows if not.
+
+Runs in:  the agent that leads. Pure.
+Takes in: the acceptances of all members.
+Gives:    checkpoints that no node is to load from now on; or the end of the run; or nothing.
+
+Rule 1: each node loads the newest checkpoint that nobody has rejected. If the nodes have loaded
+        different ones, those that not all can have are set aside, and another ballot begins.
+        Each such ballot sets at least one aside, so they come to an end.
+Rule 2: the run ends only when a node has a problem and names no checkpoint that caused it: then
+        none is left, or the problem is another one.
+"""
+
+from collections.abc import Mapping
+
+from ftrun.errors import ExitCode
+from ftrun.ids import version
+from ftrun.recovery.commands import EndRun
+from ftrun.wire.ballot_messages import Accepted
+from ftrun.wire.plan import Plan
+
+
+def disagreement(plan: Plan, answers: Mapping[str, Accepted]) -> EndRun | dict[str, str] | None:
+    """Why the plan cannot be carried out: the end, or checkpoints to set aside and their reasons.
+
+    Args:
+        plan: whose members have all accepted.
+        answers: by node id.
+    """
+    accepted = {node.node_id: answers[node.node_id] for node in plan.members}
+    problems = {node_id: has.problem for node_id, has in accepted.items() if has.problem}
+    starts = {(has.restored, has.checkpoint) for has in accepted.values()}
+    if not problems and len(starts) == 1:
+        return None
+    bad = {**_not_loaded_by_all(accepted), **_rejected(accepted)}
+    known = plan.history.bad_checkpoints
+    if new := {name: reason for name, reason in bad.items() if name not in known}:
+        return new
+    if problems:
+        # Where no checkpoint is left, all nodes say the same.
+        same = set(problems.values())
+        one = f"{', '.join(sorted(problems))}: {next(iter(same))}"
+        each = "; ".join(f"{node_id}: {text}" for node_id, text in sorted(problems.items()))
+        return EndRun(ExitCode.STATE_LOST, one if len(same) == 1 else each)
+    found = ", ".join(
+        f"{node_id} {version(*has.restored) if has.restored else 'nothing'}"
+        for node_id, has in sorted(accepted.items())
+    )
+    why = f"the nodes do not read the same checkpoint: {found}"
+    return EndRun(ExitCode.STATE_LOST, f"{why}. Give all the same --checkpoint-dir")
+
+
+def _rejected(accepted: Mapping[str, Accepted]) -> dict[str, str]:
+    """What a node cannot use, and each node that says so."""
+    found: dict[str, str] = {}
+    for node_id, has in sorted(accepted.items()):
+        for name, reason in has.rejected.items():
+            said = f"{node_id}: {reason}"
+            found[name] = f"{found[name]}; {said}" if name in found else said
+    return found
+
+
+def _not_loaded_by_all(accepted: Mapping[str, Accepted]) -> dict[str, str]:
+    """What only some nodes have loaded, but for the oldest; nothing if a node has loaded none."""
+    loaded: dict[str, set[str]] = {}
+    steps: dict[str, int] = {}
+    for node_id, has in accepted.items():
+        if has.problem:
+            continue
+        if not has.checkpoint or has.restored is None:
+            return {}
+        loaded.setdefault(has.checkpoint, set()).add(node_id)
+        steps[has.checkpoint] = has.restored[1]
+    newer = sorted(loaded, key=lambda name: (steps[name], name))[1:]
+    return {
+        name: f"{', '.join(sorted(set(accepted) - loaded[name]))} did not load it" for name in newer
+    }
