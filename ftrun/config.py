@@ -8,6 +8,7 @@ The SMP and the workers do not import this (pydantic costs 60 ms); they are hand
 need: the SMP by arguments, a worker as `SnapshotSettings` in its environment.
 """
 
+import hashlib
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -454,6 +455,12 @@ class RunSpec(BaseModel):
         if self.nodes is None or not self.nodes.is_named:
             return self.run_id
         return f"{self.run_id}@{self.nodes.node_id}"
+
+    @property
+    def command_digest(self) -> str:
+        """Equal where script and arguments are; arguments may hold secrets."""
+        at = self.torchrun_argv.index("--") + 1 if "--" in self.torchrun_argv else 0
+        return hashlib.sha256("\0".join(self.torchrun_argv[at:]).encode()).hexdigest()[:16]
 
     @property
     def checkpoint_directory(self) -> str | None:

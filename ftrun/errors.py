@@ -367,6 +367,18 @@ class NoUsableCheckpoint(CheckpointError):
         super().__init__(text)
 
 
+class CheckpointsTaken(CheckpointError):
+    """Another run that is alive writes its checkpoints to the same directory."""
+
+    exit_code: ClassVar[int] = ExitCode.USAGE
+
+
+class DirectoryTaken(SnapshotError):
+    """The same, as the agent learns of it."""
+
+    exit_code: ClassVar[int] = ExitCode.USAGE
+
+
 class PeerError(FtrunError):
     """Another process is gone or broke the protocol."""
 

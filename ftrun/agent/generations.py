@@ -22,11 +22,11 @@ from ftrun.agent.kept_state import KeptState
 from ftrun.agent.repeated_steps import RepeatedSteps
 from ftrun.agent.resume import sources_of
 from ftrun.agent.smp_link import SmpLink
-from ftrun.agent.smp_places import begin_generation, load_order
+from ftrun.agent.smp_places import begin_generation, claim_of, load_order
 from ftrun.agent.stub_link import StubLink
 from ftrun.agent.worker_group import WorkerGroup
 from ftrun.config import RunSpec
-from ftrun.errors import PeerError, SnapshotError
+from ftrun.errors import DirectoryTaken, PeerError, SnapshotError
 from ftrun.ids import Version, version
 from ftrun.journal import Journal
 from ftrun.network.rail_matching import match_rails, rails_of_node
@@ -310,10 +310,14 @@ class Generations:
             return None, "a spare loads none"
         self._say_bad(plan.history.bad_checkpoints)
         for source in sources:
-            answer = self._smp.load_checkpoint(load_order(plan, self._node_id, source, self._smp))
+            claim = claim_of(plan, self._node_id, self._spec)
+            order = load_order(plan, self._node_id, source, self._smp, claim)
+            answer = self._smp.load_checkpoint(order)
             if isinstance(answer, str):
                 raise SnapshotError(f"{answer}. Nothing there was changed")
             self._reject(answer.rejected)
+            if answer.is_taken:
+                raise DirectoryTaken(answer.problem)
             if answer.problem:
                 raise SnapshotError(f"{answer.problem}. Nothing there was changed")
             if answer.path:

@@ -153,15 +153,22 @@ class NodeOrders:
         run = self._run
         run.report.begin()
         self.awaits_boundary = False
-        restored, problem = None, ""
+        restored, problem, code = None, "", int(ExitCode.STATE_LOST)
         try:
             restored = run.generations.adopt(self._agent, plan)
         except SnapshotError as error:
-            problem = str(error)
+            problem, code = str(error), error.exit_code
         pair = (restored.generation, restored.step) if restored is not None else None
         generations = run.generations
         run.brain.tell(
-            Adopted(plan.generation, pair, problem, generations.checkpoint, generations.rejected)
+            Adopted(
+                plan.generation,
+                pair,
+                problem,
+                generations.checkpoint,
+                generations.rejected,
+                code,
+            )
         )
 
     def _run_generation(self) -> None:
@@ -192,6 +199,8 @@ class NodeOrders:
             run.spec.profile.stop.grace_s if is_stop else CHECKPOINT_WAIT_S,
             is_cancelled=lambda: run.signals.is_end_wished,
         )
+        if run.spec.checkpoint_directory is not None and not order.goes_on:
+            run.smp.end_checkpoints(int(order.exit_code), order.why, run.spec.command_digest)
         if order.exit_code != ExitCode.DONE:
             raise RunEnded(order)
         self.is_done = True

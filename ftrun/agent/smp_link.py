@@ -26,6 +26,8 @@ from ftrun.wire.secret import Secret
 START_WAIT_S = 20.0
 ANSWER_WAIT_S = 30.0
 CHECKPOINT_WAIT_S = 3600.0
+END_WAIT_S = 5.0
+"""For the record of the end; without it another run looks for a while whether this one is alive."""
 
 
 @dataclass
@@ -276,6 +278,13 @@ class SmpLink:
         if isinstance(answer, checkpoint_messages.CheckpointLoaded):
             return answer
         return answer.why if isinstance(answer, messages.Refused) else repr(answer)
+
+    def end_checkpoints(self, exit_code: int, reason: str, command: str) -> None:
+        """Leave a record of the end beside the checkpoints, if this node owns them."""
+        body = checkpoint_messages.EndCheckpoints(exit_code, reason, command)
+        if self.channel is not None:
+            with suppress(PeerError):
+                self._ask(body, deadline_s=END_WAIT_S)
 
     def await_restored(self) -> None:
         """Wait until all of the version is here that was restored, or it is known why it is not.

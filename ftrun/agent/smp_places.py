@@ -19,6 +19,7 @@ from ftrun.network.rail_matching import match_rails
 from ftrun.network.rails import Rail
 from ftrun.snapshot.shares import ranks_at
 from ftrun.wire.checkpoint_messages import LoadCheckpoint
+from ftrun.wire.checkpoint_owner import CheckpointClaim
 from ftrun.wire.plan import NodeCard, Plan
 from ftrun.wire.protected import NodePlace, OldGroup
 from ftrun.wire.smp_messages import BeginGeneration
@@ -64,10 +65,22 @@ def begin_generation(
         read_from=_readable(places, ranks, restored),
         pace_bytes_s=float(roads.snapshot_bytes_per_s) if roads is not None else 0.0,
         own=None if ranks else places.of(node_id),
+        claim=claim_of(plan, node_id, spec),
     )
 
 
-def load_order(plan: Plan, node_id: str, source: Source, smp: SmpLink) -> LoadCheckpoint:
+def claim_of(plan: Plan, node_id: str, spec: RunSpec) -> CheckpointClaim | None:
+    """On the node of rank 0: what it claims the run's directory of checkpoints with."""
+    node, directory = plan.member(node_id), spec.checkpoint_directory
+    if directory is None or node is None or 0 not in node.ranks:
+        return None
+    inherits = spec.profile.checkpoint.resume == "auto"
+    return CheckpointClaim(directory, plan.life, len(plan.voters), inherits)
+
+
+def load_order(
+    plan: Plan, node_id: str, source: Source, smp: SmpLink, claim: CheckpointClaim | None
+) -> LoadCheckpoint:
     """What the SMP of this node is to load, together with those of the other members.
 
     Args:
@@ -75,6 +88,7 @@ def load_order(plan: Plan, node_id: str, source: Source, smp: SmpLink) -> LoadCh
         node_id: this node, one of its members.
         source: where from.
         smp: this node's.
+        claim: see `claim_of`.
     """
     ids = [node.node_id for node in plan.members]
     ranks = [list(node.ranks) for node in plan.members]
@@ -89,6 +103,7 @@ def load_order(plan: Plan, node_id: str, source: Source, smp: SmpLink) -> LoadCh
         ranks if is_shared else [],
         ids.index(node_id) if is_shared else 0,
         plan.history.bad_checkpoints,
+        claim if claim is not None and claim.directory == source.directory else None,
     )
 
 

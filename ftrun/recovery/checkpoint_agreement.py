@@ -41,7 +41,8 @@ def disagreement(plan: Plan, answers: Mapping[str, Accepted]) -> EndRun | dict[s
         same = set(problems.values())
         one = f"{', '.join(sorted(problems))}: {next(iter(same))}"
         each = "; ".join(f"{node_id}: {text}" for node_id, text in sorted(problems.items()))
-        return EndRun(ExitCode.STATE_LOST, one if len(same) == 1 else each)
+        code = next(has.code for has in accepted.values() if has.problem)
+        return EndRun(code, one if len(same) == 1 else each)
     found = ", ".join(
         f"{node_id} {version(*has.restored) if has.restored else 'nothing'}"
         for node_id, has in sorted(accepted.items())

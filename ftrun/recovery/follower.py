@@ -221,6 +221,7 @@ class Follower:
             event.problem,
             checkpoint=event.checkpoint,
             rejected=event.rejected,
+            code=event.code,
         )
         return [Send(sender, answer)]
 

@@ -5,6 +5,7 @@ Runs in:  every agent. Pure.
 
 from dataclasses import dataclass, field
 
+from ftrun.errors import ExitCode
 from ftrun.monitor.fitness import Fitness
 from ftrun.recovery.commands import AskWitness
 from ftrun.recovery.witness_rules import Register
@@ -72,6 +73,8 @@ class Adopted:
     """The name of the checkpoint that was loaded; empty: none was."""
     rejected: dict[str, str] = field(default_factory=dict)
     """Checkpoints that this node cannot use: the name of each, and the reason."""
+    code: int = int(ExitCode.STATE_LOST)
+    """The run's exit code, if the problem ends it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ Takes in: the promises of a ballot, the places of its nodes, the last plan.
 Gives:    a `Plan`; or what state is missing; or the end of the run, where it cannot be had.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from ftrun.erasure.groups import Group as ErasureGroup

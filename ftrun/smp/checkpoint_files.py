@@ -73,6 +73,17 @@ def locked_shortly(directory: Path, stop: threading.Event) -> Iterator[int]:
             os.close(lock)
 
 
+@contextlib.contextmanager
+def order_lock(directory: Path, stop: threading.Event) -> Iterator[None]:
+    """`.lock` of a directory that is there, waited for where need be."""
+    lock = os.open(directory / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        _wait_for(lock, directory, stop)
+        yield
+    finally:
+        os.close(lock)
+
+
 def _lock_now(folder_fd: int, directory: Path, how: int) -> None:
     try:
         fcntl.flock(folder_fd, how | fcntl.LOCK_NB)
@@ -214,15 +225,24 @@ class Retention:
     Args:
         keep: so many, that one included.
         keep_s: none that was written longer ago; 0: age does not matter.
+        runs: only checkpoints of these may be removed; none named: those of all runs.
     """
 
     keep: int
     keep_s: float = 0.0
+    runs: frozenset[str] = frozenset()
+
+    def covers(self, run_id: str) -> bool:
+        return not self.runs or run_id in self.runs
 
 
 def to_prune(directory: Path, retention: Retention, *, newest: Path) -> list[Path]:
     """Those that are not to stay."""
-    others = [folder for folder, _ in read_indexes(directory) if folder != newest]
+    others = [
+        folder
+        for folder, index in read_indexes(directory)
+        if folder != newest and retention.covers(index.run_id)
+    ]
     spare = max(0, retention.keep - 1)
     old = [one for one in others[:spare] if _age_s(one) > retention.keep_s > 0]
     return others[spare:] + old

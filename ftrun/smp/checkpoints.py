@@ -5,15 +5,22 @@ Takes in: WriteCheckpoint and LoadCheckpoint.
 Gives:    their answers; the arenas of what was loaded.
 """
 
+import logging
 import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from ftrun import clock
-from ftrun.errors import CheckpointError, MemoryTooSmall, NoUsableCheckpoint
+from ftrun.errors import (
+    CheckpointError,
+    CheckpointsTaken,
+    MemoryTooSmall,
+    NoUsableCheckpoint,
+)
 from ftrun.free_memory import available_memory
 from ftrun.ids import Rank, RunId, version
 from ftrun.smp.calm import calmly
@@ -21,7 +28,8 @@ from ftrun.smp.checkpoint import CheckpointWriter
 from ftrun.smp.checkpoint_files import Retention
 from ftrun.smp.checkpoint_folders import sweep_run
 from ftrun.smp.checkpoint_load import Loaded, LoadOrder, load_checkpoint
-from ftrun.smp.checkpoint_order import Means, WriteOrder, Written
+from ftrun.smp.checkpoint_order import Means, WriteOrder, Written, told
+from ftrun.smp.checkpoint_owner import CheckpointOwnership
 from ftrun.smp.checkpoint_parts import PartWriter
 from ftrun.smp.checkpoint_shard import ArenaFds
 from ftrun.smp.checkpoint_stream import Follow
@@ -38,7 +46,9 @@ from ftrun.smp.watch import Watch
 from ftrun.snapshot.versions import CommitTracker
 from ftrun.urls import is_url
 from ftrun.wire import checkpoint_messages, messages
+from ftrun.wire.checkpoint_owner import CheckpointClaim
 
+_log = logging.getLogger(__name__)
 _BUG = "a bug in ftrun; the SMP's log has it"
 
 
@@ -53,13 +63,19 @@ class Checkpoints:
     """
 
     def __init__(
-        self, run_id: RunId, jobs: Jobs, memory: ArenaMemory, loaded: Callable[[Loaded], None]
+        self,
+        run_id: RunId,
+        jobs: Jobs,
+        memory: ArenaMemory,
+        loaded: Callable[[Loaded], None],
+        is_attended: Callable[[], bool],
     ) -> None:
         self._run_id = run_id
         self._jobs = jobs
         self._memory = memory
         self._loaded = loaded
         self._stop = threading.Event()
+        self._owner = CheckpointOwnership(run_id, self._stop, is_attended)
         self._hurries = threading.Event()
         self._throttle = Throttle(self._stop)
         self._room = CopyRoom(_free_bytes)
@@ -120,6 +136,22 @@ class Checkpoints:
             failed=partial(asker.tell, messages.Refused(_BUG)),
         )
 
+    def own(self, claim: CheckpointClaim | None) -> None:
+        """Renew the record of the directory from now on, or leave that to another node."""
+        self._owner.renew(claim)
+
+    def end(self, asker: Asker, body: checkpoint_messages.EndCheckpoints) -> None:
+        """The run is over: say so beside its checkpoints."""
+
+        def ended() -> Finish:
+            try:
+                self._owner.end(body.exit_code, body.reason, body.command)
+            except (CheckpointError, OSError) as error:
+                _log.warning("the end of the run is not noted beside its checkpoints: %s", error)
+            return partial(asker.tell, messages.Done())
+
+        self._jobs.submit("disk", ended, failed=partial(asker.tell, messages.Refused(_BUG)))
+
     def hurry(self) -> None:
         """Write what is being written as fast as it goes."""
         self._throttle.bytes_per_s = 0.0
@@ -167,6 +199,9 @@ class Checkpoints:
             self._room.begin()
 
     def _written(self, order: WriteOrder, fds: ArenaFds) -> Written:
+        with told(order):
+            runs = self._owner.check(order.where)
+        order = replace(order, retention=replace(order.retention, runs=runs))
         if is_url(order.where):
             return self._urls.write(fds, order)
         if order.version is None:
@@ -176,7 +211,14 @@ class Checkpoints:
     def _load(self, asker: Asker, body: checkpoint_messages.LoadCheckpoint) -> Finish:
         self._room.drop()
         try:
+            if body.claim is not None:
+                self._owner.claim(body.claim)
             loaded = self._loaded_from(body)
+        except CheckpointsTaken as error:
+            return partial(asker.tell, _none_loaded({}, str(error), is_taken=True))
+        except OSError as error:
+            why = f"{error.filename or body.directory}: {error.strerror or error}"
+            return partial(asker.tell, messages.Refused(why))
         except NoUsableCheckpoint as error:
             return partial(asker.tell, _none_loaded(error.rejected, str(error)))
         except (CheckpointError, MemoryTooSmall) as error:
@@ -223,9 +265,11 @@ class Checkpoints:
         )
 
 
-def _none_loaded(rejected: dict[str, str], problem: str) -> checkpoint_messages.CheckpointLoaded:
+def _none_loaded(
+    rejected: dict[str, str], problem: str, *, is_taken: bool = False
+) -> checkpoint_messages.CheckpointLoaded:
     return checkpoint_messages.CheckpointLoaded(
-        generation=-1, step=-1, path="", rejected=rejected, problem=problem
+        generation=-1, step=-1, path="", rejected=rejected, problem=problem, is_taken=is_taken
     )
 
 

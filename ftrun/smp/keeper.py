@@ -40,7 +40,10 @@ class Keeper:
     def __init__(self, run_id: RunId, jobs: Jobs) -> None:
         self.memory = ArenaMemory()
         self.commits = Commits(self.memory, self._tell_agent)
-        self.checkpoints = Checkpoints(run_id, jobs, self.memory, self._loaded)
+        self.agent: Client | None = None
+        self.checkpoints = Checkpoints(
+            run_id, jobs, self.memory, self._loaded, lambda: self.agent is not None
+        )
         self.group_work = GroupWork(
             run_id,
             memory=self.memory,
@@ -56,7 +59,6 @@ class Keeper:
             is_short=self.checkpoints.give_back,
             vault_bytes=lambda: self.group_work.vaults.allocated_bytes,
         )
-        self.agent: Client | None = None
         self._run_id = run_id
         self._run_state = b""
 
@@ -119,6 +121,7 @@ class Keeper:
         )
         own = group.nodes[group.place] if group is not None else None
         self.group_work.restores.begin(body, restored, own)
+        self.checkpoints.own(body.claim)
         return messages.Done()
 
     def inventory(self, body: smp_messages.TakeInventory) -> messages.AnyMessage:

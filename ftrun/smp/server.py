@@ -53,6 +53,7 @@ _ALLOWED: dict[Role, tuple[type[message.Message], ...]] = {
         checkpoint_messages.WriteCheckpoint,
         checkpoint_messages.HurryCheckpoint,
         checkpoint_messages.LoadCheckpoint,
+        checkpoint_messages.EndCheckpoints,
         messages.AskStatus,
         smp_messages.Shutdown,
     ),
@@ -322,6 +323,9 @@ class Server:
                 return None
             case checkpoint_messages.LoadCheckpoint() as body:
                 keeper.checkpoints.load(asker, body)
+                return None
+            case checkpoint_messages.EndCheckpoints() as body:
+                keeper.checkpoints.end(asker, body)
                 return None
             case messages.AskStatus():
                 return keeper.status(self._orphanhood())

@@ -104,7 +104,11 @@ def next_serial(folders: Iterable[UrlFolder], *, besides: str) -> int:
 
 def to_prune(folders: Sequence[UrlFolder], retention: Retention, *, newest: str) -> list[str]:
     """Those that are not to stay."""
-    others = [one for one in folders if one.index is not None and one.name != newest]
+    others = [
+        one
+        for one in folders
+        if one.index is not None and one.name != newest and retention.covers(one.index.run_id)
+    ]
     spare = max(0, retention.keep - 1)
     old = [one for one in others[:spare] if age_s(one) > retention.keep_s > 0]
     return [one.name for one in [*others[spare:], *old]]

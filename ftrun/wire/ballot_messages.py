@@ -6,6 +6,7 @@ Gives:    structs for `ftrun.wire.cluster.ClusterEnvelope`.
 Rule 1: they are repeated until they are answered, and answering one twice changes nothing.
 """
 
+from ftrun.errors import ExitCode
 from ftrun.monitor.fitness import Fitness
 from ftrun.wire.message import Message
 from ftrun.wire.plan import Edition, NodeCard, Plan, VersionPair
@@ -117,3 +118,5 @@ class Accepted(Message, frozen=True):
     """The name of the checkpoint that was loaded; empty: none was."""
     rejected: dict[str, str] = {}
     """Checkpoints that this node cannot use: the name of each, and the reason."""
+    code: int = int(ExitCode.STATE_LOST)
+    """The run's exit code, if the problem ends it."""

@@ -3,6 +3,7 @@
 Runs in: agent and SMP. Pure; part of the messages in `messages.py`.
 """
 
+from ftrun.wire.checkpoint_owner import CheckpointClaim
 from ftrun.wire.message import Message
 
 INDEX_NAME = "index.json"
@@ -71,6 +72,18 @@ class CheckpointRefused(Message, frozen=True):
     why: str
 
 
+class EndCheckpoints(Message, frozen=True):
+    """Agent -> SMP: the run is over; leave a record of that beside its checkpoints. Answer: Done.
+
+    Only the SMP that owns the directory does so.
+    """
+
+    exit_code: int
+    reason: str
+    command: str
+    """A digest of script and arguments."""
+
+
 class LoadCheckpoint(Message, frozen=True):
     """Agent -> SMP: fill the arenas from a checkpoint. Answer: CheckpointLoaded or Refused.
 
@@ -87,6 +100,7 @@ class LoadCheckpoint(Message, frozen=True):
             world size each loads a part (`ftrun.snapshot.shares.ranks_at`). Empty: this one alone.
         node: which of them this is.
         set_aside: checkpoints that no node of this run may load: their names, and the reason each.
+        claim: own the directory first; on the node of rank 0.
     """
 
     directory: str
@@ -97,6 +111,7 @@ class LoadCheckpoint(Message, frozen=True):
     ranks: list[list[int]] = []
     node: int = 0
     set_aside: dict[str, str] = {}
+    claim: CheckpointClaim | None = None
 
 
 class CheckpointLoaded(Message, frozen=True):
@@ -117,3 +132,5 @@ class CheckpointLoaded(Message, frozen=True):
     world_size: int = 0
     is_share: bool = False
     problem: str = ""
+    is_taken: bool = False
+    """The problem: another run that is alive owns the directory."""

@@ -13,6 +13,7 @@ from ftrun.wire.checkpoint_messages import (
     CheckpointLoaded,
     CheckpointRefused,
     CheckpointWritten,
+    EndCheckpoints,
     HurryCheckpoint,
     LoadCheckpoint,
     WriteCheckpoint,
@@ -138,6 +139,7 @@ AnyMessage = (
     | CheckpointWritten
     | CheckpointRefused
     | LoadCheckpoint
+    | EndCheckpoints
     | CheckpointLoaded
     | VersionCommitted
     | Shutdown

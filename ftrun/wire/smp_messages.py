@@ -3,6 +3,7 @@
 Runs in: agent and SMP. Pure.
 """
 
+from ftrun.wire.checkpoint_owner import CheckpointClaim
 from ftrun.wire.message import Message
 from ftrun.wire.protected import NodePlace, OldGroup, Protected, ShardOffer
 
@@ -53,6 +54,7 @@ class BeginGeneration(Message, frozen=True):
             all others together; 0: as fast as it goes.
         own: of a node that runs no ranks now: its place, so that the nodes that run its former
             ranks can fetch their state from it.
+        claim: the directory of checkpoints, on the node of rank 0; None elsewhere, or without one.
     """
 
     generation: int
@@ -70,6 +72,7 @@ class BeginGeneration(Message, frozen=True):
     patience_s: float = 10.0
     pace_bytes_s: float = 0.0
     own: NodePlace | None = None
+    claim: CheckpointClaim | None = None
 
 
 class VersionReady(Message, frozen=True):
