@@ -24,16 +24,18 @@ from typing import NoReturn
 from ftrun import clock, process_tree
 from ftrun.cli.command_line import CommandLine
 from ftrun.cli.found_runs import is_anything_left
+from ftrun.cli.finished_run import has_finished, read_owner
 from ftrun.cli.nodes import nodes_of, rdzv_settings
 from ftrun.cli.profile_files import Resolved, Setting, plain_value, resolve, setting_from_text
 from ftrun.cli.slurm import SlurmStep, slurm_step
 from ftrun.cli.stub import SHUTDOWN_S, answers, python_command, shut_down_smp
 from ftrun.cli.url_check import check_there, check_writable
 from ftrun.config import NodesSpec, RunSpec
-from ftrun.errors import NotSupportedHere, PeerTimeout, RunIdTaken, UsageError
+from ftrun.errors import ExitCode, NotSupportedHere, PeerTimeout, RunIdTaken, UsageError
 from ftrun.ids import RunId
 from ftrun.urls import is_url, located
 from ftrun.wire.checkpoint_messages import INDEX_NAME
+from ftrun.wire.checkpoint_owner import CheckpointOwner
 from ftrun.wire.environment import LOG_FOLDER
 from ftrun.wire.run_folder import RunFolder, all_run_folders, check_run_id, run_folder
 
@@ -73,8 +75,11 @@ def run(line: CommandLine, *, variables: Mapping[str, str]) -> NoReturn:
             "ftrun.attach runs here under plain python, without snapshots"
         )
     spec = build_spec(line, variables=variables)
-    check_checkpoint_directory(spec)
+    owner = check_checkpoint_directory(spec)
     check_resume(spec)
+    if finished := has_finished(spec, owner):
+        sys.stderr.write(f"ftrun: {finished}\n")
+        raise SystemExit(ExitCode.DONE)
     sweep()
     node_id = spec.nodes.node_id if spec.nodes is not None and spec.nodes.is_named else None
     folder, lock_fd = take_folder(RunId(spec.run_id), script=spec.script, node_id=node_id)
@@ -124,18 +129,19 @@ def build_spec(line: CommandLine, *, variables: Mapping[str, str]) -> RunSpec:
     )
 
 
-def check_checkpoint_directory(spec: RunSpec) -> None:
+def check_checkpoint_directory(spec: RunSpec) -> CheckpointOwner | None:
     """That checkpoints cannot be written is to be known now, not after hours of training.
+
+    Returns the record of the run that has written there last.
 
     Raises:
         UsageError: with what is wrong.
     """
     directory = spec.checkpoint_directory
     if directory is None:
-        return
+        return None
     if is_url(directory):
-        check_writable(directory)
-        return
+        return check_writable(directory)
     try:
         Path(directory).mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=directory):
@@ -145,6 +151,7 @@ def check_checkpoint_directory(spec: RunSpec) -> None:
             f"--checkpoint-dir {directory} cannot be written: {error.strerror or error}. Name "
             "another one, or make it writable; nothing was started"
         ) from error
+    return read_owner(directory)
 
 
 def check_resume(spec: RunSpec) -> None:

@@ -9,19 +9,20 @@ Gives:    nothing, or a UsageError with the store's own words.
 from ftrun.cli.shelf_process import ask
 from ftrun.errors import FtrunError, UsageError
 from ftrun.urls import without_password
+from ftrun.wire.checkpoint_owner import CheckpointOwner
 
 LIMIT_S = 60.0
 """A store that is slower than this now will not take checkpoints either."""
 
 
-def check_writable(url: str) -> None:
-    """Something small was written there and removed.
+def check_writable(url: str) -> CheckpointOwner | None:
+    """Something small was written there and removed; the record of the run that owns it.
 
     Raises:
         UsageError: with what is wrong.
     """
     try:
-        ask("try", url, limit_s=LIMIT_S)
+        return ask("try", url, limit_s=LIMIT_S).owner
     except FtrunError as error:
         raise UsageError(
             f"--checkpoint-dir {error}. It was tried with a small file. Name another one, or make "

@@ -22,6 +22,7 @@ from ftrun.smp.url_folders import UrlFolder, is_whole, read_folders, read_latest
 from ftrun.smp.url_load import in_order
 from ftrun.smp.url_store import Download, UrlStore
 from ftrun.urls import below, without_password
+from ftrun.wire.checkpoint_owner import OWNER_NAME, decode_owner
 from ftrun.wire.shelf_facts import CheckpointFacts, ShelfFacts
 
 
@@ -59,7 +60,7 @@ def _try(store: UrlStore) -> ShelfFacts:
             raise CheckpointError(f"{store.shown} does not give back what was written")
     finally:
         store.remove_file(name)
-    return ShelfFacts(store.shown, [])
+    return ShelfFacts(store.shown, [], owner=decode_owner(store.read(OWNER_NAME)))
 
 
 def _list(

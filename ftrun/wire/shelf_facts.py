@@ -6,6 +6,7 @@ Runs in: the processes of ftrun.smp.shelf and ftrun.smp.convert, which say it, a
 
 import msgspec
 
+from ftrun.wire.checkpoint_owner import CheckpointOwner
 from ftrun.wire.export_facts import CheckpointPlaces
 
 
@@ -39,6 +40,8 @@ class ShelfFacts(msgspec.Struct, frozen=True):
     removed: tuple[str, ...] = ()
     found: CheckpointPlaces | None = None
     """The one that was asked for by itself."""
+    owner: CheckpointOwner | None = None
+    """The record of the run that writes there, or has written there last; asked by `try`."""
     problem: str = ""
     """Why nothing could be done, in words."""
 

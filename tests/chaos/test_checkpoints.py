@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from ftrun.wire.checkpoint_owner import OWNER_NAME, decode_owner
 from tests.chaos.conftest import STEPS, Checked, let_end, wait_until_gone
 from tests.ftp_server import ftp_server
 from tests.integration.conftest import WAIT_S, Run, Start, free_port
@@ -166,6 +167,29 @@ def test_finished_run_is_saved_and_not_repeated(start: Start, train: tuple[str, 
     again = start(*KEPT, *train[:-1], "0")
     assert again.wait() == 0, again.text
     assert first_step(again) == STEPS
+
+
+def test_a_second_run_with_the_directory_of_a_live_one_is_refused(
+    start: Start, train: tuple[str, ...], undisturbed: Checked, tmp_path: Path
+) -> None:
+    run = start(*KEPT, "--checkpoint-every", "0.5", *train)
+    run.wait_until("a checkpoint", lambda: run.journal("CheckpointWritten"))
+    (tmp_path / "elsewhere").mkdir()
+    words = ("--checkpoint-dir", str(run.folder / "saved"), *train[:-3], str(tmp_path / "train.py"))
+    other = Run(tmp_path / "elsewhere", *words, *train[-2:])
+    try:
+        assert other.wait() == 2, other.text
+        assert f"{run.folder / 'saved'} belongs to run {run.run_id} since" in other.text
+        assert f"ftrun stop {run.run_id}" in other.text
+        assert not other.journal("StartGeneration")
+    finally:
+        other.end()
+    let_end(run)
+    assert run.wait() == 0, run.text
+    undisturbed.check(run)
+    record = decode_owner((run.folder / "saved" / OWNER_NAME).read_bytes())
+    assert record is not None
+    assert (record.run_id, record.exit_code, record.ended_s > 0) == (run.run_id, 0, True)
 
 
 ORPHANS = """

@@ -1,0 +1,47 @@
+"""Whether the run that this node is to take part in has finished already.
+
+Runs in:  cli, before anything is started.
+Takes in: the record that the run has left beside its checkpoints.
+Gives:    a sentence for the screen, or nothing: the node starts.
+
+A node that comes late finds no other node, and would wait for them until `nodes.pause_limit_s`.
+"""
+
+from datetime import UTC, datetime
+from pathlib import Path
+
+from ftrun.config import RunSpec
+from ftrun.urls import is_url
+from ftrun.wire.checkpoint_messages import INDEX_NAME
+from ftrun.wire.checkpoint_owner import OWNER_NAME, CheckpointOwner, decode_owner
+
+
+def read_owner(directory: str) -> CheckpointOwner | None:
+    """The record in a directory; None: there is none."""
+    try:
+        return decode_owner((Path(directory) / OWNER_NAME).read_bytes())
+    except OSError:
+        return None
+
+
+def has_finished(spec: RunSpec, record: CheckpointOwner | None) -> str:
+    """When the run of this name and this command has ended well, in words; empty: it has not.
+
+    A name that ftrun has made of the port is not enough: the next run would have it as well.
+    """
+    directory, nodes = spec.checkpoint_directory, spec.nodes
+    if nodes is None or directory is None or record is None or not record.ended_s:
+        return ""
+    is_same = (record.run_id, record.command) == (spec.run_id, spec.command_digest)
+    is_named = not spec.run_id.endswith(f"-port{nodes.endpoint_port}")
+    if not is_same or not is_named or record.exit_code != 0:
+        return ""
+    is_kept = is_url(directory) or any(Path(directory).glob(f"step-*/{INDEX_NAME}"))
+    if not is_kept or spec.profile.checkpoint.resume != "auto":
+        return ""
+    ended = f"{datetime.fromtimestamp(record.ended_s, UTC):%Y-%m-%d %H:%M:%S} UTC"
+    return (
+        f"run {spec.run_id} has finished at {ended} with exit code 0, as node {record.node} has "
+        "noted beside its checkpoints; this node ends with the same. To run it again give another "
+        "--run-id, or --resume never"
+    )
