@@ -23,8 +23,8 @@ from typing import NoReturn
 
 from ftrun import clock, process_tree
 from ftrun.cli.command_line import CommandLine
-from ftrun.cli.found_runs import is_anything_left
 from ftrun.cli.finished_run import has_finished, read_owner
+from ftrun.cli.found_runs import is_anything_left
 from ftrun.cli.nodes import nodes_of, rdzv_settings
 from ftrun.cli.profile_files import Resolved, Setting, plain_value, resolve, setting_from_text
 from ftrun.cli.slurm import SlurmStep, slurm_step

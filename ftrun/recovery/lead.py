@@ -345,7 +345,7 @@ class Lead:
         if isinstance(differ, EndRun):
             return self._end(differ, now_s)
         if differ:
-            self.oversight.bad_checkpoints |= differ
+            self.oversight.supervisor.bad_checkpoints |= differ
             return self.propose(ballot.why, now_s=now_s)
         self.plan, self.unsure, self._is_effective = plan, None, True
         self._untold.clear()

@@ -78,8 +78,6 @@ class Oversight:
         self.watching = Watching(settings, policy.bad_numbers, me)
         self.num_spares = 0
         """Nodes that could take the place of a member."""
-        self.bad_checkpoints: dict[str, str] = {}
-        """See `History.bad_checkpoints`."""
         self.asked_to_leave: frozenset[str] = frozenset()
         """Nodes that got SIGTERM."""
         self.awaits_notices = False
@@ -114,7 +112,6 @@ class Oversight:
         """Go on from what the last lead knew; again, where a later one is found."""
         self.supervisor.succeed(history, now_s=now_s)
         self.incidents.succeed(history.incidents)
-        self.bad_checkpoints |= history.bad_checkpoints
         self._past_failures_s = {
             node_id: [now_s - age_s for age_s in ages_s]
             for node_id, ages_s in history.node_failures.items()
@@ -136,7 +133,6 @@ class Oversight:
             incidents=count,
             spoiled=self.watching.spoiled,
             skip_to=self.watching.skip_to,
-            bad_checkpoints=dict(self.bad_checkpoints),
         )
 
     def note_failure(self, node_id: str, *, now_s: float, fault_s: float | None = None) -> None:

@@ -82,6 +82,8 @@ class Supervisor:
     def __init__(self, policy: Policy, *, world_size: int) -> None:
         self.state = State.STARTING
         self.world_size = world_size
+        self.bad_checkpoints: dict[str, str] = {}
+        """See `History.bad_checkpoints`."""
         self.restarts = 0
         self._policy = policy
         if policy.max_restarts is None:
@@ -108,6 +110,7 @@ class Supervisor:
             without_progress=self._without_progress,
             best_step=self._best_step,
             steps_seen=self._steps_seen,
+            bad_checkpoints=dict(self.bad_checkpoints),
         )
 
     def succeed(self, history: History, *, now_s: float) -> None:
@@ -121,6 +124,7 @@ class Supervisor:
         self._without_progress = history.without_progress
         self._best_step = history.best_step
         self._steps_seen = history.steps_seen
+        self.bad_checkpoints |= history.bad_checkpoints
 
     def handle(self, event: Event, *, now_s: float) -> list[SupervisorCommand]:
         match event:
