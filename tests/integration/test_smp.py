@@ -960,9 +960,10 @@ def test_what_cannot_be_written_or_loaded_is_refused_in_words(world: World, tmp_
     broken = tmp_path / "broken" / "step-00000001-g0"
     broken.mkdir(parents=True)
     (broken / "index.json").write_text("{}")
-    refused = world.ask(agent, load(broken.parent), messages.Refused)
-    assert "can be used" in refused.why
-    assert "its index is not one" in refused.why
+    none = world.ask(agent, load(broken.parent), checkpoint_messages.CheckpointLoaded)
+    assert (none.path, list(none.rejected)) == ("", [broken.name])
+    assert "can be used" in none.problem
+    assert "its index is not one" in none.problem
     assert offered(world.ask(agent, smp_messages.TakeInventory(), smp_messages.Inventory)) == {
         (0, 0, 1),
         (1, 0, 1),
