@@ -38,10 +38,13 @@ class HeldMemory:
         self.arenas.setdefault(rank, []).append(fd)
 
     def keep_vault(self, slot: int, fd: int) -> None:
+        self.drop_vault(slot)
+        self.vaults[slot] = fd
+
+    def drop_vault(self, slot: int) -> None:
         old = self.vaults.pop(slot, None)
         if old is not None:
             os.close(old)
-        self.vaults[slot] = fd
 
     def adopt(self, fds: list[int]) -> None:
         """Take memory that outlived both the last agent and its SMP."""

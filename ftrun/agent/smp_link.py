@@ -390,6 +390,8 @@ class SmpLink:
         match body:
             case smp_messages.VaultMade():
                 self.memory.keep_vault(body.slot, *received.fds)
+            case smp_messages.VaultFreed():
+                self.memory.drop_vault(body.slot)
             case smp_messages.VersionReady():
                 self.ready_version = version(body.generation, body.step)
                 self.survives, self.survives_why = body.survives, body.why

@@ -8,6 +8,7 @@ Nothing is sent to a node before it has said that its vault is ready and how far
 so no thread that receives ever has to wait for memory.
 """
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -33,6 +34,8 @@ from ftrun.wire import transfer as t
 from ftrun.wire.crash_points import crash_point
 from ftrun.wire.transfer_socket import Bytes
 from ftrun.wire.vault import Vault, VaultRecord, VaultState
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +123,9 @@ class Exchange:
         Args:
             rooms: bytes for each mirror that comes here, by place.
         """
-        record = record_of(self._shards.version, self._plan, rooms, self._group)
+        self._make_in_slot(record_of(self._shards.version, self._plan, rooms, self._group))
+
+    def _make_in_slot(self, record: VaultRecord) -> None:
         slot = self._tools.vaults.free_slot()
         needs_memory = self._tools.vaults.take(slot, record) is None
         self._tools.jobs.submit(
@@ -164,10 +169,18 @@ class Exchange:
                 f"{error.available_bytes / 1e6:,.0f} MB are free ({error.limit}). Use fewer ranks "
                 "per node, a larger memory limit, or more nodes in a group"
             )
-            return partial(self._fail, why)
+            return partial(self._no_memory, record, why)
         except (LayoutUnknown, SnapshotCorrupt) as error:
             return partial(self._find_corrupt, str(error))
         return partial(self._made, record, slot, fd, space, mirror)
+
+    def _no_memory(self, record: VaultRecord, why: str) -> None:
+        # Less protection until the commit is better than none from now on.
+        if not self._is_stopped and self._tools.vaults.give_up_committed():
+            _log.warning("no third vault, the last committed protection is overwritten: %s", why)
+            self._make_in_slot(record)
+        else:
+            self._fail(why)
 
     def _made(
         self,

@@ -186,7 +186,8 @@ class Protector:
         if round_ is not None and not round_.is_ready and not round_.problem:
             return  # its vault is being filled again; see `_ready`
         protected_in = round_.protected_in if round_ is not None else self._own_part(newest)
-        self._vaults.commit(newest, protected_in)
+        for slot in self._vaults.commit(newest, protected_in):
+            self._tell_agent(smp_messages.VaultFreed(slot))
         self._rounds.drop(lambda other: other <= newest)
 
     def status(self) -> dict[str, object]:

@@ -1,12 +1,15 @@
-"""The two vaults of this node.
+"""The vaults of this node: two, and for a while a third one.
 
 Runs in:  the SMP: the server's thread, and a job where memory is made.
 Takes in: what is to be kept for the group, and what must not be lost meanwhile.
 Gives:    vaults to fill and to serve from; what they hold, for the inventory.
 Survives: the SMP's death where the agent keeps duplicates.
 
-Rule 1: one vault always keeps the protection that the run would be restored from; only the other
-        is filled. They change places at the commit.
+Rule 1: one vault always keeps the protection that the run would be restored from; only another
+        one is filled. They change places at the commit.
+Rule 2: if that protection is not committed, the newest committed one is kept as well: nodes that
+        are away hold their parts of the committed version, and may hold none of the newer one. A
+        third vault is filled then. It is freed at the commit.
 """
 
 import logging
@@ -19,6 +22,7 @@ from ftrun.wire.protected import Protected
 from ftrun.wire.vault import Vault, VaultRecord, VaultState, create_vault, vault_bytes
 
 NUM_VAULTS = 2
+_MOST_VAULTS = 3
 _log = logging.getLogger(__name__)
 
 
@@ -26,8 +30,10 @@ class Vaults:
     """What is kept for other nodes."""
 
     def __init__(self) -> None:
-        self._slots: list[Vault | None] = [None] * NUM_VAULTS
+        self._slots: list[Vault | None] = [None] * _MOST_VAULTS
         self._kept: int | None = None
+        self._committed: int | None = None
+        """The newest committed protection, if the kept one is not committed."""
 
     @property
     def fds(self) -> list[int]:
@@ -53,7 +59,7 @@ class Vaults:
             return
         free = [at for at, vault in enumerate(self._slots) if vault is None]
         if not free:
-            raise LayoutUnknown(f"there are {NUM_VAULTS} vaults here already")
+            raise LayoutUnknown(f"there are {_MOST_VAULTS} vaults here already")
         self._slots[free[0]] = Vault(fd)
 
     def keep(self, version: Version | None, protected_in: int) -> None:
@@ -75,6 +81,15 @@ class Vaults:
             is_committed = vault.state is VaultState.COMMITTED
             found.append((is_named, is_committed, record.protected_in, at))
         self._kept = max(found)[3] if found else None
+        self._committed = None if found and max(found)[1] else self._newest_committed()
+
+    def _newest_committed(self) -> int | None:
+        found = [
+            (vault.record.version, vault.record.protected_in, at)
+            for at, vault in enumerate(self._slots)
+            if vault is not None and vault.record and vault.state is VaultState.COMMITTED
+        ]
+        return max(found)[2] if found else None
 
     def find(self, version: Version, protected_in: int) -> Vault | None:
         """The vault with a whole part of this protection."""
@@ -89,7 +104,19 @@ class Vaults:
 
     def free_slot(self) -> int:
         """The slot to fill next."""
-        return 0 if self._kept is None else (self._kept + 1) % NUM_VAULTS
+        kept = {self._kept, self._committed}
+        free = [at for at in range(_MOST_VAULTS) if at not in kept]
+        # The third vault is memory that the node does not have most of the time.
+        return min(free, key=lambda at: (self._slots[at] is None, at))
+
+    def give_up_committed(self) -> bool:
+        """Let the older committed protection be overwritten: there is no memory for a third vault.
+
+        Returns:
+            Whether there was one.
+        """
+        had, self._committed = self._committed is not None, None
+        return had
 
     def take(self, slot: int, record: VaultRecord) -> Vault | None:
         """The vault of a slot, if it is large enough for this record; else it is let go."""
@@ -108,8 +135,9 @@ class Vaults:
         assert vault is not None
         return vault
 
-    def commit(self, version: Version, protected_in: int) -> None:
-        """This protection is what counts from now on."""
+    def commit(self, version: Version, protected_in: int) -> list[int]:
+        """This protection is what counts from now on; which slots were freed."""
+        before = {at for at, one in enumerate(self._slots) if one is not None}
         vault = self.find(version, protected_in)
         if vault is not None:
             vault.mark(VaultState.COMMITTED)
@@ -117,12 +145,19 @@ class Vaults:
         if vault is None:
             # This node has no part in it, and what it has is of versions that are over.
             self._free_before(version)
+        elif len(before) > NUM_VAULTS:
+            self._free(next(at for at in sorted(before) if at != self._kept))
+        return sorted(at for at in before if self._slots[at] is None)
 
     def _free_before(self, newest: Version) -> None:
         for slot, vault in enumerate(self._slots):
             if vault is not None and vault.record is not None and vault.record.version < newest:
-                vault.close()
-                self._slots[slot] = None
+                self._free(slot)
+
+    def _free(self, slot: int) -> None:
+        vault, self._slots[slot] = self._slots[slot], None
+        if vault is not None:
+            vault.close()
 
     def void_after(self, newest: Version) -> int:
         """Later versions never come back; how many there were."""
@@ -141,8 +176,8 @@ class Vaults:
         for vault in self._slots:
             if vault is not None:
                 vault.close()
-        self._slots = [None] * NUM_VAULTS
-        self._kept = None
+        self._slots = [None] * _MOST_VAULTS
+        self._kept = self._committed = None
 
 
 def make_vault(record: VaultRecord) -> int:

@@ -37,6 +37,7 @@ from ftrun.wire.smp_messages import (
     Shutdown,
     SmpNotice,
     TakeInventory,
+    VaultFreed,
     VaultMade,
     VersionCommitted,
     VersionReady,
@@ -125,6 +126,7 @@ AnyMessage = (
     | RestoreReady
     | RestoreFailed
     | VaultMade
+    | VaultFreed
     | PeersUnreachable
     | SmpNotice
     | TakeInventory

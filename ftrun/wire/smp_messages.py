@@ -143,6 +143,12 @@ class VaultMade(Message, frozen=True):
     slot: int
 
 
+class VaultFreed(Message, frozen=True):
+    """SMP -> agent, unasked: close the duplicate of this slot, its memory is not needed."""
+
+    slot: int
+
+
 class SmpNotice(Message, frozen=True):
     """SMP -> agent, unasked: something for the journal that asks for no act.
 

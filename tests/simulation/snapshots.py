@@ -366,25 +366,35 @@ class Smp:
         if len(self.memory.parts) < 2:
             return True
         relied = self._relied_on()
-        free = [part for part in self.memory.parts if part is not relied]
+        free = [part for part in self.memory.parts if not any(part is one for one in relied)]
         free = [part for part in free if not self._is_wanted(part)]
         if not free:
-            return False
+            # What is relied on and what is committed: a third one is filled until the commit.
+            return len(self.memory.parts) == len(relied) == 2
         old = min(free, key=lambda part: part.key)
         self.memory.parts.remove(old)
         self.node.removed(old.version)
         return True
 
-    def _relied_on(self) -> Part | None:
-        """The one without which the newest committed version could be lost."""
+    def _relied_on(self) -> list[Part]:
+        """Those without which the newest committed version could be lost."""
+        assert self.plan is not None
+        committed = [part for part in self.memory.parts if part.is_committed]
+        newest = max(committed, key=lambda part: part.key, default=None)
+        named = self._named()
+        if named is not None and named.is_committed:
+            return [named]
+        return [part for part in (named, newest) if part is not None]
+
+    def _named(self) -> Part | None:
+        """The protection of the version that this generation has started from."""
         assert self.plan is not None
         restored = self.restored
         if self.committed is None and restored is not None:
             relied = self.plan.protected_in(self.node.node_id)
             if relied >= 0:
                 return self.memory.part(restored, relied)
-        committed = [part for part in self.memory.parts if part.is_committed]
-        return max(committed, key=lambda part: part.key, default=None)
+        return None
 
     def _is_wanted(self, part: Part) -> bool:
         """It is being protected in this generation, and neither committed nor abandoned."""
@@ -412,6 +422,10 @@ class Smp:
         part = self.memory.part(wanted, self.generation)
         if part is not None:
             part.is_committed = True
+            if len(self.memory.parts) > 2:
+                others = [one for one in self.memory.parts if one is not part]
+                self.memory.parts.remove(others[0])
+                self.node.removed(others[0].version)
         if wanted.generation == self.generation:
             # The first commit of this layout: nobody needs another one any more.
             for slot in [one for one in self.memory.slots if one.arena != self.arena]:

@@ -1,0 +1,102 @@
+"""Vaults: what must not be lost is never the one that is filled next."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from ftrun.ids import version
+from ftrun.smp.vaults import Vaults
+from ftrun.snapshot.redundancy import NodePlan
+from ftrun.wire.protected import GroupMember
+from ftrun.wire.vault import VaultRecord, VaultState, create_vault, vault_bytes
+
+
+def record(step: int, protected_in: int = 0) -> VaultRecord:
+    return VaultRecord(
+        generation=0,
+        step=step,
+        world_size=3,
+        protected_in=protected_in,
+        members=[GroupMember(f"n{at}", [at]) for at in range(3)],
+        parity=1,
+        place=0,
+        block_bytes=4096,
+        coded_bytes=[10, 20, 30],
+        own=NodePlan([], 0, 0),
+        holders=[],
+        mirrors=[(2, 100)],
+        num_rows=1,
+    )
+
+
+@pytest.fixture
+def vaults() -> Iterator[Vaults]:
+    made = Vaults()
+    yield made
+    made.free()
+
+
+def fill(vaults: Vaults, step: int, state: VaultState, protected_in: int = 0) -> int:
+    """As an exchange does it; in which slot."""
+    wanted = record(step, protected_in)
+    slot = vaults.free_slot()
+    vault = vaults.take(slot, wanted) or vaults.put(slot, create_vault(vault_bytes(wanted)))
+    vault.begin(wanted)
+    vault.mark(state)
+    return slot
+
+
+def held(vaults: Vaults) -> set[tuple[int, int]]:
+    return {(part.step, part.protected_in) for part in vaults.parts()}
+
+
+def test_two_vaults_change_places_at_each_commit(vaults: Vaults) -> None:
+    slots = []
+    for step in range(1, 6):
+        slots.append(fill(vaults, step, VaultState.COMPLETE))
+        assert vaults.commit(version(0, step), 0) == []
+    assert slots == [0, 1, 0, 1, 0]
+    assert held(vaults) == {(5, 0), (4, 0)}
+
+
+def test_a_version_that_is_not_committed_does_not_cost_the_committed_one(vaults: Vaults) -> None:
+    """A generation goes on from step 22; a node that is away holds no part of it, but of 20."""
+    fill(vaults, 20, VaultState.COMPLETE)
+    vaults.commit(version(0, 20), 0)
+    fill(vaults, 22, VaultState.COMPLETE)
+    vaults.keep(version(0, 22), 0)
+    assert fill(vaults, 22, VaultState.FILLING, protected_in=1) == 2
+    assert {(20, 0), (22, 0)} <= held(vaults)
+    assert fill(vaults, 22, VaultState.COMPLETE, protected_in=1) == 2, "another attempt"
+    assert len(vaults.commit(version(0, 22), 1)) == 1
+    assert (22, 1) in held(vaults)
+    assert len(vaults.fds) == 2, "the third is freed"
+
+
+def test_a_restored_version_without_a_part_here_does_not_cost_the_committed_one(
+    vaults: Vaults,
+) -> None:
+    fill(vaults, 20, VaultState.COMPLETE)
+    vaults.commit(version(0, 20), 0)
+    fill(vaults, 22, VaultState.FILLING)
+    vaults.keep(version(0, 22), -1)
+    fill(vaults, 22, VaultState.COMPLETE, protected_in=1)
+    assert (20, 0) in held(vaults)
+
+
+def test_without_memory_for_a_third_the_committed_one_is_overwritten(vaults: Vaults) -> None:
+    fill(vaults, 20, VaultState.COMPLETE)
+    vaults.commit(version(0, 20), 0)
+    fill(vaults, 22, VaultState.COMPLETE)
+    vaults.keep(version(0, 22), 0)
+    assert vaults.give_up_committed()
+    assert not vaults.give_up_committed()
+    fill(vaults, 22, VaultState.FILLING, protected_in=1)
+    assert held(vaults) == {(22, 0), (22, 1)}
+
+
+def test_a_node_without_a_part_frees_what_is_over(vaults: Vaults) -> None:
+    fill(vaults, 20, VaultState.COMPLETE)
+    vaults.commit(version(0, 20), 0)
+    assert vaults.commit(version(0, 30), 3) == [0]
+    assert vaults.fds == []
