@@ -215,7 +215,7 @@ def _whoever_leaves_is_let_go_at_once(patch: Patch) -> None:
         self: draining.Draining, plan: Plan | None, now_s: float, *, is_settled: bool
     ) -> None:
         members = {node.node_id for node in plan.members} if plan is not None else set()
-        self._freed = tuple(sorted({one for one, _ in self._leaving} - members))
+        self._freed = frozenset(who for who in self._leaving if who[0] not in members)
 
     patch.setattr(draining.Draining, "_let_go", let_go)
 

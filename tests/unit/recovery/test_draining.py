@@ -9,7 +9,7 @@ from ftrun.ids import version
 from ftrun.recovery.allegiance import Role
 from ftrun.recovery.commands import AskLastSnapshot, Checkpoint, EndRun, Send, SignalWorkers
 from ftrun.recovery.draining import LIMIT_S, NOTICE_S
-from ftrun.recovery.happenings import DialFailed, HereIs
+from ftrun.recovery.happenings import DialFailed, Heard, HereIs
 from ftrun.recovery.places import Wishes
 from ftrun.wire.heartbeats import Beat, LeadBeat
 from ftrun.wire.plan import VersionPair
@@ -225,6 +225,40 @@ def test_a_lead_that_leaves_is_followed_by_the_next() -> None:
     assert made.lead() == "d"
     assert set(made.running()) == set("bcd")
     assert ends(made, "bcd") == []
+
+
+def test_a_lead_that_leaves_takes_newcomers_in_although_it_has_no_vote() -> None:
+    """Once it is gone they look for the others, and not for the endpoint where nobody is."""
+    made = with_spares()
+    works(made, 5)
+    ask(made, "a")
+    made.passes(0.5)
+    at = at_boundary(made, "abc", "a")
+    made.passes(NOTICE_S)
+    works(made, at[1], "dbc", ready=at)
+    while made.plan("d").card("a") is not None:
+        made.passes(STEP_S)
+    made.start("e")
+    made.passes(2 * STEP_S)
+    assert ends(made, "a") == []
+    assert made.role("e") is Role.FOLLOWING
+    made.kill("a")
+    made.passes(5.0)
+    assert made.lead() == "d"
+
+
+def test_a_node_that_has_left_and_is_back_is_not_let_go_again() -> None:
+    made, at = without_c()
+    protected_again(made, "ab", at)
+    assert ends(made, "c") == [(TERMINATED, True)]
+    made.kill("c")
+    made.start("c", incarnation=2)
+    made.passes(STEP_S)
+    assert made.role("c") is Role.FOLLOWING
+    assert made["a"].member.lead is not None
+    for said in made["a"].member.lead.heartbeat(now_s=made.now_s):
+        made.happens("c", Heard("a", said.message))
+    assert ends(made, "c") == []
 
 
 def test_the_others_may_be_asked_while_a_node_leaves() -> None:

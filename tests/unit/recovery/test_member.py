@@ -15,7 +15,15 @@ from ftrun.recovery.commands import (
 )
 from ftrun.recovery.happenings import DialFailed, Heard, HereIs, Opened
 from ftrun.recovery.places import Wishes
-from ftrun.wire.ballot_messages import Accepted, Announce, Current, Join, LeadIs, NotPromised
+from ftrun.wire.ballot_messages import (
+    Accepted,
+    Announce,
+    Current,
+    Join,
+    LeadIs,
+    NotPromised,
+    Prepare,
+)
 from ftrun.wire.cluster import ProbeFound
 from ftrun.wire.heartbeats import Beat, LeadBeat
 from tests.unit.recovery.agents import Agents
@@ -426,6 +434,63 @@ def test_a_generation_older_than_ones_own_is_not_taken_part_in() -> None:
     made.happens("c", Heard("a", Current(first)))
     assert made["c"].member.follower.plan == made.plan("a")
     assert made["c"].runs == 1
+
+
+def test_a_stale_leader_does_not_take_back_a_node_that_has_promised_another() -> None:
+    """The answer to an earlier request comes late; the proposer of the promise is alive."""
+    made = begun()
+    first = made.plan("a")
+    made.cut("c")
+    made.passes(3.5)
+    made.happens("c", Heard("b", Prepare(1, made["b"].card, "the lead is lost", (0, 0))))
+    assert made["c"].member.lead_card == made["b"].card
+    made.happens("c", Heard("a", Current(first)))
+    assert made["c"].member.lead_card == made["b"].card
+    made.passes(2.25)
+    made.happens("c", Heard("a", Current(first)))
+    assert made["c"].member.lead_card == made["a"].card, "the proposer is silent by now"
+
+
+def minority_that_gives_up() -> Agents:
+    """a and b were cut off from the others for too long; b has not heard the end yet."""
+    made = begun("abcde", wishes=Wishes(2, 5, 0), pause_limit_s=20.0)
+    for one in "ab":
+        made.cut(one, "c", "d", "e")
+    made.passes(22.0)
+    assert set(made.running()) == set("cde")
+    made["b"].is_frozen = True
+    while made["a"].member.lead is None or made["a"].member.lead.ending is None:
+        made.passes(0.25)
+    assert made.role("a") is Role.LEADING
+    return made
+
+
+def test_a_minority_that_gives_up_takes_no_node_of_the_majority_in() -> None:
+    made = minority_that_gives_up()
+    made.heal()
+    found = made.answers("a", Heard("c", Join(made["c"].card, "2:5+0", 1)))
+    assert not any(isinstance(one, Send) and isinstance(one.message, Current) for one in found)
+    made.happens("a", Opened("d", 1))
+    made.passes(1.0)
+    assert {one: made[one].told(EndRun) for one in "cde"} == {"c": [], "d": [], "e": []}
+    assert made.running() == {"c": 1, "d": 1, "e": 1}
+
+
+def test_a_minority_that_gives_up_follows_a_majority_that_comes_back() -> None:
+    made = minority_that_gives_up()
+    made.heal()
+    found = made.answers("a", Heard("c", Prepare(9, made["c"].card, "a test", (1, 0))))
+    assert not any(isinstance(one, Send) and isinstance(one.message, NotPromised) for one in found)
+    assert made.role("a") is Role.FOLLOWING
+    assert made["a"].member.lead_card == made["c"].card
+
+
+def test_a_minority_that_gives_up_ends_the_nodes_that_have_promised_it() -> None:
+    made = minority_that_gives_up()
+    made.thaw("b")
+    made.passes(1.0)
+    for one in "ab":
+        assert [end.exit_code for end in made[one].told(EndRun)] == [ExitCode.NOT_ENOUGH_NODES]
 
 
 def test_a_lead_that_stood_still_has_its_ranks_wait_until_it_is_heard_again() -> None:

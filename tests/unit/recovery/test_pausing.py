@@ -2,7 +2,7 @@
 
 from ftrun.errors import ExitCode
 from ftrun.recovery.commands import EndRun, Note
-from ftrun.recovery.pausing import GONE_S, Pause
+from ftrun.recovery.pausing import GONE_S, PUT_OFF_S, Pause
 
 
 def test_it_says_what_is_missing_and_says_it_again_where_that_is_news() -> None:
@@ -54,3 +54,15 @@ def test_where_nobody_is_left_it_waits_a_minute_for_who_may_be_started_again() -
     short = Pause(5.0)
     short.begin("1 of 3 nodes is here", now_s=0.0)
     assert short.given_up(now_s=5.0, are_gone=True) is not None
+
+
+def test_a_node_that_has_come_gets_the_time_to_make_the_run_go_on() -> None:
+    made = Pause(100.0)
+    made.put_off(now_s=0.0)
+    made.begin("b is missing", now_s=0.0)
+    made.put_off(now_s=99.0)
+    assert made.given_up(now_s=99.0 + PUT_OFF_S - 0.1) is None
+    assert made.given_up(now_s=99.0 + PUT_OFF_S) is not None
+    for now_s in range(100, 200):
+        made.put_off(now_s=now_s)
+    assert made.given_up(now_s=160.0) is not None, "not for ever, for nodes that come and go"

@@ -1,0 +1,21 @@
+"""Worlds in which the protocol once failed, by seed; each rule has a unit test of its own too."""
+
+import pytest
+
+from simulation.run import run_seed
+
+SEEDS = [
+    pytest.param(2374, "liveness", id="a stale leader takes a node back"),
+    pytest.param(3659, "liveness", id="a minority that gives up ends the majority"),
+    pytest.param(3843, "liveness", id="a minority gives up while the others come back"),
+    pytest.param(4409, "liveness", id="a newcomer is stranded by a leaving leader"),
+    pytest.param(1682768, "safety", id="the committed protection is overwritten too early"),
+    pytest.param(5001480, "liveness", id="a node that is back leaves again"),
+]
+
+
+@pytest.mark.parametrize(("seed", "mode"), SEEDS)
+def test_it_does_not_fail_again(seed: int, mode: str) -> None:
+    outcome = run_seed(seed, mode)
+    story = "\n".join(outcome.log[-40:])
+    assert not outcome.problem, f"{outcome.problem}\n{story}"
