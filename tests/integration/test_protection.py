@@ -232,6 +232,9 @@ class Node:
                 self._keep(self.arenas, body.rank, *received.fds)
             case smp_messages.VaultMade():
                 self._keep(self.vaults, body.slot, *received.fds)
+            case smp_messages.VaultFreed():
+                if body.slot in self.vaults:
+                    os.close(self.vaults.pop(body.slot))
             case (
                 smp_messages.VersionReady()
                 | smp_messages.VersionCommitted()

@@ -95,6 +95,7 @@ class Node:
             case (
                 worker_messages.ArenaGranted()
                 | smp_messages.VaultMade()
+                | smp_messages.VaultFreed()
                 | smp_messages.VersionCommitted()
                 | smp_messages.AbandonVersion()
                 | smp_messages.RestoreReady()

@@ -452,7 +452,7 @@ def test_a_stale_leader_does_not_take_back_a_node_that_has_promised_another() ->
 
 
 def minority_that_gives_up() -> Agents:
-    """a and b were cut off from the others for too long; b has not heard the end yet."""
+    """Nodes a and b were cut off from the others for too long; b has not heard the end yet."""
     made = begun("abcde", wishes=Wishes(2, 5, 0), pause_limit_s=20.0)
     for one in "ab":
         made.cut(one, "c", "d", "e")
