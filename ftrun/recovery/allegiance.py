@@ -128,6 +128,13 @@ class Allegiance:
             return False  # a closed connection alone proves nothing, see attendance.py
         return not self._follower.is_in_ballot and not self.waiting.is_cut_off(now_s=now_s)
 
+    def is_bound_beyond(self, generation: int, *, now_s: float) -> bool:
+        """It has promised a later generation, and the proposer of that one is alive."""
+        follower = self._follower
+        is_promised = follower.is_in_ballot and follower.vote.promised > generation
+        is_heard = self.follows(follower.proposer_id) and not self.waiting.is_cut_off(now_s=now_s)
+        return is_promised and is_heard
+
     # --- whom to follow -----------------------------------------------------------------------
 
     def follow(self, card: NodeCard, *, now_s: float) -> None:
@@ -256,16 +263,9 @@ class Allegiance:
         gathers = self.gatherer is not None
         waited_s = now_s - self._apart_s
         found = self._patience.wait(waited_s, self.reach, gathers=gathers, now_s=now_s)
-        if gathers or (now_s - self._since_s < deadline_s and not self._is_only_voter):
+        if gathers or now_s - self._since_s < deadline_s:
             return found
         return found + self._look_further(now_s)
-
-    @property
-    def _is_only_voter(self) -> bool:
-        """The last agent of this node led alone, so no other agent can lead now."""
-        plan = self._follower.newest_plan
-        is_alone = plan is not None and not self.succession.acquaintances(plan)
-        return self.role is Role.SEEKING and is_alone and not self._witness.is_used
 
     def _look_further(self, now_s: float) -> list[Command]:
         """Whoever was asked has not answered within the deadline."""

@@ -60,7 +60,7 @@ class Draining:
         self._last_s = 0.0
         self._safe_s: float | None = None
         """Since when the run does without them."""
-        self._freed: tuple[str, ...] = ()
+        self._freed: frozenset[Identity] = frozenset()
         self._is_stop = False
 
     @property
@@ -70,7 +70,7 @@ class Draining:
 
     def reset(self) -> None:
         """A ballot begins: nobody may go by what was found before."""
-        self._safe_s, self._freed = None, ()
+        self._safe_s, self._freed = None, frozenset()
 
     def note(self, card: NodeCard, beat: Beat, *, now_s: float) -> None:
         """Keep that this agent was asked to leave; it says so in each heartbeat."""
@@ -117,7 +117,10 @@ class Draining:
 
     def tell(self, body: LeadBeat) -> LeadBeat:
         """The same heartbeat, with those who may go."""
-        return msgspec.structs.replace(body, leave=self._freed) if self._freed else body
+        # A node that has left may be back: its new agent was not asked.
+        here = self._freed & {identity(peer.card) for peer in self._peers}
+        leave = tuple(sorted(node_id for node_id, _ in here))
+        return msgspec.structs.replace(body, leave=leave) if leave else body
 
     def _why_to_stop(self, plan: Plan | None, here: set[Identity], unfit: set[str]) -> str:
         """Why this is the end of the run; empty where it may go on."""
@@ -148,7 +151,7 @@ class Draining:
         limit_s = now_s - self._settings.leave_s
         free = [who for who in self._leaving if has_settled or self._asked_s[who] <= limit_s]
         members = {node.node_id for node in plan.members} if plan is not None else set()
-        self._freed = tuple(sorted(node_id for node_id, _ in free if node_id not in members))
+        self._freed = frozenset(who for who in free if who[0] not in members)
 
     def _is_safe(self) -> bool:
         """What the generation that runs has started from is whole, and among its members."""

@@ -54,6 +54,8 @@ class Election:
         self.ballot: Ballot | None = None
         self.highest = -1
         """The highest number that anybody is known to have promised."""
+        self.followers: set[str] = set()
+        """Nodes that have promised a ballot of this proposer since its last generation began."""
         self._me = me
         self._settings = settings
         self._peers = peers
@@ -169,6 +171,7 @@ class Election:
         if ballot is None or body.generation != ballot.generation or ballot.plan is not None:
             return False
         ballot.take_promise(body)
+        self.followers.add(body.card.node_id)
         peer = self._peers.by_id[body.card.node_id]
         peer.is_mute, peer.fitness = False, body.fitness or peer.fitness
         self._awaited.pop(body.card.node_id, None)
@@ -297,6 +300,7 @@ class Election:
     def lost(self, node_id: str) -> None:
         """This agent answers nothing any more."""
         self._awaited.pop(node_id, None)
+        self.followers.discard(node_id)
         if self.ballot is not None and self.ballot.plan is None:
             self.ballot.promises.pop(node_id, None)
 
@@ -311,6 +315,7 @@ class Election:
         assert self.ballot.plan is not None
         plan, self.ballot = self.ballot.plan, None
         self._awaited.clear()
+        self.followers.clear()
         self._witness_asked_s = None
         return plan
 

@@ -5,6 +5,8 @@ Takes in: the end, who has said that it has ended.
 Gives:    the lead's own end, once it may end too; the outside witness forgets the run then.
 """
 
+from collections.abc import Collection
+
 from ftrun.errors import ExitCode
 from ftrun.recovery.attendance import Peers
 from ftrun.recovery.commands import Command, EndRun, Wish
@@ -18,12 +20,31 @@ class Farewell:
         """How the run ends, once that is known."""
         self.is_for_all = False
         """Who ends it led a generation in effect: no other part of the run goes on."""
+        self.audience: frozenset[str] | None = None
+        """Nodes that are to end; None: all. A leader that gives up ends only its own followers."""
         self._peers = peers
         self._since_s = 0.0
         self._ended: set[str] = set()
 
-    def begin(self, command: EndRun, *, is_for_all: bool, now_s: float) -> None:
+    def begin(
+        self,
+        command: EndRun,
+        is_for_all: bool,
+        audience: Collection[str] | None,
+        *,
+        now_s: float,
+    ) -> None:
         self.ending, self.is_for_all, self._since_s = command, is_for_all, now_s
+        self.audience = None if audience is None else frozenset(audience)
+
+    @property
+    def ends_the_run(self) -> bool:
+        """No other part of the run goes on."""
+        return self.ending is not None and self.audience is None
+
+    def is_told(self, node_id: str) -> bool:
+        """Whether this node is to hear of the end, if there is one."""
+        return self.ending is None or self.audience is None or node_id in self.audience
 
     def has_ended(self, node_id: str) -> None:
         """This node has heard it, and is done."""
@@ -35,6 +56,7 @@ class Farewell:
             return []
         since_s, is_done = self._since_s, self.ending.exit_code == ExitCode.DONE
         others = self._peers.to_hear_the_end(since_s, is_done=is_done) - self._ended
+        others = {node_id for node_id in others if self.is_told(node_id)}
         may_wait = now_s - since_s < 2 * self._peers.settings.deadline_s
         waits = may_wait and others - {self._peers.me.node_id}
         if waits:

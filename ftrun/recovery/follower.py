@@ -98,6 +98,11 @@ class Follower:
         return self.vote.promised > self.generation
 
     @property
+    def proposer_id(self) -> str:
+        """The node that this agent has promised its newest ballot to; empty: none in this life."""
+        return self.vote.proposer[0] if self.vote.proposer is not None else ""
+
+    @property
     def knows(self) -> int:
         """The newest generation that was accepted here, in this life or an earlier one."""
         return max(

@@ -15,7 +15,7 @@ Rule 4: where the newest committed version cannot be had, and nodes are missing 
         it, the run waits for them. It never begins anew in silence.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from ftrun.errors import ExitCode
 from ftrun.recovery.attendance import Peer, Peers
@@ -70,17 +70,8 @@ class Lead:
         links: Mapping[str, int],
         witness: Witness,
     ) -> None:
-        """Take what this agent knows.
-
-        Args:
-            me: this agent.
-            settings: of the run.
-            oversight: a new one.
-            plan: the newest generation that is known to have taken effect.
-            unsure: the newest one that this agent knows of; it may have.
-            links: incarnations of the agents there are connections to, by node id.
-            witness: the outside one.
-        """
+        # `unsure` is the newest plan that this agent has accepted: it may have taken effect.
+        # `links` has the incarnations of the agents that are connected, by node id.
         self.me = me
         self.settings = settings
         self.oversight = oversight
@@ -90,7 +81,7 @@ class Lead:
         self._links = links
         oversight.watching.slow.clocks = self.known.clocks
         self.pause = Pause(settings.pause_limit_s)
-        self._farewell = Farewell(self.known)
+        self.farewell = Farewell(self.known)
         self._election = Election(me, settings, self.known)
         self._changes = Changes(settings)
         self._enrolment = Enrolment(settings)
@@ -103,7 +94,7 @@ class Lead:
         """A generation of this lead has taken effect."""
         self._doubt = Doubt(settings)
         self._untold: dict[str, str] = {}
-        """Members that were lost, of which the supervisor does not know yet, and why."""
+        """Why members were lost of which the supervisor does not know yet."""
         self._look_s = 0.0
 
     @property
@@ -112,7 +103,7 @@ class Lead:
 
     @property
     def ending(self) -> EndRun | None:
-        return self._farewell.ending
+        return self.farewell.ending
 
     @property
     def is_doubtful(self) -> bool:
@@ -134,6 +125,7 @@ class Lead:
             found += self._lose(old, _RESTARTED, now_s)
         if old is None or old.card.incarnation != card.incarnation or old.lost:
             peer = self.known.put(card, now_s=now_s, linked=linked, has_answered=False)
+            self.pause.put_off(now_s=now_s)
             found.append(Note("NodeJoined", f"node {card.node_id} has come", {"host": card.host}))
             found += self._election.joined(peer, now_s=now_s)
         return found
@@ -162,7 +154,8 @@ class Lead:
         self.known.opened(peer, now_s=now_s)
         if peer.lost:
             return self.back_again(peer, now_s=now_s)
-        return [*self._election.ask(peer, now_s=now_s), Send(node_id, self._heartbeat(now_s))]
+        told = [Send(node_id, self._heartbeat(now_s))] if self.farewell.is_told(node_id) else []
+        return [*self._election.ask(peer, now_s=now_s), *told]
 
     def back_again(self, peer: Peer, *, now_s: float) -> list[Command]:
         """A node that was lost is heard again: it comes in anew, beside what has gone on."""
@@ -196,7 +189,6 @@ class Lead:
             peer.heard_s = now_s
 
     def stood_still(self, *, now_s: float) -> None:
-        """This process could hear nobody: nobody else is late for it."""
         self.known.stood_still(now_s=now_s)
         self._doubt_oneself(now_s)
 
@@ -276,7 +268,7 @@ class Lead:
 
     def ask_witness(self, *, now_s: float) -> list[Command]:
         """Say there who leads, so that nobody else is promised anything."""
-        leads = self.is_settled or self._farewell.is_for_all
+        leads = self.is_settled or self.farewell.is_for_all
         return self._election.keep_witness(self.plan if leads else None, now_s=now_s)
 
     def witness_said(self, event: WitnessSaid, *, now_s: float) -> list[Command]:
@@ -357,7 +349,6 @@ class Lead:
         return [*notes_of(plan), *notes, *self.heartbeat(now_s=now_s)]
 
     def _take_history(self, plan: Plan | None, now_s: float) -> None:
-        """Be as strict as the lead of this plan was, if that is news."""
         if plan is not None and plan.generation > self._history_of:
             self._history_of = plan.generation
             self.oversight.succeed(plan.history, now_s=now_s)
@@ -367,7 +358,6 @@ class Lead:
         return self.oversight.lost(untold, now_s=now_s)
 
     def told(self, node_id: str, body: RoadWord, *, now_s: float) -> list[Command]:
-        """Something about a way between nodes; a ballot may wait for it."""
         slow = self.oversight.watching.slow
         return self.roads.told(node_id, body, slow, now_s=now_s) + self._check(now_s)
 
@@ -379,7 +369,7 @@ class Lead:
         if peer is None or not self.known.beat(peer, body, now_s=now_s):
             return []
         if body.state == "ended":
-            self._farewell.has_ended(node_id)
+            self.farewell.has_ended(node_id)
         self._draining.note(peer.card, body, now_s=now_s)
         plan = self.plan if self.is_settled else None
         place = place_of(self.me.node_id, self.plan)
@@ -387,14 +377,14 @@ class Lead:
         if not self.is_settled or self.is_doubtful:
             self.oversight.note(node_id, body)  # rule 3; what counts is said again
             is_stopped = self.oversight.stop_signal and self.pause.is_on
-            return self._end(self.oversight.stopped(), now_s) if is_stopped else []
+            return self._give_up(self.oversight.stopped(), now_s) if is_stopped else []
         found = self._decide(self.oversight.beat(node_id, body, now_s=now_s), now_s)
         return found + self._go_on(now_s)
 
     def heartbeat(self, *, now_s: float) -> list[Command]:
         """How things are, to everyone who is here."""
         body = self._heartbeat(now_s)
-        return [Send(node_id, body) for node_id in self.known.linked]
+        return [Send(one, body) for one in self.known.linked if self.farewell.is_told(one)]
 
     def _heartbeat(self, now_s: float) -> LeadBeat:
         known = self.plan.edition if self.plan is not None else (-1, 0)
@@ -416,8 +406,8 @@ class Lead:
             found += self._go_on(now_s)
         end = self.pause.given_up(now_s=now_s, are_gone=self.known.are_gone)
         if end is not None and self.ending is None:
-            return found + self._end(end, now_s)
-        return [*found, *self._farewell.look(now_s=now_s)]
+            return found + self._give_up(end, now_s)
+        return [*found, *self.farewell.look(now_s=now_s)]
 
     def _look_around(self, now_s: float) -> list[Command]:
         found: list[Command] = []
@@ -455,7 +445,6 @@ class Lead:
         return found
 
     def _go_on(self, now_s: float) -> list[Command]:
-        """Let the supervisor decide, and change nodes where that is possible."""
         plan, may_follow = self.plan, self.oversight.waits_for_cause
         # Ranks have failed, perhaps because of a node that is not heard just now.
         is_late = plan is not None and may_follow and self.known.is_member_late(plan, now_s=now_s)
@@ -490,11 +479,17 @@ class Lead:
         """New orders go out at once."""
         return self.heartbeat(now_s=now_s) if self.oversight.has_new_orders() else []
 
-    def _end(self, command: EndRun, now_s: float) -> list[Command]:
-        self._farewell.begin(command, is_for_all=self.is_settled, now_s=now_s)
+    def _give_up(self, end: EndRun, now_s: float) -> list[Command]:
+        """End here and on the nodes that have promised this leader; a majority may go on."""
+        return self._end(end, now_s, self._election.followers | {self.me.node_id})
+
+    def _end(
+        self, end: EndRun, now_s: float, audience: Collection[str] | None = None
+    ) -> list[Command]:
+        self.farewell.begin(end, self.is_settled, audience, now_s=now_s)
         self.pause.over()
         self._election.ballot = None
-        self.oversight.end(command, now_s=now_s)
+        self.oversight.end(end, now_s=now_s)
         found: list[Command] = [*self.oversight.incidents.take_notes()]
-        found += [KillWorkers(command.why)] if command.exit_code != ExitCode.DONE else []
-        return [*found, *self.heartbeat(now_s=now_s), *self._farewell.look(now_s=now_s)]
+        found += [KillWorkers(end.why)] if end.exit_code != ExitCode.DONE else []
+        return [*found, *self.heartbeat(now_s=now_s), *self.farewell.look(now_s=now_s)]

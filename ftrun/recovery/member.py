@@ -310,21 +310,18 @@ class Member:
         return found + orders
 
     def _asked_to_join(self, sender: str, body: say.Join, now_s: float) -> list[Command]:
-        wished = str(self._settings.wishes)
-        if body.nnodes != wished:
-            why = (
-                f"it was started with --nnodes/--spares {body.nnodes}, and this run with {wished}. "
-                "Give the same to every node"
-            )
+        if why := self._settings.wishes.refusal(body.nnodes):
             return [Send(sender, say.TurnedAway(why))]
         if self._allegiance.gatherer is not None:
             return self._allegiance.gatherer.join(sender, body, now_s=now_s)
         lead = self.lead
         if lead is not None:
+            if not lead.farewell.is_told(sender):
+                return []  # the majority may go on without this leader
             found = lead.add(body.card, now_s=now_s, linked=True)
             # Unless that has ended our leadership, or our place in the run.
             if self.lead is lead and self.follower.plan is not None:
-                found.append(Send(sender, say.Current(self.follower.plan, body.number)))
+                found.append(Send(sender, say.Current(self.follower.plan, body.number, self.me)))
             return found
         known = self.lead_card
         is_told = known is not None and self.role is Role.FOLLOWING and known.node_id != sender
@@ -352,10 +349,12 @@ class Member:
         plan = body.plan
         if self.lead is not None or plan.generation < self.follower.generation:
             return []
-        card = plan.card(sender)
+        card = plan.card(sender) or body.lead
         if card is None or plan.lead != sender or card.incarnation != self._links.get(sender):
             return []
         if not self._follows(sender):
+            if self._allegiance.is_bound_beyond(plan.generation, now_s=now_s):
+                return []
             self._follow(card, now_s)
         self._allegiance.waiting.heard_s = now_s
         self._allegiance.waiting.answered(body.number)
@@ -479,7 +478,7 @@ class Member:
         """Somebody leads a generation that has taken effect, and must not be deserted."""
         if self.lead is not None:
             is_sure = self.lead.is_settled and not self.lead.is_doubtful
-            return is_sure or self.lead.ending is not None
+            return is_sure or self.lead.farewell.ends_the_run
         return self._allegiance.hears_lead(now_s=now_s)
 
     def _lead_is(self, node_id: str, now_s: float) -> Send:

@@ -10,6 +10,12 @@ from dataclasses import replace
 from ftrun.errors import ExitCode
 from ftrun.recovery.commands import Command, EndRun, Note
 
+PUT_OFF_S = 10.0
+"""A node that has come gets this long to make the run go on."""
+
+_MOST_PUT_OFF_S = 60.0
+"""Nodes that come again and again keep a run no longer than this beyond its limit."""
+
 GONE_S = 60.0
 """A scheduler that starts all nodes again at once has done so within this."""
 
@@ -32,6 +38,7 @@ class Pause:
         self._limit_s = limit_s
         self._since_s: float | None = None
         self._end = EndRun(ExitCode.NOT_ENOUGH_NODES, "")
+        self._not_before_s = 0.0
 
     @property
     def is_on(self) -> bool:
@@ -54,6 +61,12 @@ class Pause:
         text = f"PAUSED: {why}; gives up after {self._limit_s:.0f} s"
         return [Note("Paused", text, {}, say=True)]
 
+    def put_off(self, *, now_s: float) -> None:
+        """A node has come: the wait may be about to end."""
+        if self._since_s is not None:
+            latest_s = self._since_s + self._limit_s + _MOST_PUT_OFF_S
+            self._not_before_s = min(now_s + PUT_OFF_S, latest_s)
+
     def waited_s(self, *, now_s: float) -> float:
         return 0.0 if self._since_s is None else now_s - self._since_s
 
@@ -72,6 +85,6 @@ class Pause:
             return None
         if are_gone and now_s - self._since_s >= min(GONE_S, self._limit_s):
             return EndRun(ExitCode.TRY_AGAIN, _GONE, advice=_GONE_ADVICE)
-        if now_s - self._since_s < self._limit_s:
+        if now_s - self._since_s < self._limit_s or now_s < self._not_before_s:
             return None
         return replace(self._end, why=f"{self.why}, for {now_s - self._since_s:.0f} s")

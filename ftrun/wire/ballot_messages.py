@@ -47,6 +47,8 @@ class Current(Message, frozen=True):
     plan: Plan
     number: int = 0
     """Of the `Join` that this answers."""
+    lead: NodeCard | None = None
+    """The leader, where it has no vote any more because it leaves; None: the plan has it."""
 
 
 class TurnedAway(Message, frozen=True):
