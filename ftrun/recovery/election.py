@@ -272,6 +272,11 @@ class Election:
         if plan is not None and promised > plan.generation and runs_ranks(plan, peer.card):
             why = f"node {peer.card.node_id} has promised generation {promised} to another"
             self.begin_again(why, place, now_s=now_s)
+        ballot = self.ballot
+        is_needed = peer.card.node_id in self._needed
+        if ballot is not None and is_needed and promised > ballot.generation:
+            # It can never accept what was announced.
+            self.begin_again(ballot.why, place, now_s=now_s)
 
     def accepted(self, node_id: str, body: Accepted) -> bool:
         """Whether this acceptance counts."""

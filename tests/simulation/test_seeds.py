@@ -10,6 +10,7 @@ SEEDS = [
     pytest.param(3843, "liveness", id="a minority gives up while the others come back"),
     pytest.param(4409, "liveness", id="a newcomer is stranded by a leaving leader"),
     pytest.param(1682768, "safety", id="the committed protection is overwritten too early"),
+    pytest.param(9001035, "liveness", id="a member of an announced plan is bound to another"),
     pytest.param(5001480, "liveness", id="a node that is back leaves again"),
 ]
 

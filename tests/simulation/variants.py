@@ -208,6 +208,15 @@ def _newest_protection_is_relied_on(patch: Patch) -> None:
 
 def _newest_of_equal_protections_is_relied_on(patch: Patch) -> None:
     patch.setattr(restore_choice._Group, "is_committed", False)
+    patch.setattr(Smp, "_relied_on", _named_or_committed)
+
+
+def _named_or_committed(self: Smp) -> list[Part]:
+    """Only one protection is kept while the next one is made."""
+    named = self._named()
+    committed = [part for part in self.memory.parts if part.is_committed]
+    newest = max(committed, key=lambda part: part.key, default=None)
+    return [part for part in (named or newest,) if part is not None]
 
 
 def _whoever_leaves_is_let_go_at_once(patch: Patch) -> None:

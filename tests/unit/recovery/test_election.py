@@ -461,3 +461,19 @@ def test_a_proposer_keeps_the_witness_from_others_once_it_has_the_votes() -> Non
     assert questions(made.election.keep_witness(None, now_s=1.0)) == [(Wish.KEEP, 5)]
     made.announce("a")
     assert questions(made.election.keep_witness(None, now_s=1.0)) == [(Wish.KEEP, 5)]
+
+
+def test_a_member_of_an_announced_plan_that_is_bound_to_another_is_not_waited_for() -> None:
+    """It has promised a later number to a proposer that died, and can never accept this one."""
+    made = Proposer()
+    made.begin()
+    made.promise("abc")
+    made.announce("ab", "c")
+    made.election.note_promise(made.peer("c"), 6, None, 0, now_s=1.0)
+    made.election.note_promise(made.peer("b"), 5, None, 0, now_s=1.0)
+    assert made.election.again_s is None, "a spare is not needed; b has promised this one"
+    made.election.note_promise(made.peer("b"), 6, None, 0, now_s=1.0)
+    assert made.election.again_s is not None
+    assert made.election.again_why == "b was lost"
+    made.begin()
+    assert made.election.highest == 7
