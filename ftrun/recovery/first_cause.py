@@ -93,5 +93,5 @@ def hidden_cause(
     node = node_of.get(left.rank)
     who = f"rank {left.rank} on {node}" if node else f"rank {left.rank}"
     text = f"{who} has ended with exit code 0 while {needed} still needed it"
-    detail = failed[0].detail
+    detail = failed[0].detail and f"rank {failed[0].rank} failed because of it:\n{failed[0].detail}"
     return WorkerExit(left.rank, Kind.LEFT_EARLY, 1, text, detail, "left early"), None

@@ -43,7 +43,7 @@ from ftrun.recovery.commands import (
 from ftrun.recovery.first_cause import first_cause, is_link_failure
 from ftrun.wire.plan import History
 
-_ENDS_ITSELF = (Kind.EXCEPTION, Kind.EXIT_CODE)
+_ENDS_ITSELF = (Kind.EXCEPTION, Kind.EXIT_CODE, Kind.LEFT_EARLY)
 
 
 class State(Enum):

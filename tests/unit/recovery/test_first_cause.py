@@ -1,5 +1,7 @@
 """Which failure the others followed from, also where it has not been reported as one."""
 
+from dataclasses import replace
+
 import pytest
 from unit.monitor.ranks import view
 from unit.monitor.test_hangs import group, waiting
@@ -60,6 +62,15 @@ def test_a_rank_that_ends_while_others_need_it_is_to_blame() -> None:
     )
     assert verdict is None
     assert first_cause([broken(1), cause, broken(3)]) == cause
+
+
+def test_the_traceback_of_a_victim_stands_under_its_own_name() -> None:
+    victim = replace(broken(1), detail="  File train.py, line 3\nRuntimeError: reset")
+    found = hidden_cause([finished(2), victim], {}, NODES)
+    assert found is not None
+    head, _, trace = found[0].detail.partition("\n")
+    assert head == "rank 1 failed because of it:"
+    assert trace == victim.detail
 
 
 def test_without_a_place_for_it_the_rank_alone_is_named() -> None:

@@ -108,6 +108,15 @@ def test_program_that_ends_before_its_first_step_is_not_retried() -> None:
     assert "before its first step" in commands[1].advice
 
 
+def test_a_rank_that_ends_well_too_early_before_the_first_step_is_not_retried() -> None:
+    left = WorkerExit(Rank(0), Kind.LEFT_EARLY, 1, "rank 0 has ended", fingerprint="left early")
+    kill, end = supervisor().handle(ends(left, at=progress(0)), now_s=1.0)
+    assert isinstance(kill, KillWorkers)
+    assert isinstance(end, EndRun)
+    assert (end.exit_code, end.cause) == (1, left)
+    assert "before its first step" in end.advice
+
+
 def test_kill_before_the_first_step_is_retried() -> None:
     commands = supervisor().handle(ends(killed(), at=progress(0)), now_s=1.0)
     assert isinstance(commands[1], StartGeneration)
