@@ -60,6 +60,9 @@ _TEXT_FLAGS = (*_PATH_FLAGS, "start", "erasure", "resume", "network-plan")
 _FAULT_FLAGS = ("allow-faults", "allow-network-faults")
 _LOCK_ATTEMPTS = 100
 _LOOK_AGAIN_S = 0.05
+MAX_TEMPORARY_BYTES = 75
+"""A path of a unix socket has at most 107, of which multiprocessing adds 32."""
+
 _KINDS_OF_DEVICE = ("auto", "cpu", "gpu", "xpu")
 
 
@@ -81,6 +84,8 @@ def run(line: CommandLine, *, variables: Mapping[str, str]) -> NoReturn:
         sys.stderr.write(f"ftrun: {finished}\n")
         raise SystemExit(ExitCode.DONE)
     sweep()
+    if warning := temporary_folder_warning(tempfile.gettempdir()):
+        sys.stderr.write(f"ftrun: {warning}\n")
     node_id = spec.nodes.node_id if spec.nodes is not None and spec.nodes.is_named else None
     folder, lock_fd = take_folder(RunId(spec.run_id), script=spec.script, node_id=node_id)
     if folder.spec.exists():  # the stub of an earlier life was killed
@@ -95,6 +100,20 @@ def run(line: CommandLine, *, variables: Mapping[str, str]) -> NoReturn:
     # ^C waits until the stub can take it; see its _prepare.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     os.execv(command[0], command)
+
+
+def temporary_folder_warning(folder: str) -> str:
+    """Why DataLoader workers would hang with this folder for temporary files; empty: they do not.
+
+    The worker's thread that binds a socket there fails, and the rank waits for the batch for ever.
+    """
+    if len(os.fsencode(folder)) <= MAX_TEMPORARY_BYTES:
+        return ""
+    return (
+        f"TMPDIR is {folder}, {len(os.fsencode(folder))} bytes long. Python's multiprocessing "
+        f"makes its sockets there, and with more than {MAX_TEMPORARY_BYTES} bytes DataLoader "
+        "workers fail and their rank waits for ever. Set TMPDIR to a shorter path"
+    )
 
 
 def build_spec(line: CommandLine, *, variables: Mapping[str, str]) -> RunSpec:

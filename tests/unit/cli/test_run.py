@@ -2,6 +2,8 @@
 
 import os
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -9,11 +11,13 @@ import pytest
 
 from ftrun.cli.command_line import parse
 from ftrun.cli.run import (
+    MAX_TEMPORARY_BYTES,
     build_spec,
     check_checkpoint_directory,
     check_resume,
     sweep,
     take_folder,
+    temporary_folder_warning,
 )
 from ftrun.config import Profile, RunSpec
 from ftrun.errors import RunIdTaken, UsageError
@@ -228,3 +232,22 @@ def test_what_is_to_be_resumed_is_looked_for_before_anything_starts(place: Path)
     (place / "saved" / "step-00000007-g0" / "index.json").touch()
     for right in ("saved", "saved/step-00000007-g0"):
         check_resume(spec(f"--resume {right} train.py"))
+
+
+def test_a_temporary_folder_in_which_loader_workers_hang_is_named(tmp_path: Path) -> None:
+    fits = tmp_path / ("x" * (MAX_TEMPORARY_BYTES - len(str(tmp_path)) - 1))
+    assert temporary_folder_warning(str(fits)) == ""
+    warning = temporary_folder_warning(f"{fits}x")
+    assert "76 bytes" in warning
+    script = tmp_path / "loader.py"
+    script.write_text(
+        "import socket, sys, tempfile\n"
+        "from multiprocessing import connection\n"
+        "address = connection.arbitrary_address('AF_UNIX')\n"
+        "socket.socket(socket.AF_UNIX).bind(address)\n"
+    )
+    for folder, is_good in ((fits, True), (Path(f"{fits}x"), False)):
+        folder.mkdir()
+        done = subprocess.run([sys.executable, script], env={"TMPDIR": str(folder)},
+                              capture_output=True, text=True, timeout=60, check=False)  # fmt: skip
+        assert (done.returncode == 0) is is_good, done.stderr
