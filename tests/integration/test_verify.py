@@ -2,9 +2,11 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -60,22 +62,30 @@ Script = Callable[..., str]
 
 
 def verify(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    """Carry it out, in a folder for temporary files of its own that is empty afterwards."""
-    temporary = folder / "tmp"
-    temporary.mkdir(exist_ok=True)
+    """Carry it out, in a folder for temporary files of its own that is empty afterwards.
+
+    Its path is short: multiprocessing makes sockets in it, whose paths have at most 107 bytes.
+    """
+    temporary = Path(tempfile.mkdtemp(prefix="v"))
+    try:
+        return _verify(folder, temporary, *words)
+    finally:
+        shutil.rmtree(temporary)
+
+
+def _verify(folder: Path, temporary: Path, *words: str) -> subprocess.CompletedProcess[str]:
     variables = {k: v for k, v in os.environ.items() if not k.startswith(("FTRUN_", "PET_"))}
     done = subprocess.run(
         [sys.executable, "-m", "ftrun", "verify", *words],
         cwd=folder, env={**variables, "TMPDIR": str(temporary)}, stdin=subprocess.DEVNULL,
         capture_output=True, text=True, timeout=WAIT_S, check=False,
     )  # fmt: skip
-    check_nothing_is_left(folder)
+    check_nothing_is_left(folder, temporary)
     return done
 
 
-def check_nothing_is_left(folder: Path) -> None:
+def check_nothing_is_left(folder: Path, temporary: Path) -> None:
     """No records, no run folder, and no process that knows of either."""
-    temporary = folder / "tmp"
     assert not list(temporary.glob("ftrun-verify-*"))
     assert not list(temporary.glob("ftrun-*/verify-*"))
     assert not (folder / "ftrun-logs").exists()
@@ -349,7 +359,7 @@ def test_signal_leaves_nothing(tmp_path: Path, script: Script, number: signal.Si
     finally:
         process.kill()
     assert process.returncode == 128 + number
-    check_nothing_is_left(tmp_path)
+    check_nothing_is_left(tmp_path, tmp_path / "tmp")
 
 
 def test_script_that_fails(tmp_path: Path, script: Script) -> None:
@@ -358,13 +368,16 @@ def test_script_that_fails(tmp_path: Path, script: Script) -> None:
     assert done.returncode == 3
     assert "NOT COMPARED: the script failed without a kill" in done.stdout
     assert "no such column" in done.stdout
+    assert str(tmp_path / "kept" / "run1" / "logs") in done.stdout
     assert "no such column" in (tmp_path / "kept" / "run1" / "output.txt").read_text()
 
 
 @pytest.mark.full
 def test_time_is_bounded(tmp_path: Path, script: Script) -> None:
-    name = script("import time\ntime.sleep(600)\n")
-    done = verify(tmp_path, "--timeout", "3", name)
+    name = script("import time\nprint('begun')\ntime.sleep(600)\n")
+    done = verify(tmp_path, "--timeout", "30", name)
     assert done.returncode == 3
-    assert "the time is used up (--timeout)" in done.stdout
-    assert "(nothing was written)" in done.stdout
+    assert "the time of this run is used up (--timeout)" in done.stdout
+    assert "it has made 0 steps" in done.stdout
+    assert "begun" in done.stdout
+    assert "ftrun-verify-" not in done.stdout, "the folder is removed"

@@ -88,8 +88,19 @@ class Finished:
 class VerifyRun:
     """One run of the script. Use it in a `with` block."""
 
-    def __init__(self, folder: Path, words: Sequence[str], plan: VerifyPlan) -> None:
+    def __init__(
+        self, folder: Path, words: Sequence[str], plan: VerifyPlan, *, is_kept: bool = True
+    ) -> None:
+        """Plan it.
+
+        Args:
+            folder: for its records and logs.
+            words: of the run.
+            plan: what is recorded, and who is killed when.
+            is_kept: the folder stays; else no line that is shown names it.
+        """
         self._folder = folder
+        self._is_kept = is_kept
         self._run_id = f"verify-{secrets.token_hex(4)}"
         self._output = folder / "output.txt"
         self._plan = plan
@@ -147,21 +158,27 @@ class VerifyRun:
         if process.returncode < 0:  # before it was the stub, or by SIGKILL: its folder is left
             sweep()
 
-    def wait(self, limits: Limits) -> Finished:
+    def wait(self, limits: Limits, *, share: float = 1.0) -> Finished:
         """Wait for its end.
 
+        Args:
+            limits: of all runs together.
+            share: the part of the time that is left which this run may use.
+
         Raises:
-            LimitReached: the time or the disk space of the verification is used up.
+            LimitReached: the time or the disk space is used up.
         """
         assert self._process is not None
         began_s = looked_s = clock.now_s()
+        give_up_s = began_s + share * (limits.give_up_s - began_s)
         while (code := self._process.poll()) is None:
             now_s = clock.now_s()
-            if now_s > limits.give_up_s:
+            if now_s > give_up_s:
                 raise LimitReached(
-                    f"the time is used up (--timeout), {now_s - began_s:.0f} s into a run that has "
-                    f"made {_furthest(self._trace())} steps. Raise --timeout or lower --steps. Its "
-                    f"last lines:\n{self._finished(0, began_s).last_lines}"
+                    f"the time of this run is used up (--timeout): after {now_s - began_s:.0f} s "
+                    f"it has made {_furthest(self._trace())} steps. Raise --timeout or lower "
+                    "--steps. Its last lines:\n"
+                    f"{self._finished(0, began_s).last_lines}"
                 )
             if now_s - looked_s > _DISK_EVERY_S:
                 looked_s = now_s
@@ -173,6 +190,9 @@ class VerifyRun:
 
     def _finished(self, code: int, began_s: float) -> Finished:
         output = self._output.read_text(encoding="utf-8", errors="replace")
+        if not self._is_kept:
+            lines = output.splitlines()
+            output = "\n".join(line for line in lines if str(self._folder) not in line)
         return Finished(code, clock.now_s() - began_s, output)
 
     def _check_disk(self, limits: Limits) -> None:

@@ -28,6 +28,8 @@ FAILED_AFTER_RESTART = "failed after a restart"
 NOTHING_COMPARED = "nothing compared"
 
 _FIRST, _REST = range(1), range(1, 1 << 30)
+_FIRST_SHARE = 0.6
+"""Of the time of all runs, for the first one."""
 
 
 @dataclass(frozen=True)
@@ -95,8 +97,10 @@ class Verification:
         folder = self._folder / f"run{number}"
         kills = self._kills if disturbed else ()
         plan = VerifyPlan(str(folder / "records"), self._options.steps, kills)
-        with VerifyRun(folder, self._options.words, plan) as run:
-            finished = run.wait(self._limits)
+        is_kept = self._options.folder is not None
+        with VerifyRun(folder, self._options.words, plan, is_kept=is_kept) as run:
+            # What the first run takes, the ones after it take again.
+            finished = run.wait(self._limits, share=_FIRST_SHARE if number == 1 else 1.0)
         self._runs.append(finished)
         told = [f"run {number}: {compare.steps_of(finished.trace)} steps, {finished.took_s:.1f} s"]
         told += [_restart_words(restart) for restart in compare.restarts(finished.trace)]
