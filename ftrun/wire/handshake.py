@@ -34,6 +34,7 @@ from hashlib import sha256
 
 import msgspec
 
+import ftrun
 from ftrun import clock
 from ftrun.errors import HandshakeRefused, PeerLost, PeerTimeout, ProtocolError
 from ftrun.wire.framing import decode_body
@@ -192,9 +193,9 @@ class _Talk:
         return HandshakeRefused(peer=self.peer, why=why, is_ours=True)
 
     def extend(self, deadline_s: float) -> None:
-        """The other side has until then, from now on."""
+        """The other side has this time instead, from the beginning."""
+        self._give_up_s += deadline_s - self._deadline_s
         self._deadline_s = deadline_s
-        self._give_up_s = clock.now_s() + deadline_s
 
     def release(self) -> None:
         """The handshake is over; the deadline on the socket too."""
@@ -254,10 +255,10 @@ def _check_hello(talk: _Talk, theirs: bytes, secret: Secret | None, *, own_nonce
     _, protocol, has_secret, nonce = _HELLO.unpack(theirs)
     if protocol != PROTOCOL_VERSION:
         raise talk.refuse(
-            f"its protocol is {protocol}, and ours is {PROTOCOL_VERSION}. Install the same ftrun "
-            "on every node",
-            told=f"your protocol is {protocol}, and theirs is {PROTOCOL_VERSION}. Install "
-            "the same ftrun on every node",
+            f"its ftrun speaks protocol {protocol}, and this one, {ftrun.__version__}, speaks "
+            f"{PROTOCOL_VERSION}. Install the same ftrun on every node",
+            told=f"your protocol is {protocol}, and theirs is {PROTOCOL_VERSION} (ftrun "
+            f"{ftrun.__version__}). Install the same ftrun on every node",
         )
     if bool(has_secret) != (secret is not None):
         ours = "this side has a secret, and the other has none"

@@ -57,7 +57,8 @@ def unfit(own: PeerIdentity, peer: PeerIdentity) -> str:
     ):
         if here != there:
             return (
-                f"it has {what} {there}, and this is {what} {here}. Install the same version on "
-                "every node"
+                f"node {peer.node_id} has {what} {there or 'of an unknown version'}, and node "
+                f"{own.node_id} has {what} {here or 'of an unknown version'}. Install the same "
+                "version on every node"
             )
     return ""

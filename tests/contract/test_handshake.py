@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import ftrun
 from ftrun.errors import (
     FtrunError,
     HandshakeRefused,
@@ -146,6 +147,17 @@ def test_both_sides_are_told_why_not(case: str) -> None:
     assert {left.is_ours, right.is_ours} == {True, False}  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize("what", ["torch", "ftrun"])
+def test_another_version_is_refused_with_both_versions_and_nodes(what: str) -> None:
+    own = {what: "2.14.1"}
+    left, right = both(dialler(who("node-a", **own)), acceptor(who("node-b", **{what: "2.13.0"})))
+    for outcome in (left, right):
+        assert isinstance(outcome, HandshakeRefused), outcome
+        assert f"node node-a has {what} 2.14.1" in outcome.why
+        assert f"node node-b has {what} 2.13.0" in outcome.why
+        assert "Install the same version on every node" in outcome.why
+
+
 def test_another_protocol_is_refused_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
     nonce = os.urandom(32)
     with tcp_pair() as (left, right):
@@ -154,7 +166,9 @@ def test_another_protocol_is_refused_in_words(monkeypatch: pytest.MonkeyPatch) -
             accept_handshake(right, B, SECRET)
         assert "999" in str(caught.value)
         right.close()
-        assert b"your protocol is 999" in everything(left)
+        told = everything(left)
+        assert b"your protocol is 999" in told
+        assert f"ftrun {ftrun.__version__}".encode() in told
 
 
 def test_admit_sees_who_it_is() -> None:
