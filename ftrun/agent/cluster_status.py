@@ -11,6 +11,7 @@ from typing import Any
 from ftrun import clock
 from ftrun.agent.brain import Brain
 from ftrun.agent.incident_status import incidents_of, last_collectives, lateness_of, life_of
+from ftrun.agent.summary_line import Activity, Protection, activity_words, next_loss_words
 from ftrun.monitor.numbers import finite
 from ftrun.recovery.attendance import Peer
 from ftrun.recovery.lead import Lead
@@ -51,7 +52,7 @@ def cluster_status(brain: Brain) -> dict[str, Any]:
         "set_aside": sorted(brain.oversight.set_aside(now_s=now_s)),
         "unfit": lead.screening.told,
         "network": lead.roads.status(plan, now_s=now_s),
-        "verdict": _verdict(brain, lead, plan, beats, protection),
+        "verdict": _verdict(brain, lead, plan, beats, protection, now_s),
     }
 
 
@@ -158,38 +159,60 @@ def _protection(brain: Brain, plan: Plan | None, beats: dict[str, Beat]) -> dict
 
 
 def _verdict(
-    brain: Brain, lead: Lead, plan: Plan | None, beats: dict[str, Beat], has: dict[str, Any]
+    brain: Brain,
+    lead: Lead,
+    plan: Plan | None,
+    beats: dict[str, Beat],
+    has: dict[str, Any],
+    now_s: float,
 ) -> str:
     if lead.pause.is_on:
         return f"PAUSED: {lead.pause.why}"
     if plan is None or lead.ballot is not None:
         return f"starting generation {lead.ballot.generation if lead.ballot else 0}"
-    steps = [beats[node.node_id].step for node in plan.members if node.node_id in beats]
-    at = f"at step {max(steps, default=0):,}"
     lost = [peer.card.node_id for peer in lead.known if peer.lost]
     num = len(plan.members)
-    nodes = f"on {num} node" + ("s" if num > 1 else "")
-    spares = len(plan.spares) - sum(card.node_id in lost for card in plan.spares)
+    nodes = f"{num} node" + ("s" if num > 1 else "")
+    spares = _usable_spares(brain, lead, plan, now_s)
     if spares > 0:
         nodes += f" and {spares} spare" + ("s" if spares > 1 else "")
-    text = f"running {at} {nodes}, generation {plan.generation}; {_survives(has)}"
+    protection = Protection(
+        members=num,
+        spares=spares,
+        min_nodes=brain.settings.wishes.min_nodes,
+        votes=len(plan.voters) + (plan.witness != 0),
+        survives=has["survives"],
+        groups=len(has["groups"]),
+        committed=has["committed"][1] if has["committed"] is not None else None,
+        unprotected=has["unprotected"],
+    )
+    now = _activity(brain, plan, beats, now_s)
+    text = f"{activity_words(now, nodes)}, generation {plan.generation}"
+    text += f"; {next_loss_words(protection)}"
     witness = _witness(brain, plan)
     away = f"; {witness['why']}, for {witness['for_s']:.0f} s" if witness and witness["why"] else ""
     return text + (f"; lost: {', '.join(lost)}" if lost else "") + away
 
 
-def _survives(has: dict[str, Any]) -> str:
-    if has["unprotected"]:
-        return f"UNPROTECTED: {has['unprotected']}"
-    if has["committed"] is None:
-        return "no snapshot is protected yet"
-    back_to = f"back to step {has['committed'][1]:,}"
-    count = has["survives"]
-    if count < 1:
-        return f"a killed rank costs the steps since {has['committed'][1]:,}, a lost node all"
-    noun = "node" if count == 1 else "nodes"
-    of_each = " of each group" if len(has["groups"]) > 1 else ""
-    return f"survives any {count} {noun}{of_each}, {back_to}"
+def _usable_spares(brain: Brain, lead: Lead, plan: Plan, now_s: float) -> int:
+    """Nodes that could take a lost node's place now."""
+    out = {peer.card.node_id for peer in lead.known if peer.lost}
+    out |= set(lead.screening.told) | brain.oversight.set_aside(now_s=now_s)
+    return sum(card.node_id not in out for card in plan.spares)
+
+
+def _activity(brain: Brain, plan: Plan, beats: dict[str, Beat], now_s: float) -> Activity:
+    incidents = brain.oversight.incidents
+    incident = incidents.open if incidents.is_suspected else None
+    here = [beats[node.node_id] for node in plan.members if node.node_id in beats]
+    here = [beat for beat in here if beat.generation == plan.generation]
+    return Activity(
+        step=max((beat.step for beat in here), default=0),
+        start_step=plan.restore[1] if plan.restore is not None else 0,
+        has_stepped=any(beat.steps_here > 0 for beat in here),
+        silent_s=max(0.0, now_s - incident.began_s) if incident is not None else None,
+        hang=incident.text if incident is not None and incident.verdict is not None else "",
+    )
 
 
 def _without_lead(brain: Brain) -> str:

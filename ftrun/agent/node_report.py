@@ -75,7 +75,7 @@ class NodeReport:
         runs = bool(workers.handles) and run.generations.is_member
         return Beat(
             generation=run.generations.number if runs else -1,
-            state="held" if workers.is_held else "running" if runs else "idle",
+            state="held" if workers.is_held else "running" if workers.alive() else "idle",
             step=progress.step,
             steps_here=progress.steps_here,
             attached=progress.attached,

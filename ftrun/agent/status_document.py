@@ -126,6 +126,10 @@ def _verdict(run: RunLoop, ranks: list[dict[str, Any]], snapshots: dict[str, Any
         protection = "no snapshot yet"
     steps = [rank["step"] for rank in ranks if rank["step"] is not None]
     at = f"at step {max(steps)}" if steps else "before the first step"
+    incidents = run.brain.oversight.incidents
+    if run.brain.leads and incidents.is_suspected and incidents.open is not None:
+        silent_s = max(0.0, clock.now_s() - incidents.open.began_s)
+        return f"NO STEP for {silent_s:.0f} s {at}: {incidents.open.text}; {protection}"
     return f"{_state(run)} {at}, generation {run.generations.number}; {protection}"
 
 
