@@ -5,6 +5,7 @@ Runs in: every process. Linux only; imported where that is certain.
 
 import contextlib
 import ctypes
+import errno
 import os
 import signal
 from pathlib import Path
@@ -47,6 +48,37 @@ def end_with_parent() -> None:
     It holds for what this process executes later, not for its children.
     """
     _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def fork_orphan() -> bool:
+    """Fork a process that becomes a child of the next subreaper above; True in that process.
+
+    Raises:
+        OSError: no process can be made.
+    """
+    middle = os.fork()
+    if middle == 0:
+        try:
+            child = os.fork()
+        except OSError:
+            os._exit(1)
+        if child != 0:
+            os._exit(0)
+        return True
+    if os.waitpid(middle, 0)[1] != 0:
+        raise OSError(errno.EAGAIN, "a second fork has failed")
+    return False
+
+
+def threads_in_the_way() -> str:
+    """Why a fork of this process could hang; empty if it could not."""
+    with open("/proc/self/status", encoding="ascii") as status:
+        threads = next(int(line.split()[1]) for line in status if line.startswith("Threads:"))
+    # OpenBLAS starts one harmless thread of its own when OMP_NUM_THREADS is not set.
+    allowed = 1 if "OMP_NUM_THREADS" in os.environ else os.cpu_count() or 1
+    if threads <= allowed:
+        return ""
+    return f"the warm process has {threads} threads, and only {allowed} can be forked safely"
 
 
 def become_subreaper() -> None:

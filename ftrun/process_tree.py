@@ -23,8 +23,9 @@ from ftrun import clock
 MARK = "FTRUN_PROCESS_TREE"
 """Variable in the environment of all processes of a run below its stub."""
 
-LASTING = frozenset({"ftrun-smp", "ftrun-healer"})
-"""Names of processes that outlive their agent: snapshots, and what takes a fault back."""
+LASTING = frozenset({"ftrun-smp", "ftrun-healer", "ftrun-reserve"})
+"""Names of processes that outlive their agent: snapshots, what takes a fault back, and what the
+next agents are forked from."""
 
 _TERM_S = 3.0
 _KILL_S = 3.0

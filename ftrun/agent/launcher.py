@@ -32,6 +32,7 @@ from ftrun.agent.rendezvous import LOOPBACK, StorePool, register
 from ftrun.agent.run_loop import RunLoop
 from ftrun.agent.smp_link import SmpLink
 from ftrun.agent.stub_link import StubLink
+from ftrun.agent.warm_start import unknown_torch
 from ftrun.agent.worker_group import WorkerGroup
 from ftrun.agent.worker_starter import WorkerStarter
 from ftrun.agent.zygote_link import ZygoteLink
@@ -42,9 +43,6 @@ from ftrun.monitor.deadlines import HangSettings
 from ftrun.recovery.commands import EndRun
 from ftrun.recovery.supervisor import Policy
 from ftrun.urls import without_password
-
-KNOWN_TORCH = ((2, 8), (2, 15))
-"""Versions whose launcher was read; see docs/architecture.md."""
 
 _log = logging.getLogger("ftrun")
 
@@ -197,14 +195,9 @@ def _policy(spec: RunSpec) -> Policy:
 
 def _fit(zygote: ZygoteLink | None, journal: Journal) -> ZygoteLink | None:
     """Whether this torch can be forked warm; a version nobody has read starts fresh."""
-    found = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
-    oldest, newest = KNOWN_TORCH
-    if zygote is None or oldest <= found <= newest:
+    why = unknown_torch(torch.__version__)
+    if zygote is None or not why:
         return zygote
-    why = (
-        f"torch {torch.__version__} is not one of {oldest[0]}.{oldest[1]} to "
-        f"{newest[0]}.{newest[1]}; workers are started fresh"
-    )
     _log.warning("%s", why)
     journal.write("fresh_start", why=why)
     zygote.close()

@@ -31,6 +31,7 @@ from ftrun.agent.worker_group import WorkerGroup
 from ftrun.agent.zygote_link import ZygoteLink
 from ftrun.config import RunSpec
 from ftrun.journal import Journal
+from ftrun.kernel import name_process
 
 if TYPE_CHECKING:
     from ftrun.agent.onlookers import Onlookers
@@ -84,6 +85,7 @@ class RunLoop:
         Raises:
             RunEnded: it ends in another way.
         """
+        name_process("ftrun-agent")  # torch has given it another name
         self.orders.begin(agent)
         self.signals.catch()
         while not self.orders.is_done:

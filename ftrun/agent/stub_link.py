@@ -15,16 +15,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from ftrun.agent.kept_state import KeptState, decode_state
-
-STUB_SOCKET = "FTRUN_STUB_SOCKET"
-"""Number of the inherited socket on which the stub takes what it is to keep."""
-
-KEPT_FDS = "FTRUN_KEPT_FDS"
-"""Descriptors that the last agent gave the stub, comma-separated; inherited. The first has its
-state."""
-
-AGENT_LOST_S = "FTRUN_AGENT_LOST_S"
-"""When the last agent ended, on the monotonic clock; 0: this is the first one of its stub."""
+from ftrun.wire.agent_start import AGENT_LOST_S, KEPT_FDS, STUB_SOCKET, decode_fds
 
 
 class StubLink:
@@ -58,10 +49,10 @@ def last_agent_ended_s() -> float | None:
 
 def kept() -> tuple[list[int], KeptState]:
     """What the stub has kept from the last agent: descriptors, now ours, and state."""
-    numbers = os.environ.pop(KEPT_FDS, "")
+    numbers = decode_fds(os.environ.pop(KEPT_FDS, ""))
     if not numbers:
         return [], KeptState()
-    first, *fds = [int(number) for number in numbers.split(",")]
+    first, *fds = numbers
     for fd in fds:
         os.set_inheritable(fd, False)
     with open(first, "rb") as file:  # whoever wrote it has left it at its end

@@ -58,15 +58,18 @@ class ZygoteLink:
         return [child for child in [self.child, *found] if child is not None]
 
     def start(self) -> None:
-        """Start a zygote; it imports torch while the agent does the same."""
+        """Start a zygote as a program, which imports torch once more."""
         mine, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         words = (str(its.fileno()), str(os.getpid()), *self._preload)
         argv = python_command("ftrun.worker.zygote", *words)
-        self.child = spawn(argv, name="zygote", variables=os.environ, pass_fds=[its.fileno()])
+        self.adopt(mine, spawn(argv, name="zygote", variables=os.environ, pass_fds=[its.fileno()]))
         its.close()
+
+    def adopt(self, control: socket.socket, child: Child) -> None:
+        """Use this zygote from now on."""
         if self._control is not None:
             self._control.close()
-        self._control = mine
+        self._control, self.child = control, child
         self.unfit = ""
         self._ordered = 0
 

@@ -27,8 +27,19 @@ from collections import deque
 from pathlib import Path
 
 from ftrun import clock, process_tree
+from ftrun.cli.reserve_link import ReserveLink
 from ftrun.errors import ExitCode, FtrunError
 from ftrun.kernel import become_subreaper
+from ftrun.wire.agent_start import (
+    AGENT_LOST_S,
+    INCARNATION,
+    KEPT_FDS,
+    MAX_FDS,
+    RESERVE_SOCKET,
+    STUB_PID,
+    STUB_SOCKET,
+    encode_fds,
+)
 from ftrun.wire.run_folder import RunFolder
 
 FORWARDED = (
@@ -45,15 +56,11 @@ ENDING = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT
 NEEDS_HANDLER = frozenset({signal.SIGUSR1, signal.SIGUSR2})
 """Deadly to an agent that has not put its handlers in place; they wait until it listens."""
 
-INCARNATION = "FTRUN_AGENT_INCARNATION"
-STUB_PID = "FTRUN_STUB_PID"
-STUB_SOCKET = "FTRUN_STUB_SOCKET"
-KEPT_FDS = "FTRUN_KEPT_FDS"
-AGENT_LOST_S = "FTRUN_AGENT_LOST_S"
-_MAX_KEPT_FDS = 253  # the kernel's SCM_MAX_FD
-
 MAX_AGENT_STARTS = 5
 AGENT_WINDOW_S = 600.0
+TRUSTED_AFTER_S = 60.0
+"""A fork of the reserve that crashes sooner is not followed by another fork."""
+
 _PAUSES_S = (0.0, 0.1, 0.5, 2.0, 5.0)
 _READY_CHECK_S = 0.05
 SHUTDOWN_S = 5.0
@@ -77,6 +84,9 @@ class Stub:
         self._read_fd, self._write_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._keep_here, self._keep_there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._kept: list[int] = []
+        self._reserve = ReserveLink()
+        self._is_forked = False
+        """The agent is a fork of the reserve."""
 
     def run(self) -> int:
         """Until the run is over; gives its exit code."""
@@ -104,33 +114,46 @@ class Stub:
         with contextlib.suppress(FileNotFoundError):
             self._folder.crash_mark.unlink()
         self._starts_s.append(clock.now_s())
-        command = python_command("ftrun.agent", str(self._folder.path))
         self._take_what_to_keep()
         variables = {
-            **os.environ,
             process_tree.MARK: process_tree.mark_of(self._folder.path),
             INCARNATION: str(self._incarnation),
             STUB_PID: str(os.getpid()),
-            STUB_SOCKET: str(self._keep_there.fileno()),
-            KEPT_FDS: ",".join(str(fd) for fd in self._kept),
             AGENT_LOST_S: str(self._lost_s),
         }
-        inherited = [*self._kept, self._keep_there.fileno()]
-        for fd in inherited:
-            os.set_inheritable(fd, True)
-        # It takes ^C as soon as it can say so; before that there would be a traceback.
-        self._agent = os.posix_spawn(
-            command[0], command, variables, setsid=True, setsigmask=[signal.SIGINT]
-        )
-        for fd in inherited:
-            os.set_inheritable(fd, False)
+        fds = [self._keep_there.fileno(), *self._kept]
+        forked = self._reserve.fork_agent(str(self._folder.path), variables, fds)
+        self._is_forked = forked is not None
+        self._agent = self._spawn_agent(variables) if forked is None else forked
+
+    def _spawn_agent(self, variables: dict[str, str]) -> int:
+        command = python_command("ftrun.agent", str(self._folder.path))
+        command.insert(1, "-u")  # as torchrun starts ranks, which are forks of this program
+        with self._reserve.offer() as for_reserve:
+            variables = {
+                **os.environ,
+                **variables,
+                STUB_SOCKET: str(self._keep_there.fileno()),
+                KEPT_FDS: encode_fds(self._kept),
+                RESERVE_SOCKET: str(for_reserve.fileno()),
+            }
+            inherited = [*self._kept, self._keep_there.fileno(), for_reserve.fileno()]
+            for fd in inherited:
+                os.set_inheritable(fd, True)
+            # It takes ^C as soon as it can say so; before that there would be a traceback.
+            pid = os.posix_spawn(
+                command[0], command, variables, setsid=True, setsigmask=[signal.SIGINT]
+            )
+            for fd in inherited:
+                os.set_inheritable(fd, False)
+        return pid
 
     def _take_what_to_keep(self) -> None:
         """The newest memory that an agent has given, its own state first; see Rule 4."""
         self._keep_here.setblocking(False)
         with contextlib.suppress(BlockingIOError):
             while True:
-                _, fds, _, _ = socket.recv_fds(self._keep_here, 1, _MAX_KEPT_FDS)
+                _, fds, _, _ = socket.recv_fds(self._keep_here, 1, MAX_FDS)
                 for fd in self._kept:
                     os.close(fd)
                 self._kept = list(fds)
@@ -189,12 +212,14 @@ class Stub:
             return ExitCode.BUG
         self._incarnation += 1
         self._lost_s = now_s
+        if self._is_forked and self._starts_s and now_s - self._starts_s[-1] < TRUSTED_AFTER_S:
+            self._reserve.end()
         _say(f"ftrun: the agent {how}; starting another, which goes on from the last snapshot")
         for text in process_tree.end_children(  # Rule 5
             term_first=False, spare=process_tree.LASTING, kill_s=_OLD_RANKS_WAIT_S
         ):
             _say(f"ftrun: {text}")
-        self._pause(_PAUSES_S[min(len(self._starts_s) - 1, len(_PAUSES_S) - 1)])
+        self._pause(pause_s(len(self._starts_s)))
         if self._asked is not None:
             return 128 + self._asked
         self._start_agent()
@@ -206,6 +231,7 @@ class Stub:
             self._turn(timeout_s=left_s)
 
     def _free(self) -> None:
+        self._reserve.end()
         if self._folder.keep_mark.exists():
             process_tree.end_children(term_first=True, spare={"ftrun-smp"})
             return
@@ -213,6 +239,11 @@ class Stub:
             shut_down_smp(self._folder)
         process_tree.end_children(term_first=True)
         self._folder.remove()
+
+
+def pause_s(recent_starts: int) -> float:
+    """Seconds before the next start, after this many starts within `AGENT_WINDOW_S`."""
+    return _PAUSES_S[min(max(recent_starts, 1), len(_PAUSES_S)) - 1]
 
 
 def shut_down_smp(folder: RunFolder) -> bool:

@@ -1,6 +1,7 @@
 """The warm process that workers are forked from.
 
-Runs in:  a process of its own: `python -u -m ftrun.worker.zygote FD AGENT_PID [MODULE ...]`.
+Runs in:  a process of its own: `python -u -m ftrun.worker.zygote FD AGENT_PID [MODULE ...]`, or a
+          fork of the agent that runs this program in place of its own.
 Takes in: fork orders from the agent on descriptor FD, a SOCK_SEQPACKET socket.
 Gives:    standbys: processes with torch imported that wait for a `LaunchOrder`, each with a
           socket of its own, so that a launch does not pass through here.
@@ -21,8 +22,15 @@ import signal
 import socket
 import sys
 
-from ftrun.kernel import die_with_parent, ignore_user_signals, name_process
-from ftrun.worker import standby
+from ftrun.kernel import (
+    die_with_parent,
+    fork_orphan,
+    ignore_user_signals,
+    name_process,
+    threads_in_the_way,
+)
+from ftrun.wire.agent_start import RESERVE_SOCKET
+from ftrun.worker import reserve, standby
 
 PRELOAD = (
     "numpy",
@@ -56,32 +64,22 @@ def preload(modules: tuple[str, ...]) -> list[str]:
     return missing
 
 
-def unfit_to_fork() -> str | None:
-    """Why a child of this process could hang or fail, or None when it could not."""
-    with open("/proc/self/status", encoding="ascii") as status:
-        threads = next(int(line.split()[1]) for line in status if line.startswith("Threads:"))
-    # OpenBLAS starts one harmless thread of its own when OMP_NUM_THREADS is not set.
-    allowed = 1 if "OMP_NUM_THREADS" in os.environ else os.cpu_count() or 1
-    if threads > allowed:
-        return f"the warm process has {threads} threads, and only {allowed} can be forked safely"
+def unfit_to_fork() -> str:
+    """Why a child of this process could hang or fail; empty if it could not."""
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         return "CUDA was initialised in the warm process (by a preloaded module?)"
-    return None
+    return threads_in_the_way()
 
 
 def fork_standby(control: socket.socket, agent_pid: int) -> socket.socket | None:
     """Fork one standby; in it the order socket comes back, in the zygote None."""
     for_agent, for_standby = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    middle = os.fork()
-    if middle == 0:
-        if os.fork() != 0:
-            os._exit(0)
+    if fork_orphan():
         for_agent.close()
         control.close()
         die_with_parent(agent_pid)
         return for_standby
-    os.waitpid(middle, 0)
     for_standby.close()
     socket.send_fds(control, [b'{"standby": true}'], [for_agent.fileno()])
     for_agent.close()
@@ -96,7 +94,7 @@ def serve(control: socket.socket, agent_pid: int) -> socket.socket | None:
             return None
         for _ in range(json.loads(order)["count"]):
             why = unfit_to_fork()
-            if why is not None:
+            if why:
                 control.send(json.dumps({"unfit": why}).encode())
                 break
             orders = fork_standby(control, agent_pid)
@@ -105,6 +103,7 @@ def serve(control: socket.socket, agent_pid: int) -> socket.socket | None:
 
 
 def main() -> None:
+    variables = dict(os.environ)
     control = socket.socket(fileno=int(sys.argv[1]))
     agent_pid = int(sys.argv[2])
     control.set_inheritable(False)
@@ -115,15 +114,20 @@ def main() -> None:
     ignore_user_signals()
     # is_available() must not call cuInit here, which would poison every fork.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-    missing = preload(PRELOAD + tuple(sys.argv[3:]))
+    missing = preload(PRELOAD)
+    reserve_fd = int(variables.pop(RESERVE_SOCKET, "-1"))
+    if reserve_fd >= 0 and reserve.begin(reserve_fd, control, variables):
+        return  # an agent that was forked later, or one of its ranks, has ended
+    missing += preload(tuple(sys.argv[3:]))
     gc.collect()
     gc.freeze()
     control.send(json.dumps({"ready": True, "missing": missing}).encode())
     orders = serve(control, agent_pid)
-    if orders is not None:
-        # Returns after the user's script, into a normal interpreter exit: atexit handlers and
-        # non-daemon threads of the script get their turn.
-        standby.run(orders)
+    if orders is None:
+        os._exit(0)
+    # Returns after the user's script, into a normal interpreter exit: atexit handlers and
+    # non-daemon threads of the script get their turn.
+    standby.run(orders)
 
 
 if __name__ == "__main__":

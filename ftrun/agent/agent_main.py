@@ -1,0 +1,137 @@
+"""One agent, after its warm start.
+
+Runs in:  agent.
+Takes in: the spec in the run folder; the memory of an SMP that has outlived the last agent.
+Gives:    a run, from its first generation (or the next one) to its exit code.
+
+SMP and this node's check of itself are started first; they overlap with the zygote's imports.
+"""
+
+import logging
+import os
+import signal
+import sys
+import traceback
+from pathlib import Path
+
+from ftrun.agent.kept_state import KeptState, decode_state, newer
+from ftrun.agent.processes import Child
+from ftrun.agent.smp_link import SmpLink
+from ftrun.agent.stub_link import StubLink, kept
+from ftrun.agent.warm_start import Begun, set_thread_count
+from ftrun.agent.zygote_link import ZygoteLink
+from ftrun.config import RunSpec
+from ftrun.errors import ExitCode, FtrunError, InternalError, PeerError
+from ftrun.journal import Journal
+from ftrun.wire.run_folder import RunFolder
+
+
+def main(begun: Begun) -> int:
+    folder = RunFolder(Path(sys.argv[1]))
+    spec = RunSpec.model_validate_json(folder.spec.read_bytes())
+    _set_up_logging(spec)
+    folder.keep_mark.unlink(missing_ok=True)
+    node_id = spec.nodes.node_id if spec.nodes is not None else ""
+    journal = Journal(Path(spec.log_folder), who="agent", node=node_id)
+    smp = SmpLink(folder, spec.profile.smp.orphan_s)
+    zygote: ZygoteLink | None = None
+    preflight = None
+    keep_memory = False
+    try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # the stub has blocked it
+        if begun.error is not None:
+            raise begun.error
+        os.chdir(spec.cwd)
+        set_thread_count(spec.torchrun_argv)
+        if spec.profile.start.mode == "warm":
+            zygote = ZygoteLink(preload=spec.profile.start.preload)
+            if begun.zygote is not None:
+                control, pid = begun.zygote
+                zygote.adopt(control, Child(pid, "zygote"))
+            else:
+                zygote.start()
+        stub = StubLink()
+        known = _take_over(smp, journal)
+        from ftrun.agent.preflight_desk import PreflightDesk
+
+        preflight = PreflightDesk(spec, journal)
+        preflight.begin(is_awaited=known.plan is not None)
+        from ftrun.agent.launcher import launch
+
+        code = launch(spec, journal, smp, zygote, stub, kept=known, preflight=preflight)
+        keep_memory = _keep_what_was_resumed(code, folder, spec, smp)
+        return code
+    except KeyboardInterrupt:  # before the run loop takes signals; mostly in an import
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        journal.write("error", kind_of="KeyboardInterrupt", text="stopped before the first start")
+        sys.stderr.write("ftrun: stopped by SIGINT before anything was started\n")
+        return ExitCode.INTERRUPTED
+    except FtrunError as error:
+        journal.write("error", kind_of=type(error).__name__, text=str(error))
+        sys.stderr.write(f"ftrun: {error}\n")
+        keep_memory = _keep_what_was_resumed(error.exit_code, folder, spec, smp)
+        return error.exit_code
+    except Exception as error:  # noqa: BLE001 - the process loop: anything here is our bug
+        _tell_bug(error, spec, journal)
+        # The stub starts another agent, which goes on with the memory that the SMP keeps.
+        folder.crash_mark.touch()
+        keep_memory = True
+        return InternalError.exit_code
+    finally:
+        if preflight is not None:
+            preflight.close()
+        if zygote is not None:
+            zygote.close()
+        if not keep_memory:
+            smp.shutdown()
+
+
+def _set_up_logging(spec: RunSpec) -> None:
+    level = logging.DEBUG if spec.debug else logging.ERROR if spec.quiet else logging.WARNING
+    logging.basicConfig(level=level, format="ftrun: %(message)s", stream=sys.stderr)
+    if not spec.quiet:
+        logging.getLogger("ftrun").setLevel(min(level, logging.INFO))
+
+
+def _tell_bug(error: Exception, spec: RunSpec, journal: Journal) -> None:
+    journal.write("bug", text=traceback.format_exc())
+    traceback.print_exc()
+    sys.stderr.write(
+        f"ftrun: this is a bug in ftrun ({type(error).__name__}); please report it with "
+        f"{spec.log_folder}/journal.jsonl\n"
+    )
+
+
+def _keep_what_was_resumed(code: int, folder: RunFolder, spec: RunSpec, smp: SmpLink) -> bool:
+    """Whether the memory outlives the run: it was adopted, and this run has added nothing to it.
+
+    A script that was changed, or a wrong number of ranks, must not cost what they met.
+    """
+    if not (0 < code < 128 and smp.was_adopted and smp.num_commits == 0):
+        return False
+    folder.keep_mark.touch()
+    sys.stderr.write(
+        f"ftrun: the snapshots are unharmed and stay for {smp.orphan_s:.0f} s: mend the cause and "
+        f"start again with --run-id {spec.run_id}, or free them with `ftrun stop {spec.run_id}`\n"
+    )
+    return True
+
+
+def _take_over(smp: SmpLink, journal: Journal) -> KeptState:
+    """Adopt what an earlier agent left, or start an SMP; what the earlier agent knew."""
+    fds, from_stub = kept()
+    left = smp.find()
+    if left is None:
+        smp.memory.adopt(fds)
+        smp.start()
+    else:
+        try:
+            smp.complete(fds)
+        except PeerError:
+            smp.lost()
+            smp.start()
+    state = newer(decode_state(left or b""), from_stub)
+    if state.plan is not None:
+        generation = state.plan.generation
+        journal.write("adopted", arenas=len(smp.memory.held), generation=generation)
+    return state
