@@ -103,10 +103,11 @@ def _spent(launcher: Launcher) -> dict[str, float]:
     for one in launcher.family.values():
         with contextlib.suppress(psutil.NoSuchProcess, FileNotFoundError):
             process = Path(f"/proc/{one.pid}")
-            if b"ftrun.agent\0" in (process / "cmdline").read_bytes():
+            name = (process / "comm").read_text()
+            if name == "ftrun-agent\n":
                 times = one.cpu_times()
                 spent["agent"] += times.user + times.system
-            elif (process / "comm").read_text().startswith("ftrun-rank"):
+            elif name.startswith("ftrun-rank"):
                 spent["server"] += _servers_s(process)
     return spent
 

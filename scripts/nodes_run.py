@@ -289,6 +289,8 @@ class NodesRun:
     def _is_part(self, node: int, part: str, pid: int) -> bool:
         if part == "rank":
             return _pid_inside(pid) in self._ranks_on(node)
+        if part == "agent":  # zygote, reserve and ranks are its forks, with its command line
+            return Path(f"/proc/{pid}/comm").read_text() == "ftrun-agent\n"
         words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
         return f"ftrun.{part}".encode() in words
 

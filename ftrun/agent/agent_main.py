@@ -33,23 +33,14 @@ def main(begun: Begun) -> int:
     folder.keep_mark.unlink(missing_ok=True)
     node_id = spec.nodes.node_id if spec.nodes is not None else ""
     journal = Journal(Path(spec.log_folder), who="agent", node=node_id)
+    journal.write("agent_started", is_forked=begun.is_forked)
     smp = SmpLink(folder, spec.profile.smp.orphan_s)
     zygote: ZygoteLink | None = None
     preflight = None
     keep_memory = False
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # the stub has blocked it
-        if begun.error is not None:
-            raise begun.error
-        os.chdir(spec.cwd)
-        set_thread_count(spec.torchrun_argv)
-        if spec.profile.start.mode == "warm":
-            zygote = ZygoteLink(preload=spec.profile.start.preload)
-            if begun.zygote is not None:
-                control, pid = begun.zygote
-                zygote.adopt(control, Child(pid, "zygote"))
-            else:
-                zygote.start()
+        zygote = _zygote(spec, begun)
         stub = StubLink()
         known = _take_over(smp, journal)
         from ftrun.agent.preflight_desk import PreflightDesk
@@ -84,6 +75,23 @@ def main(begun: Begun) -> int:
             zygote.close()
         if not keep_memory:
             smp.shutdown()
+
+
+def _zygote(spec: RunSpec, begun: Begun) -> ZygoteLink | None:
+    """The one that was forked before anything else, or a new one."""
+    if begun.error is not None:
+        raise begun.error
+    os.chdir(spec.cwd)
+    set_thread_count(spec.torchrun_argv)
+    if spec.profile.start.mode != "warm":
+        return None
+    zygote = ZygoteLink(preload=spec.profile.start.preload)
+    if begun.zygote is None:
+        zygote.start()
+    else:
+        control, pid = begun.zygote
+        zygote.adopt(control, Child(pid, "zygote"))
+    return zygote
 
 
 def _set_up_logging(spec: RunSpec) -> None:

@@ -21,6 +21,7 @@ from ftrun.errors import FtrunError
 from ftrun.wire.run_folder import RunId, run_folder
 
 WAIT_S = 200.0
+NAMES = ("ftrun-agent", "ftrun-smp")
 PORTS = range(20_000, 32_000)
 """Below those that the kernel gives to whoever connects to something just then."""
 
@@ -151,7 +152,8 @@ class Run:
                     line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
                 except OSError:
                     continue
-                if words in line:
+                # Zygote, reserve and ranks are forks of the agent, and have its command line.
+                if words in line and _comm(int(entry.name)) in NAMES:
                     return int(entry.name)
         raise AssertionError(f"no process with {words!r}:\n{self.text}")
 

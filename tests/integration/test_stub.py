@@ -113,7 +113,22 @@ class Run:
         return code, self.out.read_text(), self.err.read_text()
 
     def nothing_is_left(self) -> bool:
-        return not (self.runtime / "ftrun" / "mine").exists()
+        return not (self.runtime / "ftrun" / "mine").exists() and not self.pids()
+
+    def pids(self) -> dict[str, int]:
+        """The pids of all processes of ftrun that know the run's folder, by their names."""
+        found = {}
+        for entry in Path("/proc").iterdir():
+            with contextlib.suppress(OSError):
+                if entry.name.isdigit() and str(self.runtime) in (entry / "cmdline").read_text():
+                    found[(entry / "comm").read_text().strip()] = int(entry.name)
+        return found
+
+    def journal(self, kind: str) -> list[dict[str, Any]]:
+        path = self.folder / "ftrun-logs" / "mine" / "journal.jsonl"
+        lines = path.read_text().splitlines() if path.exists() else []
+        found = [json.loads(line) for line in lines if line.endswith("}")]
+        return [line for line in found if line["kind"] == kind]
 
     def close(self) -> None:
         if self.process.poll() is None:
@@ -161,6 +176,48 @@ def test_killed_agent_is_followed_by_another(start: Callable[..., Run]) -> None:
     code, out, err = run.finish()
     assert (code, out) == (0, "rank 0 generation 1 ends\n")
     assert "the agent was killed by SIGKILL; starting another" in err
+    assert run.nothing_is_left()
+
+
+def kinds_of_descriptors(pid: int) -> list[str]:
+    """What a process has open, without the numbers of sockets and pipes."""
+    folder = Path(f"/proc/{pid}/fd")
+    return sorted(os.readlink(fd).partition("[")[0] for fd in folder.iterdir())
+
+
+def test_agents_are_forked_from_the_reserve_and_need_none(start: Callable[..., Run]) -> None:
+    run = start()
+
+    def starts() -> list[bool]:
+        return [line["is_forked"] for line in run.journal("agent_started")]
+
+    rank = run.wait_alive(0)
+    wait_for(lambda: "ftrun-reserve" in run.pids())
+    first = run.pids()
+    descriptors = kinds_of_descriptors(rank)
+    # The reserve's death costs the run nothing, and the next agent is started as a program.
+    os.kill(first["ftrun-reserve"], signal.SIGKILL)
+    wait_for(lambda: not is_alive(first["ftrun-reserve"]))
+    assert is_alive(rank)
+    os.kill(first["ftrun-agent"], signal.SIGKILL)
+    run.wait_alive(1)
+    assert starts() == [False, False]
+    # Another reserve is there; an agent is forked from it, and its ranks are as they always are.
+    wait_for(lambda: "ftrun-reserve" in run.pids())
+    second = run.pids()
+    os.kill(second["ftrun-agent"], signal.SIGKILL)
+    rank = run.wait_alive(2)
+    assert starts() == [False, False, True]
+    third = run.pids()
+    assert third["ftrun-reserve"] == second["ftrun-reserve"]
+    assert kinds_of_descriptors(rank) == descriptors
+    # A fork that crashes soon is not followed by another fork of the same reserve.
+    os.kill(third["ftrun-agent"], signal.SIGKILL)
+    run.wait_alive(3)
+    assert starts() == [False, False, True, False]
+    assert not is_alive(third["ftrun-reserve"])
+    (run.folder / "go").touch()
+    assert run.finish()[:2] == (0, "rank 0 generation 3 ends\n")
     assert run.nothing_is_left()
 
 
