@@ -1,4 +1,4 @@
-"""This node's check of itself: begun beside the import of torch, told to the brain, made again.
+"""This node's check of itself: begun beside the imports, told to the brain, made again.
 
 Runs in:  agent: the main thread at the start, then a thread of its own for each further check;
           `dialled` in the thread of a handshake.

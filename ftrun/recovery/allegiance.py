@@ -263,9 +263,16 @@ class Allegiance:
         gathers = self.gatherer is not None
         waited_s = now_s - self._apart_s
         found = self._patience.wait(waited_s, self.reach, gathers=gathers, now_s=now_s)
-        if gathers or now_s - self._since_s < deadline_s:
+        if gathers or (now_s - self._since_s < deadline_s and not self._is_only_voter):
             return found
         return found + self._look_further(now_s)
+
+    @property
+    def _is_only_voter(self) -> bool:
+        """The last agent of this node led alone, so no other agent can lead now."""
+        plan = self._follower.newest_plan
+        is_alone = plan is not None and not self.succession.acquaintances(plan)
+        return self.role is Role.SEEKING and is_alone and not self._witness.is_used
 
     def _look_further(self, now_s: float) -> list[Command]:
         """Whoever was asked has not answered within the deadline."""

@@ -26,7 +26,7 @@ from ftrun.wire.ballot_messages import (
 )
 from ftrun.wire.cluster import ProbeFound
 from ftrun.wire.heartbeats import Beat, LeadBeat
-from tests.unit.recovery.agents import Agents
+from tests.unit.recovery.agents import STEP_S, Agents
 from tests.unit.recovery.made import card, settings
 
 SETTINGS = settings(wishes=Wishes(2, 3, 0), settle_s=5.0, blank_wait_s=2.0, pause_limit_s=100.0)
@@ -529,6 +529,15 @@ def test_an_agent_that_was_started_again_and_finds_nobody_leads_after_the_deadli
     made.passes(3.0)
     assert made.role("b") is Role.LEADING
     assert made.running() == {}
+
+
+def test_the_only_voter_that_was_started_again_leads_at_once() -> None:
+    made = Agents("a", settings(wishes=Wishes(1, 1, 0)))
+    made.passes(10.0)
+    assert made.running() == {"a": 0}
+    made.start_again("a")
+    made.passes(STEP_S)
+    assert made.running() == {"a": 1}
 
 
 def test_a_newcomer_that_is_sent_to_a_dead_lead_goes_on_looking() -> None:
