@@ -187,6 +187,13 @@ def test_nodes_taken_in_are_no_incident() -> None:
     assert made.count == 0
 
 
+def test_a_restart_that_takes_nodes_in_has_a_downtime_and_no_incident() -> None:
+    made = running()
+    told = restarted(made, 1, at_s=6.0)
+    assert told["total_s"] == TIMES.total_s
+    assert made.count == 0
+
+
 def test_a_successor_goes_on_counting() -> None:
     made = Incidents()
     made.succeed(4)

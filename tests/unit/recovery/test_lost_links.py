@@ -49,6 +49,12 @@ def test_a_link_is_lost_where_both_ends_say_so(
     assert found is None or found.node_out == out
 
 
+def test_each_lost_link_is_named() -> None:
+    found = lost_links(beats({"b": "ac", "a": "b", "c": "b"}), PLAN)
+    assert found is not None
+    assert found.words == "the links between nodes a and b, b and c carry nothing"
+
+
 def test_reports_of_another_generation_do_not_count() -> None:
     assert lost_links(beats({"b": "c", "c": "b"}, generation=0), PLAN) is None
 
@@ -151,6 +157,14 @@ def test_with_report_nothing_is_done() -> None:
     run = Run(action="report")
     for at_s in (50.0, 52.0, 200.0):
         run.at(at_s, 40, at_s - 41.0)
+    assert not run.whys
+    assert run.aside() == set()
+
+
+def test_with_report_a_generation_without_a_first_step_stays() -> None:
+    run = Run(action="report")
+    for at_s in (1.0, 12.0, 500.0):
+        run.at(at_s, 0, 0.0)
     assert not run.whys
     assert run.aside() == set()
 
