@@ -540,6 +540,19 @@ def test_the_only_voter_that_was_started_again_leads_at_once() -> None:
     assert made.running() == {"a": 1}
 
 
+def test_a_killed_agent_is_an_incident_of_the_one_that_follows_and_leads() -> None:
+    made = Agents("a", settings(wishes=Wishes(1, 1, 0)))
+    made.passes(10.0)
+    again = made.start_again("a")
+    again.member.follower.agent_lost_s = made.now_s - 1.5
+    made.passes(STEP_S)
+    assert again.member.follower.agent_lost_s is None
+    assert again.member.lead is not None
+    incident = again.member.lead.oversight.incidents.open
+    assert incident is not None
+    assert made.now_s - incident.fault_s == pytest.approx(1.5, abs=2 * STEP_S)
+
+
 def test_a_newcomer_that_is_sent_to_a_dead_lead_goes_on_looking() -> None:
     made = Agents("d", SETTINGS)
     made.happens("d", Heard("x", LeadIs(card("y"), 0, True)))

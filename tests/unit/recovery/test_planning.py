@@ -99,6 +99,20 @@ def test_the_newest_version_is_gone_on_from() -> None:
     assert found.decided_by == [Voters(1, [("a", 1), ("b", 1), ("c", 1)])]
 
 
+def test_an_unprotected_slot_of_a_spare_is_not_fetched() -> None:
+    """The newest version of rank 1 is on c alone; where c has no ranks, the older one is used."""
+    promises = []
+    for one, held in (("a", [(0, 7), (0, 8)]), ("b", [(1, 7)]), ("c", [(1, 8)])):
+        has = Inventory([offer(rank, (1, step), 2) for rank, step in held], [])
+        promises.append(promise(2, one, holdings=has, knows=1, committed=(1, 7)))
+    with_c = planned(promises, "ac", plan(1, "ac"))
+    without_c = planned(promises, "ab", plan(1, "ab"))
+    assert isinstance(with_c, Plan)
+    assert with_c.restore == (1, 8)
+    assert isinstance(without_c, Plan)
+    assert without_c.restore == (1, 7)
+
+
 # --- protection groups ------------------------------------------------------------------------
 
 
