@@ -15,6 +15,8 @@ from itertools import pairwise
 from bench_common import BenchError
 from nodes_run import NodesRun
 
+from ftrun.recovery.draining import NOTICE_S
+
 BREAK_AT = 30
 HOLD_AT = 150
 STEPS_AFTER = 15
@@ -329,6 +331,10 @@ def _leaves(it: Breaking, node: int) -> None:
     it.run.may_end(node)
     it.signal(node, "cli.stub", signal.SIGTERM)
     it.recovered()
+    it.end_ns = time.monotonic_ns()
+    (told, *_), (stopped, *_) = it.run.journals("LeaveAsked"), it.run.journals("AskLastSnapshot")
+    if stopped["mono_s"] - told["mono_s"] < NOTICE_S / 2:
+        raise BenchError("the ranks were stopped before it was clear that the run goes on")
     if (code := it.run.wait_for_code(node)) != 128 + signal.SIGTERM:
         raise BenchError(f"node{node} has left with {code}:\n{it.run.text(node)}")
 

@@ -8,7 +8,7 @@ Each fault gets a run of its own on a virtual cluster of its own: one rank on ea
 snapshot at every step, DDP or FSDP2. Of each it says
 
 seconds     from the fault until every rank has completed a step of the next generation; where the
-            run is not to be started again, the longest pause between two steps
+            run is not to be started again, or a node leaves, the longest pause between two steps
 steps_lost  completed steps that were repeated, all recoveries together
 equal       the loss of every step, and all parameters, buffers and moments at the end, are byte
             for byte those of an undisturbed run of torchrun with as many ranks

@@ -11,9 +11,9 @@ Rule 2: it goes on from the snapshot of the boundary once that is committed; whe
         come to pass in time, from the newest one there is.
 Rule 3: a node that holds the others up is evicted on wish (`slow.action`), and only while another
         stands by for it.
-Rule 4: a node that was asked to leave is waited for at the boundary until it is clear that the
-        run is not to stop, see draining.py. What the boundary's snapshot holds is written to disk
-        as well, where there is a place for it: the whole run may yet be asked to stop.
+Rule 4: a node that was asked to leave trains on until it is clear that the run is not to stop, see
+        draining.py. What the boundary's snapshot holds is written to disk as well, where there is
+        a place for it: the whole run may yet be asked to stop.
 """
 
 from collections.abc import Collection
@@ -74,9 +74,9 @@ class Changes:
             why = self._wished = self.wish
         if not why:
             return ""
+        if oversight.awaits_notices:
+            return ""
         if not oversight.progress().attached:
-            if oversight.awaits_notices:
-                return ""
             return self._go(why, plan, oversight, now_s)
         self._boundary = oversight.stop_at_boundary(why)
         self._asked_s = now_s

@@ -10,8 +10,8 @@ by which it asks them all to stop (a job is cancelled or deleted). Which of the 
 who else is asked.
 
 Rule 1: where every node is asked, or too few would be left, it is the run that is to stop: at once.
-Rule 2: else it is clear after a while without another notice. Notices that keep coming for long
-        are those of a job that is deleted, node by node.
+Rule 2: else it is clear after a while without another notice; the ranks train on meanwhile.
+        Notices that keep coming for long are those of a job that is deleted, node by node.
 Rule 3: both begin in the same way, with a snapshot at a common boundary. So what was taken for a
         departure can still become a stop, and no step is lost by that.
 Rule 4: whoever leaves is let go when nothing of the run is his any more: others have his ranks,
