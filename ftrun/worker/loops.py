@@ -45,6 +45,10 @@ class Loops(ABC):
         """The loop that was left by `break`, until another begins; part of a snapshot."""
         self._left_before = ""
         """The same, of the restored snapshot."""
+        self._steps_loops = 0
+        """Loops over `steps()` that have begun; inside `epochs()`, those of earlier epochs not."""
+        self._steps_left: set[int] = set()
+        """Which of them were left by `break`; part of a snapshot."""
         self._force = False
         self._has_stepped = False
         """Whether an optimizer has stepped since the last boundary."""
@@ -72,9 +76,14 @@ class Loops(ABC):
         """
         self._enter("steps()")
         frame = 0
+        place = self._steps_loops
+        self._steps_loops += 1
         try:
             self._begin()
-            while self._step < total and not self._was_left("steps()"):
+            if place in self._steps_left:
+                self._warn_of_left("steps()")
+                return
+            while self._step < total:
                 frame = frame_of_loop()
                 yield self._step
                 # The end of the run is what a last checkpoint should hold.
@@ -82,6 +91,7 @@ class Loops(ABC):
                 self._boundary(allowed=True)
         except GeneratorExit:
             if is_left_by_break(frame):
+                self._steps_left.add(place)
                 self._leave_early("steps()")
             raise
         finally:
@@ -95,6 +105,7 @@ class Loops(ABC):
         """
         self._ends_epochs = False
         self._left = ""
+        first = self._steps_loops
         while (total is None or self._epoch < total) and not self._was_left("epochs()"):
             frame = frame_of_loop()
             self._in_epoch = True
@@ -110,6 +121,8 @@ class Loops(ABC):
             if self._ends_epochs:
                 return
             self._epoch += 1
+            self._steps_loops = first
+            self._steps_left = {place for place in self._steps_left if place < first}
 
     def batches(self, loader: Any, *, until: int | None = None) -> Iterator[Any]:
         """The batches of one pass, from the restored one on.
@@ -197,7 +210,7 @@ class Loops(ABC):
 
     def _leave_early(self, driver: str) -> None:
         """Keep the finished steps of a loop that is left by `break` or `return`."""
-        self._left = driver
+        self._left = "" if driver == "steps()" else driver
         if self._has_stepped and driver != "epochs()":
             self._force = True
             self._boundary(allowed=True)
@@ -209,6 +222,10 @@ class Loops(ABC):
         if self._left_before != driver:
             return False
         self._left_before = ""
+        self._warn_of_left(driver)
+        return True
+
+    def _warn_of_left(self, driver: str) -> None:
         _log.warning(
             "the loop over session.%s was left by break or return at step %d before this restart, "
             "so it has no turn now. A loop that ends by steps(total) or batches(loader, "
@@ -216,7 +233,6 @@ class Loops(ABC):
             driver,
             self._step,
         )
-        return True
 
 
 def _after_optimizer_step(owner: "weakref.ref[Loops]") -> Callable[..., None]:

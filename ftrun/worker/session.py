@@ -306,6 +306,8 @@ class Session(Loops):
             own = saved["session"]
             self._step, self._epoch = own["step"], own["epoch"]
             self._left_before = own.get("left", "")
+            earlier = [0] if self._left_before == "steps()" else []  # of version 0.2.0
+            self._steps_left = set(own.get("steps_left", earlier))
             self._explain(own.get("explained_in", ""))
             self._waiting = {
                 # What is left of a pass that was left by break is not wanted.
@@ -373,7 +375,11 @@ class Session(Loops):
             _log.warning("under ftrun, this script would be UNPROTECTED: %s", error)
 
     def _own_state(self) -> dict[str, Any]:
-        more = {"left": self._left, "explained_in": self._explained_in}
+        more = {
+            "left": self._left,
+            "steps_left": sorted(self._steps_left),
+            "explained_in": self._explained_in,
+        }
         return {
             "session": {
                 "step": self._step,

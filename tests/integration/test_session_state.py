@@ -231,6 +231,38 @@ def test_a_loop_left_by_break_has_its_last_step_in_a_snapshot_and_no_turn_after_
     assert torch.equal(torch.rand(1), drawn)
 
 
+@pytest.mark.parametrize("in_epochs", [False, True])
+def test_a_loop_left_by_break_has_no_turn_after_a_restart_in_the_loop_behind_it(
+    run: Run, in_epochs: bool
+) -> None:
+    seen: list[object] = []
+
+    def loop(
+        session: Session, model: nn.Module, optimizer: torch.optim.Optimizer, end: int = 30
+    ) -> list[object]:
+        for epoch in session.epochs(3) if in_epochs else [0]:
+            for step in session.steps(10 * epoch + 8):
+                seen.append(("warm-up", step))
+                train(model, optimizer)
+                if step == 10 * epoch + 3:
+                    break
+            for step in session.steps(10 * epoch + 8):
+                seen.append(("main", step))
+                if step == end:
+                    raise TimeoutError
+                train(model, optimizer)
+        return seen
+
+    expected = [*undisturbed(loop)]
+    seen.clear()
+    torch.manual_seed(3)
+    with pytest.raises(TimeoutError):
+        loop(*begin(run), end=16 if in_epochs else 6)
+    run.saved()
+    seen.pop()  # this turn is repeated
+    assert loop(*begin(run)) == expected
+
+
 def test_the_steps_before_a_break_at_the_top_of_a_turn_are_in_a_snapshot(run: Run) -> None:
     run.settings = EVERY_THIRD
     session, model, optimizer = begin(run)
