@@ -8,6 +8,7 @@ Gives:    lines that can be shown: of a progress bar its last state; no control 
 Rule 1: a line is given when it is whole, or when nobody will write to its file any more.
 """
 
+import itertools
 import os
 import re
 from collections.abc import Iterator
@@ -81,8 +82,12 @@ def lines_of(path: Path, *, last: int | None) -> Iterator[tuple[float, str]]:
 
     Args:
         path: of the file.
-        last: only so many at the end; None: all.
+        last: the number of lines at the end, as it is when the reading begins; None: all.
     """
+    return itertools.islice(_lines_of(path, last), last)
+
+
+def _lines_of(path: Path, last: int | None) -> Iterator[tuple[float, str]]:
     try:
         size = max(1, path.stat().st_size)
         start = 0 if last is None else tail_offset(path, last)

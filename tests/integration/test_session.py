@@ -23,6 +23,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 SCRIPTS = Path(__file__).parent / "scripts"
 RUN = "session-test"
 PATIENCE_S = 60.0
+WAIT_S = 350.0
 SETTINGS = '{"every": 1, "commit_wait_s": 60}'
 """No boundary is skipped because the machine is busy."""
 
@@ -116,7 +117,7 @@ class Node:
         for worker in workers:
             if any(codes):
                 worker.kill()
-            codes.append(worker.wait(120))
+            codes.append(worker.wait(WAIT_S))
         return codes
 
     def _environment(self, rank: int, beat_fd: int, restore: Version | None) -> dict[str, str]:

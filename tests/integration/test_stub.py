@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -356,7 +357,7 @@ def test_ranks_behind_a_wrapper_never_run_beside_their_successors(
     start: Callable[..., Run], tmp_path: Path
 ) -> None:
     wrapper = tmp_path / "wrapper.sh"
-    wrapper.write_text(WRAPPER.format(python=sys.executable))
+    wrapper.write_text(WRAPPER.format(python=shlex.quote(sys.executable)))
     wrapper.chmod(0o755)
     run = start("--no-python", words=("renamed",), script="./wrapper.sh")
     first = run.wait_alive(0)

@@ -53,6 +53,16 @@ def test_reader_follows_growth_and_begins_anew_where_the_file_was_cut(tmp_path: 
     assert reader.ended() == []
 
 
+def test_lines_written_while_the_last_lines_are_read_are_not_among_them(tmp_path: Path) -> None:
+    path = tmp_path / "stdout.log"
+    path.write_text("a\nb\nc\n")
+    lines = lines_of(path, last=2)
+    first = next(lines)
+    with path.open("a") as file:
+        file.write("d\n")
+    assert [line for _, line in [first, *lines]] == ["b", "c"]
+
+
 @pytest.mark.parametrize("count", [0, 1, 2, 3, 99])
 @pytest.mark.parametrize("text", ["a\nb\nc\n", "a\nb\nc", "a\n" * 100_000, ""])
 def test_last_lines(tmp_path: Path, text: str, count: int) -> None:
