@@ -50,7 +50,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
         made = NodesRun(
             cluster,
             folder,
-            job_words("ddp", folder, pace=2, steps=500),
+            job_words("ddp", folder, pace=3, steps=300),
             Deadline(200.0),
             members=NODES,
             flags=["--secret-file", secret],

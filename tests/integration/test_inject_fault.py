@@ -59,7 +59,7 @@ for step in session.steps(int(sys.argv[1])):
     if os.path.exists("tell"):
         weights = [p.detach().double().sum().item() for p in plain.parameters()]
         print(f"sums rank={rank} step={step} {weights}\\n", end="", flush=True)
-    time.sleep(0.01)
+    time.sleep(0.03)
     while os.path.exists("hold"):
         time.sleep(0.005)
 dist.destroy_process_group()
