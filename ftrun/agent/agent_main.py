@@ -42,7 +42,7 @@ def main(begun: Begun) -> int:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # the stub has blocked it
         zygote = _zygote(spec, begun)
         stub = StubLink()
-        known = _take_over(smp, journal)
+        known = _take_over(smp, journal, spec)
         from ftrun.agent.preflight_desk import PreflightDesk
 
         preflight = PreflightDesk(spec, journal)
@@ -125,7 +125,7 @@ def _keep_what_was_resumed(code: int, folder: RunFolder, spec: RunSpec, smp: Smp
     return True
 
 
-def _take_over(smp: SmpLink, journal: Journal) -> KeptState:
+def _take_over(smp: SmpLink, journal: Journal, spec: RunSpec) -> KeptState:
     """Adopt what an earlier agent left, or start an SMP; what the earlier agent knew."""
     fds, from_stub = kept()
     left = smp.find()
@@ -141,5 +141,7 @@ def _take_over(smp: SmpLink, journal: Journal) -> KeptState:
     state = newer(decode_state(left or b""), from_stub)
     if state.plan is not None:
         generation = state.plan.generation
+        if spec.nodes is None:
+            smp.own(rank for node in state.plan.members for rank in node.ranks)
         journal.write("adopted", arenas=len(smp.memory.held), generation=generation)
     return state

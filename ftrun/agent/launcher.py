@@ -77,6 +77,7 @@ def launch(
     else:
         _meet_again(node, smp, journal)
     run.onlookers = onlookers = Onlookers(run)
+    run.signals.catch()  # the stub passes on what waits as soon as the control server listens
     control = ControlServer(run)
     control.start()
     if spec.profile.monitor.enabled:
@@ -233,13 +234,15 @@ def _say_end(command: EndRun, spec: RunSpec, run: RunLoop) -> None:
 
 
 def _kept(command: EndRun, spec: RunSpec, run: RunLoop) -> Kept | None:
-    progress = run.workers.progress()
     is_stop = command.exit_code > 128 and command.cause is None and not command.goes_on
-    if not is_stop or not progress.attached:
+    # An agent that was started only to end the run has no ranks; their slots say how far they were.
+    held = max((offer.step for offer in run.smp.memory.offers()), default=None)
+    progress = run.workers.progress()
+    if not is_stop or not (progress.attached or held is not None):
         return None
     directory, written = spec.checkpoint_directory, run.smp.last_checkpoint
     return Kept(
-        step=progress.step,
+        step=max(progress.step, held or 0),
         directory=None if directory is None else without_password(directory),
         checkpoint_step=None if written is None else written.step,
         not_written=run.caretaker.not_written,

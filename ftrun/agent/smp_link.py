@@ -8,7 +8,7 @@ Survives: the SMP: its memfds are held here too and are handed to the next one.
 
 import os
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -172,12 +172,16 @@ class SmpLink:
         self.port = answer.port if isinstance(answer, smp_messages.ListeningForPeers) else 0
         return self.port
 
+    def own(self, ranks: Iterable[int]) -> None:
+        """Say which ranks this node had in the generation of the last agent."""
+        self._local_ranks = frozenset(Rank(rank) for rank in ranks)
+
     def begin_generation(self, body: smp_messages.BeginGeneration, command_page: int) -> None:
         """Say who takes part from now on, and what is to be restored."""
         self.ready_version, self.abandoned_step, self.restore_failed = None, -1, ""
         self.is_restored = self.restore_lost_links = False
         self._generation = body.generation
-        self._local_ranks = frozenset(Rank(rank) for rank in body.local_ranks)
+        self.own(body.local_ranks)
         if self.channel is not None:
             self.channel.generation = body.generation
             self._ask(body, fds=(command_page,))

@@ -13,7 +13,9 @@ would reap them. The agent is reaped here only, so that its pid stays its own wh
 sent to it.
 Rule 3: when the run is over nothing stays: SMP, descendants, run folder.
 Rule 4: it holds duplicates of the run's memory, unread: agent and SMP may be killed together.
-Rule 5: no agent is started before all ranks of the last one have ended, with everything that they
+Rule 5: while there may be snapshots in memory, a signal that ends the run waits until an agent
+listens: only an agent can have a last checkpoint written. So one is also started for that alone.
+Rule 6: no agent is started before all ranks of the last one have ended, with everything that they
 have started: ranks behind a wrapper do not die with their agent.
 """
 
@@ -81,6 +83,8 @@ class Stub:
         self._starts_s: deque[float] = deque()
         self._asked: signal.Signals | None = None
         self._held: list[signal.Signals] = []
+        self._found_memory = False
+        """An SMP was there before this stub had started any agent."""
         self._read_fd, self._write_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._keep_here, self._keep_there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._kept: list[int] = []
@@ -88,9 +92,14 @@ class Stub:
         self._is_forked = False
         """The agent is a fork of the reserve."""
 
+    @property
+    def _may_hold_memory(self) -> bool:
+        return bool(self._kept) or self._found_memory
+
     def run(self) -> int:
         """Until the run is over; gives its exit code."""
         self._prepare()
+        self._found_memory = self._folder.smp_socket.exists()
         self._start_agent()
         while True:
             self._turn(timeout_s=_READY_CHECK_S if self._held else None)
@@ -175,8 +184,8 @@ class Stub:
     def _take(self, number: signal.Signals) -> None:
         if number in ENDING and self._asked is None:
             self._asked = number
-        if number in NEEDS_HANDLER:
-            self._held.append(number)
+        if number in NEEDS_HANDLER or (number in ENDING and self._may_hold_memory):
+            self._held.append(number)  # passed on in the same turn, if an agent listens
         elif self._agent is not None:
             os.kill(self._agent, number)
 
@@ -197,33 +206,50 @@ class Stub:
         has_crashed = code < 0 or (code == ExitCode.BUG and self._folder.crash_mark.exists())
         if not has_crashed:
             return code
-        if self._asked is not None:
+        if self._asked is not None and not self._may_hold_memory:
             return 128 + self._asked
         now_s = clock.now_s()
         while self._starts_s and now_s - self._starts_s[0] > AGENT_WINDOW_S:
             self._starts_s.popleft()
         how = f"was killed by {_signal_name(-code)}" if code < 0 else "met a bug in ftrun"
         if len(self._starts_s) > MAX_AGENT_STARTS:
-            _say(
-                f"Error: ftrun's agent {how}, for the {len(self._starts_s)}th time within "
-                f"{AGENT_WINDOW_S / 60:.0f} minutes; the run ends here. If something on this "
-                "machine kills it (dmesg says so), give it room; else please report this"
-            )
-            return ExitCode.BUG
+            return self._give_up(how)
         self._incarnation += 1
         self._lost_s = now_s
         if self._is_forked and self._starts_s and now_s - self._starts_s[-1] < TRUSTED_AFTER_S:
             self._reserve.end()
-        _say(f"ftrun: the agent {how}; starting another, which goes on from the last snapshot")
-        for text in process_tree.end_children(  # Rule 5
+        _say(f"ftrun: the agent {how}; starting another, {self._what_for()}")
+        for text in process_tree.end_children(  # Rule 6
             term_first=False, spare=process_tree.LASTING, kill_s=_OLD_RANKS_WAIT_S
         ):
             _say(f"ftrun: {text}")
         self._pause(pause_s(len(self._starts_s)))
         if self._asked is not None:
-            return 128 + self._asked
+            if not self._may_hold_memory:
+                return 128 + self._asked
+            if self._asked not in self._held:
+                self._held.append(self._asked)
         self._start_agent()
         return None
+
+    def _give_up(self, how: str) -> int:
+        _say(
+            f"Error: ftrun's agent {how}, for the {len(self._starts_s)}th time within "
+            f"{AGENT_WINDOW_S / 60:.0f} minutes; the run ends here. If something on this "
+            "machine kills it (dmesg says so), give it room; else please report this"
+        )
+        if self._may_hold_memory and self._folder.smp_socket.exists():
+            self._folder.keep_mark.touch()
+            _say(
+                "ftrun: the SMP keeps the snapshots for a while: start the same command again with "
+                f"--run-id {self._folder.run_id}, or free them with ftrun stop {self._folder.name}"
+            )
+        return ExitCode.BUG
+
+    def _what_for(self) -> str:
+        if self._asked is None:
+            return "which goes on from the last snapshot"
+        return f"which ends the run by {self._asked.name} and keeps its last snapshot if it can"
 
     def _pause(self, seconds: float) -> None:
         until_s = clock.now_s() + seconds

@@ -448,7 +448,9 @@ class Member:
         if not event.is_urgent:
             return []
         if self._allegiance.may_end(beat):
-            return [EndRun(128 + (beat.stop_signal or 15), "stopped before the run had begun")]
+            is_new = self.follower.newest_plan is None
+            why = "before the run had begun" if is_new else "while no generation was running"
+            return [EndRun(128 + (beat.stop_signal or 15), f"stopped {why}")]
         if self.lead is not None:
             return [Send(self.me.node_id, self._beat())]
         return self._tell(now_s)

@@ -77,6 +77,13 @@ class Commits:
     def has_begun(self) -> bool:
         return self.tracker.generation >= 0
 
+    def world(self) -> CommitTracker:
+        """Who takes part; before a generation has begun: the ranks of the memory handed over."""
+        if self.has_begun:
+            return self.tracker
+        sizes = [arena.shape.world_size for arena in self._memory.all()]
+        return CommitTracker(self._memory.ranks, max(sizes, default=0))
+
     def protect_with(self, protector: Protector) -> None:
         """Have this one protect what is complete, where there is a group."""
         self._protector = protector

@@ -188,7 +188,7 @@ class Keeper:
         return messages.Done()
 
     def write_checkpoint(self, asker: Asker, body: checkpoint_messages.WriteCheckpoint) -> None:
-        tracker = self.commits.tracker
+        tracker = self.commits.world()
         if body.version is None and not tracker.sees_all:
             why = "not all ranks of the run are on this node, and no version is named"
             asker.tell(checkpoint_messages.CheckpointRefused(why))

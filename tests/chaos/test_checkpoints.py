@@ -12,8 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from ftrun.ids import RunId
 from ftrun.wire.checkpoint_owner import OWNER_NAME, decode_owner
-from tests.chaos.conftest import STEPS, Checked, let_end, wait_until_gone
+from ftrun.wire.run_folder import run_folder
+from tests.chaos.conftest import STEPS, Checked, let_end, wait_for_memory, wait_until_gone
 from tests.ftp_server import ftp_server
 from tests.integration.conftest import WAIT_S, Run, Start, free_port
 
@@ -356,3 +358,51 @@ def end(process: subprocess.Popen[bytes]) -> None:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait(30)
+
+
+@pytest.mark.parametrize(
+    ("parts", "delay_s"),
+    [
+        (("agent",), 0.2),
+        (("agent", "smp"), 0.5),
+        pytest.param(("agent",), 1.0, marks=pytest.mark.full),
+        pytest.param(("agent",), 3.0, marks=pytest.mark.full),
+    ],
+    ids=str,
+)
+def test_sigterm_soon_after_a_kill_of_the_agent_still_saves_the_snapshot(
+    start: Start, train: tuple[str, ...], parts: tuple[str, ...], delay_s: float
+) -> None:
+    run = start(*KEPT, *train)
+    run.wait_for_step(20)
+    wait_for_memory(run, 15)
+    for pid in [run.pid_of(part) for part in parts]:
+        os.kill(pid, signal.SIGKILL)
+    time.sleep(delay_s)
+    run.process.send_signal(signal.SIGTERM)
+    assert run.wait() == 143, run.text
+    written = run.journal("CheckpointWritten")
+    assert written, run.text
+    assert int(written[-1]["step"]) >= 15  # type: ignore[call-overload]
+    assert f"kept         step {written[-1]['step']} in " in run.text
+    assert "to resume    start the same command again" in run.text
+    assert not run_folder(RunId(run.run_id)).path.exists(), "something is left"
+
+
+@pytest.mark.full
+def test_an_agent_killed_while_the_run_is_stopped_is_followed_by_one_that_saves(
+    start: Start, train: tuple[str, ...]
+) -> None:
+    """Ranks do not come to a boundary, so the first agent waits when it is killed."""
+    run = start(*KEPT, *train)
+    run.wait_for_step(20)
+    wait_for_memory(run, 15)
+    agent = run.pid_of("agent")
+    for pid in run.pids():
+        os.kill(pid, signal.SIGSTOP)
+    run.process.send_signal(signal.SIGTERM)
+    run.wait_until("the stop is known", lambda: run.journal("StopAsked"))
+    os.kill(agent, signal.SIGKILL)
+    assert run.wait() == 143, run.text
+    assert run.journal("CheckpointWritten"), run.text
+    assert "which ends the run by SIGTERM" in run.text
