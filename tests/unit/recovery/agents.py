@@ -175,11 +175,11 @@ class Agents:
 
     # --- time ---------------------------------------------------------------------------------
 
-    def passes(self, seconds: float) -> None:
-        """Time goes by for all who do not stand still."""
+    def passes(self, seconds: float, step_s: float = STEP_S) -> None:
+        """Let this time pass for all agents that are not stopped, `step_s` at once."""
         end_s = self.now_s + seconds
         while self.now_s < end_s:
-            self.now_s += STEP_S
+            self.now_s += step_s
             for node_id in list(self.all):
                 self.happens(node_id, Passing())
 

@@ -191,7 +191,7 @@ def test_a_node_that_was_set_aside_is_asked_once_and_comes_back_when_it_passes()
     made.passes(10.0)
     assert made.running() == {"a": 1, "b": 1}
     assert made["c"].told(CheckAgain) == []
-    made.passes(3600.0)
+    made.passes(3600.0, step_s=0.5)
     assert made["c"].told(CheckAgain) == [CheckAgain(2)]
     assert made.running() == {"a": 1, "b": 1}
     made.happens("c", Checked(msgspec.structs.replace(UNFIT, number=2)))
