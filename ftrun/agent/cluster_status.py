@@ -5,7 +5,7 @@ Takes in: the brain of an agent.
 Gives:    plain values for a JSON document; docs/operations.md describes it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ftrun import clock
@@ -196,9 +196,24 @@ def _verdict(
 
 def _usable_spares(brain: Brain, lead: Lead, plan: Plan, now_s: float) -> int:
     """Nodes that could take a lost node's place now."""
-    out = {peer.card.node_id for peer in lead.known if peer.lost}
-    out |= set(lead.screening.told) | brain.oversight.set_aside(now_s=now_s)
-    return sum(card.node_id not in out for card in plan.spares)
+    out = set(lead.screening.told) | brain.oversight.set_aside(now_s=now_s)
+    return len(standing_by(lead.known, plan) - out)
+
+
+def standing_by(peers: Iterable[Peer], plan: Plan) -> set[str]:
+    """Nodes without ranks that are here.
+
+    A node that has come since this generation began has no vote where its vote bears no more
+    losses (see enrolment.py). The next generation gives it ranks all the same.
+    """
+    members = {node.node_id for node in plan.members}
+    spares = {card.node_id for card in plan.spares}
+    beside = [peer for peer in peers if not peer.lost and peer.card.node_id not in members]
+    return {
+        peer.card.node_id
+        for peer in beside
+        if peer.card.node_id in spares or (peer.linked and not peer.is_mute and not peer.is_leaving)
+    }
 
 
 def _activity(brain: Brain, plan: Plan, beats: dict[str, Beat], now_s: float) -> Activity:
