@@ -24,6 +24,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import ftrun
+from ftrun.wire.pages import Beat, Command
+from ftrun.worker.context import worker_context
 
 WIDTH = 640
 BATCH = 16
@@ -62,7 +64,7 @@ def main() -> None:
             mean = loss.detach() / world_size
             dist.all_reduce(mean)  # as most scripts do; so a collective left out is not for long
             session.report(loss=mean)
-            notes.write("step", step=step, loss=loss.item().hex(), **where)
+            notes.write("step", step=step, loss=loss.item().hex(), **kept(), **where)
             pace(args, step)
     notes.write("end", step=session.step, digest=digest_of(plain, optimizer), **where)
     dist.barrier()
@@ -104,6 +106,15 @@ def pace(args: argparse.Namespace, step: int) -> None:
     time.sleep(args.pace)
     while step >= args.steps - LAST_STEPS and not go.exists():
         time.sleep(HOLD_S)
+
+
+def kept() -> dict[str, int]:
+    """Newest steps whose state this rank has sealed, and whose state all nodes have protected."""
+    context = worker_context()
+    if context is None:
+        return {}
+    committed = context.commands.get(Command.COMMITTED_STEP)
+    return {"sealed": context.page.get(Beat.SEALED_STEP), "committed": committed}
 
 
 def digest_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:

@@ -166,7 +166,11 @@ class NodesRun:
         return at_ns
 
     def pid_of(self, node: int, part: str) -> int:
-        """Of its `rank`, `agent` or `smp`, as this machine counts. Raises: BenchError: none."""
+        """Of its `rank`, `agent`, `smp` or `zygote`, as this machine counts.
+
+        Raises:
+            BenchError: there is none.
+        """
         for process in self.processes_of(node):
             with contextlib.suppress(OSError):
                 if self._is_part(node, part, process.pid):
@@ -289,8 +293,8 @@ class NodesRun:
     def _is_part(self, node: int, part: str, pid: int) -> bool:
         if part == "rank":
             return _pid_inside(pid) in self._ranks_on(node)
-        if part == "agent":  # zygote, reserve and ranks are its forks, with its command line
-            return Path(f"/proc/{pid}/comm").read_text() == "ftrun-agent\n"
+        if part in ("agent", "zygote"):  # these, reserve and ranks have one command line
+            return Path(f"/proc/{pid}/comm").read_text() == f"ftrun-{part}\n"
         words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
         return f"ftrun.{part}".encode() in words
 
