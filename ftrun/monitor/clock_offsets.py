@@ -85,11 +85,13 @@ class ClockOffset:
 
     def _best(self, now_s: float) -> _Exchange | None:
         """The one that binds tightest now; older ones bind less, as clocks drift."""
-        aged = (
-            _Exchange(one.offset_s, one.error_s + DRIFT * max(0.0, now_s - one.at_s), one.at_s)
-            for one in self._known
-        )
-        return min(aged, key=lambda one: one.error_s, default=None)
+        best: _Exchange | None = None
+        best_error_s = 0.0
+        for one in self._known:
+            error_s = one.error_s + DRIFT * max(0.0, now_s - one.at_s)
+            if best is None or error_s < best_error_s:
+                best, best_error_s = one, error_s
+        return _Exchange(best.offset_s, best_error_s, best.at_s) if best is not None else None
 
 
 def _agree(one: _Exchange, other: _Exchange) -> bool:

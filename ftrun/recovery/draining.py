@@ -19,6 +19,8 @@ Rule 4: whoever leaves is let go when nothing of the run is his any more: others
 Rule 5: this counts for the generation it was found in. A ballot may need what a leaver holds, so
         it is found anew after each. Protection has looked at every byte; where a node has nobody
         to protect its state, only a step shows that its ranks have read it, and that it is whole.
+Rule 6: a leaver is let go only after the leader has had the time to change the voters. The vote of
+        the leaver may be needed for that. Without it the run can be left with half of its voters.
 """
 
 import msgspec
@@ -98,6 +100,7 @@ class Draining:
         why = self._why_to_stop(plan, here, unfit) if asked else ""
         if not why and new and now_s - self._last_s >= NOTICE_S:
             self._leaving = asked
+            self._safe_s = None  # a leaver votes: the roster without it comes first, rule 6
             names = ", ".join(sorted(node_id for node_id, _ in new))
             text = f"asked to leave: {names}; the run goes on without"
             notes.append(Note("Leaving", text, say=True))
@@ -148,7 +151,7 @@ class Draining:
         has_settled = (
             self._safe_s is not None and now_s - self._safe_s >= self._settings.heartbeat_s
         )
-        limit_s = now_s - self._settings.leave_s
+        limit_s = now_s - self._settings.let_go_s
         free = [who for who in self._leaving if has_settled or self._asked_s[who] <= limit_s]
         members = {node.node_id for node in plan.members} if plan is not None else set()
         self._freed = frozenset(who for who in free if who[0] not in members)

@@ -66,8 +66,17 @@ class ClusterSettings:
     warn_below: float = 0.5
     """Part of the other nodes' median rate in their checks that is reported."""
     leave_s: float = 15.0
-    """So long a node that was asked to leave waits for the run to do without it."""
+    """After this the run goes on without a last snapshot of a node that was asked to leave. Such a
+    node is killed after twice this time."""
     witness: bool = False
     """There is an outside witness; nodes find one another there, and it breaks ties."""
     same_boundary_s: float = 1.0
     """How far ahead a common boundary is named: longer than a heartbeat and its way."""
+
+    @property
+    def let_go_s(self) -> float:
+        """A node that was asked to leave ends after this time at the latest.
+
+        Later than `leave_s`: the generation that begins then fetches what that node holds.
+        """
+        return self.leave_s * 5 / 3

@@ -477,7 +477,7 @@ class Invariants:
         if agent is None or agent.leaves_since_s is None:
             self.fail(f"{node.node_id} leaves, and was not asked to")
             return
-        limit_s = self.simulation.scenario.settings.leave_s
+        limit_s = self.simulation.scenario.settings.let_go_s
         if newest is None or self.world.now_s - agent.leaves_since_s >= limit_s:
             return
         if any(node.node_id in nodes for nodes, _ in newest.groups):

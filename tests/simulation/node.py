@@ -423,7 +423,9 @@ class Hands:
                 smp.move_peers(command.ports)
             case do.AskLastSnapshot():
                 if self.node.ranks is not None:
-                    self.node.ranks.stop_after = command.after_step
+                    # Ranks that have passed that boundary stop at the next one.
+                    after = self.node.ranks.step + 1
+                    self.node.ranks.stop_after = max(command.after_step, after)
                 self._awaits_boundary = True
             case do.KillWorkers():
                 self.node.end_ranks()
@@ -510,33 +512,41 @@ class Hands:
         matches = smp is not None and plan is not None and smp.generation == plan.generation
         ready = smp.ready if smp is not None and matches else None
         step = ranks.step if ranks is not None else 0
+        exits, leaves = tuple(self.exits), self.agent.leaves_since_s is not None
+        generation = plan.generation if runs and plan is not None else -1
+        ready_pair = (int(ready.generation), int(ready.step)) if ready is not None else None
+        skipped = smp.skipped_step if smp is not None and matches else -1
+        at_boundary = self._awaits_boundary and ranks is not None and ranks.is_at_boundary
+        stops = self.node.simulation.stops.get(self.node.node_id, 0)
+        smp_port = smp.port if smp is not None and smp.is_alive else 0
+        problem = smp.problem if smp is not None and matches else ""
+        matters = (
+            generation, exits, ready_pair, skipped, at_boundary, stops, leaves, smp_port, problem,
+        )  # fmt: skip
+        is_urgent |= matters != self._told
+        self._told = matters
+        if not is_urgent and step == self._step_told:
+            return
+        self._step_told = step
         beat = Beat(
-            generation=plan.generation if runs and plan is not None else -1,
+            generation=generation,
             state="running" if runs else "idle",
             step=step,
             steps_here=step - ranks.first_step if ranks is not None else 0,
             attached=ranks is not None and ranks.are_ready,
-            exits=tuple(self.exits),
-            ready=(int(ready.generation), int(ready.step)) if ready is not None else None,
-            abandoned_step=smp.skipped_step if smp is not None and matches else -1,
-            at_boundary=self._awaits_boundary and ranks is not None and ranks.is_at_boundary,
-            stops=self.node.simulation.stops.get(self.node.node_id, 0),
+            exits=exits,
+            ready=ready_pair,
+            abandoned_step=skipped,
+            at_boundary=at_boundary,
+            stops=stops,
             stop_signal=15,
-            leaves=self.agent.leaves_since_s is not None,
-            smp_port=smp.port if smp is not None and smp.is_alive else 0,
+            leaves=leaves,
+            smp_port=smp_port,
             survives=smp.survives if smp is not None and matches else 0,
-            problem=smp.problem if smp is not None and matches else "",
+            problem=problem,
             ranks=self._reports(ranks, smp.arena[1]) if ranks is not None and matches else (),
         )
-        matters = (
-            beat.generation, beat.exits, beat.ready, beat.abandoned_step, beat.at_boundary,
-            beat.stops, beat.leaves, beat.smp_port, beat.problem,
-        )  # fmt: skip
-        is_urgent |= matters != self._told
-        self._told = matters
-        if is_urgent or beat.step != self._step_told:
-            self._step_told = beat.step
-            self.agent.think(HereIs(beat, is_urgent))
+        self.agent.think(HereIs(beat, is_urgent))
 
     def _reports(self, ranks: Ranks, own: tuple[int, ...]) -> tuple[RankReport, ...]:
         if not self.node.simulation.scenario.has_reports:
@@ -561,6 +571,10 @@ def _in_words(command: do.NodeCommand) -> str:
     match command:
         case do.Adopt():
             return f"Adopt {_plan(command.plan)}"
+        case do.KeepPlan():
+            voters = " ".join(card.node_id for card in command.plan.voters)
+            effect = "in effect" if command.took_effect else "asked for"
+            return f"KeepPlan {command.plan.edition} {effect}: voters {voters}"
         case do.RunGeneration():
             return f"RunGeneration {command.plan.generation}"
         case do.Quiesce():

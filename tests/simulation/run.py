@@ -1,5 +1,6 @@
 """One seed from beginning to end, and what became of it."""
 
+import gc
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -274,6 +275,7 @@ class Simulation:
             node
             for node in self.nodes
             if node.agent is not None
+            and node.agent.leaves_since_s is None
             and (self.nodes[0].agent is not None or node.memory.kept is not None)
         ]
         settings = self.scenario.settings
@@ -352,6 +354,8 @@ def run_seed(
     if prepare is not None:
         prepare(simulation)
     problem, verdict = "", ""
+    # A run makes few cycles, and lasts for some hundredths of a second.
+    gc.disable()
     try:
         verdict = simulation.run()
     except Violation as error:
@@ -359,6 +363,8 @@ def run_seed(
     except Exception as error:  # noqa: BLE001 - whatever it is, its seed is to be known
         at = " in ".join(f"{one.name}:{one.lineno}" for one in _frames(error))
         problem = f"at {simulation.world.now_s:.3f} s: {error!r} in {at}"
+    finally:
+        gc.enable()
     return _outcome(simulation, problem, verdict, keep_log=keep_log)
 
 

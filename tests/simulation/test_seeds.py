@@ -12,6 +12,8 @@ SEEDS = [
     pytest.param(1682768, "safety", id="the committed protection is overwritten too early"),
     pytest.param(9001035, "liveness", id="a member of an announced plan is bound to another"),
     pytest.param(5001480, "liveness", id="a node that is back leaves again"),
+    pytest.param(9001403, "liveness", id="a leaver ends before what it holds is fetched"),
+    pytest.param(98839449, "liveness", id="a leaver ends before the voters have changed"),
 ]
 
 

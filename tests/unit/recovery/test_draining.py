@@ -347,6 +347,34 @@ def test_a_boundary_that_does_not_come_is_not_waited_for_longer_than_a_node_has_
     assert ends(made, "b") == [(TERMINATED, True)], "its time is over, protected or not"
 
 
+def test_after_that_wait_a_node_has_time_to_give_what_it_holds() -> None:
+    made = with_spares(leave_s=6.0)
+    works(made, 5)
+    hold(made, 4, "abc")
+    ask(made, "b")
+    while set(made.running()) == set("abc"):
+        made.passes(0.5)
+    assert set(made.running()) == set("acd")
+    made.passes(1.0)
+    assert ends(made, "b") == [], "the new generation has fetched nothing yet"
+    made.passes(4.0)
+    assert ends(made, "b") == [(TERMINATED, True)]
+
+
+def test_a_spare_that_leaves_votes_for_the_voters_without_it() -> None:
+    made = with_spares()
+    works(made, 5)
+    hold(made, 4, "abc")
+    made.passes(3.0)
+    made.here_is("d", Beat(generation=-1, leaves=True))
+    for _ in range(40):
+        if ends(made, "d"):
+            break
+        made.passes(0.1)
+    assert ends(made, "d") == [(TERMINATED, True)]
+    assert [card.node_id for card in made.plan("a").voters] == ["a", "b", "c"]
+
+
 def test_a_spare_that_leaves_is_no_reason_for_a_boundary() -> None:
     made = with_spares()
     works(made, 5)
