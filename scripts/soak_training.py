@@ -29,10 +29,10 @@ from ftrun.errors import FtrunError
 MEMBERS, SPARES = 3, 1
 BUDGETS = {"restart.budget": 100000, "nodes.failures_per_hour": 100000}
 """Limits that end a run, or exclude a node, after a few failures; a soak is nothing else."""
-PACE = 8.0
-"""Slower than a drill: 0.24 s for a step, so that a training has as few steps as it needs."""
-STEPS_PER_KILL = 50
-STEPS_AT_LEAST = 400
+PACE = 16.0
+"""Slower than a drill: 0.48 s for a step, so that a training has as few steps as it needs."""
+STEPS_PER_KILL = 25
+STEPS_AT_LEAST = 300
 PAUSE_S = (0.2, 3.0)
 """Between the end of a recovery and the next kill."""
 EARLY, EARLY_PAUSE_S = 0.15, 1.0
