@@ -5,15 +5,18 @@ Runs in: every process. Decisions never import it: time comes to them as `now_s`
 
 import time
 
+_BOOTTIME = getattr(time, "CLOCK_BOOTTIME", None)
+"""It goes on while the machine is suspended, so a lease ends then. Only Linux has it."""
+
 
 def now_s() -> float:
     """Seconds on the monotonic clock, which all processes of one machine share."""
-    return time.monotonic()
+    return time.monotonic() if _BOOTTIME is None else time.clock_gettime(_BOOTTIME)
 
 
 def now_ns() -> int:
     """Nanoseconds on the same clock as `now_s`."""
-    return time.monotonic_ns()
+    return time.monotonic_ns() if _BOOTTIME is None else time.clock_gettime_ns(_BOOTTIME)
 
 
 def thread_cpu_s() -> float:

@@ -26,8 +26,7 @@
     |   |-- PeerLost
     |   |-- PeerTimeout
     |   |-- HandshakeRefused                  one of the two sides does not want the other
-    |   |-- ProtocolError
-    |   `-- WorkerNotKillable                 SIGKILL does not end it: the node needs attention
+    |   `-- ProtocolError
     `-- InternalError               exit 70   a broken invariant: a bug in ftrun
 
 What ftrun exists to survive (a worker died, an SMP was killed) is not here. Those are values in
@@ -433,10 +432,6 @@ class HandshakeRefused(PeerError):
 
 class ProtocolError(PeerError):
     """A frame is malformed, too long, or of another run."""
-
-
-class WorkerNotKillable(PeerError):
-    """A worker does not die of SIGKILL; it hangs in the kernel."""
 
 
 class InternalError(FtrunError):

@@ -17,6 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ftrun import clock
 from ftrun.agent import spoiling
 from ftrun.agent.cgroups import FaultGroup, check_free, make_group
 from ftrun.agent.cluster_brain import ClusterBrain
@@ -116,14 +117,23 @@ class FaultActs:
     # --- ranks --------------------------------------------------------------------------------
 
     def _signal_rank(self, order: FaultOrder, number: int) -> Deed:
-        handle = self.rank(order.rank)
+        handle, is_stop = self.rank(order.rank), number == signal.SIGSTOP
 
         def do() -> Healing | None:
-            who = named(handle.pid)
+            since_s = clock.now_s()
             handle.child.signal(number)
-            return continue_later(who, order.for_s) if number == signal.SIGSTOP else None
+            return self.continue_rank(handle, order, since_s) if is_stop else None
 
         return Deed(f"{signal.Signals(number).name} to pid {handle.pid}", do)
+
+    def continue_rank(
+        self, handle: WorkerHandle, order: FaultOrder, since_s: float
+    ) -> Healing | None:
+        """SIGCONT to a rank that was stopped then. Its killer counts from the same moment."""
+        try:
+            return continue_later(named(handle.pid), order.for_s, since_s=since_s)
+        finally:
+            self._run.workers.stopped_by_order(handle, since_s)
 
     def _slow(self, order: FaultOrder) -> Deed:
         handle = self.rank(order.rank)
@@ -201,8 +211,9 @@ class FaultActs:
         who = named(self._smp_pid())
 
         def do() -> Healing | None:
+            since_s = clock.now_s()
             os.kill(who[0][0], signal.SIGSTOP)
-            return continue_later(who, order.for_s)
+            return continue_later(who, order.for_s, since_s=since_s)
 
         return Deed(f"SIGSTOP to pid {who[0][0]}, SIGCONT after {order.for_s:g} s", do)
 
@@ -366,8 +377,9 @@ class FaultActs:
         return Deed(f"one bit in the newest checkpoint in {directory}", do)
 
 
-def continue_later(who: list[tuple[int, int]], for_s: float) -> Healing | None:
-    """SIGCONT to a stopped process, after so long; 0: never."""
+def continue_later(who: list[tuple[int, int]], for_s: float, *, since_s: float) -> Healing | None:
+    """SIGCONT to a process that was stopped at `since_s`, so long after that; 0: never."""
     if not for_s:
         return None
-    return Healing([], [["signal", signal.SIGCONT, who]], for_s=for_s, targets=who)
+    undo = [["signal", signal.SIGCONT, who]]
+    return Healing([], undo, for_s=for_s, since_s=since_s, targets=who)

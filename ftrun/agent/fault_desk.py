@@ -23,8 +23,7 @@ import msgspec
 
 from ftrun import clock
 from ftrun.agent.cluster_brain import ClusterBrain
-from ftrun.agent.fault_acts import FaultActs, continue_later
-from ftrun.agent.healer import named
+from ftrun.agent.fault_acts import FaultActs
 from ftrun.agent.healing import Deed, Healing
 from ftrun.errors import FaultRefused, FtrunError
 from ftrun.wire import fault_messages, messages
@@ -375,8 +374,9 @@ class FaultDesk:
                 running.pid = self._acts.rank(order.rank).pid
             if order.kind == "stop" and order.for_s:
                 with suppress(FaultRefused):  # it has been killed meanwhile
-                    who = named(self._acts.rank(order.rank).pid)
-                    running.healing = continue_later(who, order.for_s)
+                    handle = self._acts.rank(order.rank)
+                    fired_s = page.fired_ns / 1e9
+                    running.healing = self._acts.continue_rank(handle, order, fired_s)
         is_done = running.healing is None and not order.fires_again
         if is_done and page.ended == running.number and order.for_s:
             self._over(running, "it is over")

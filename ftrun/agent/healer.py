@@ -70,6 +70,7 @@ class Healer:
         self._do: list[list[Any]] = order["do"]
         self._undo: list[list[Any]] = order["undo"]
         self._for_s = float(order.get("for_s", 0.0))
+        self._since_s = float(order.get("since_s", 0.0))
         self._targets: list[Process] = [(pid, at) for pid, at in order.get("targets", [])]
         self._burners: list[int] = []
         self._beaten: float = 0.0
@@ -115,7 +116,7 @@ class Healer:
     def _wait(self) -> None:
         if not self._undo and not self._burners:
             return
-        until_s = clock.now_s() + self._for_s if self._for_s else float("inf")
+        until_s = (self._since_s or clock.now_s()) + self._for_s if self._for_s else float("inf")
         while not self._is_told_to_end and clock.now_s() < until_s:
             if self._targets and not any(start_time(pid) == at for pid, at in self._targets):
                 return

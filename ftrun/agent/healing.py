@@ -31,6 +31,7 @@ class Healing:
         undo: Sequence[Step],
         *,
         for_s: float = 0.0,
+        since_s: float = 0.0,
         targets: Sequence[Process] = (),
         waits: bool = True,
     ) -> None:
@@ -40,13 +41,14 @@ class Healing:
             do: steps that bring the fault about.
             undo: steps that take it back.
             for_s: so long; 0: until `end`, or until all targets have ended.
+            since_s: when the fault began; 0: when all of `do` is done.
             targets: the processes it is done to.
             waits: until it is done; not where this process is stopped or killed by it.
 
         Raises:
             FaultRefused: a step has failed; nothing of it is left.
         """
-        order = {"do": do, "undo": undo, "for_s": for_s, "targets": targets}
+        order = {"do": do, "undo": undo, "for_s": for_s, "since_s": since_s, "targets": targets}
         started = subprocess.Popen(
             python_command("ftrun.agent.healer", json.dumps(order)),
             stdin=subprocess.PIPE,

@@ -16,7 +16,7 @@ from ftrun.agent.journal_words import fields_of
 from ftrun.agent.smp_link import CHECKPOINT_WAIT_S
 from ftrun.errors import ExitCode, PeerError, SnapshotError
 from ftrun.recovery import commands
-from ftrun.recovery.happenings import Adopted, PlanKept, Quiesced
+from ftrun.recovery.happenings import Adopted, PlanKept, Quiesced, RanksStuck
 from ftrun.wire.plan import Plan
 
 if TYPE_CHECKING:
@@ -49,6 +49,7 @@ class NodeOrders:
         self._agent: FtrunElasticAgent | None = None
         self._failed_s = 0.0
         self._stopped_s = 0.0
+        self._stuck = ""
 
     def begin(self, agent: FtrunElasticAgent) -> None:
         """Torch's launcher is there."""
@@ -136,6 +137,19 @@ class NodeOrders:
         self._failed_s = self.noticed_s
         self._run.workers.kill()
         self._stopped_s = clock.now_s()
+        self.report_stuck()
+
+    def report_stuck(self) -> None:
+        """Have the leader know which ranks do not die of SIGKILL; cheap while none is known."""
+        reason = self._run.workers.stuck()
+        if reason == self._stuck:
+            return
+        self._stuck = reason
+        text = reason or "the ranks that did not die of SIGKILL have ended"
+        self._run.journal.write("RanksStuck", text=text)
+        _log.warning("%s", text)
+        self._run.brain.tell(RanksStuck(reason))
+        self._run.tell(is_urgent=True)
 
     def _quiesce(self, order: commands.Quiesce) -> None:
         run = self._run

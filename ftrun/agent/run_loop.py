@@ -135,6 +135,7 @@ class RunLoop:
         self.signals.awake()
         self.report.take_ends()
         self.parts.look()
+        self.orders.report_stuck()
         self.signals.handle()
         self.report.take_notices(now_s=clock.now_s())
         self.generations.repeats.look()

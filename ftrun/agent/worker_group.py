@@ -16,11 +16,11 @@ from signal import SIGCONT, SIGKILL, SIGSTOP
 
 from ftrun import clock, events, process_tree
 from ftrun.agent.elastic import FtrunElasticAgent
+from ftrun.agent.processes import Child
 from ftrun.agent.smp_link import SmpLink
 from ftrun.agent.stacks import as_traceback, parse_dump
 from ftrun.agent.worker_starter import Place, WorkerHandle, WorkerStarter
 from ftrun.config import RunSpec
-from ftrun.errors import WorkerNotKillable
 from ftrun.ids import Rank, Step, Version
 from ftrun.monitor.exits import ExitFacts, explain
 from ftrun.monitor.step_times import quantile_s
@@ -31,7 +31,10 @@ from ftrun.wire.pages import Beat, Command, Page, create_command_page, create_pa
 from ftrun.wire.plan import Plan
 from ftrun.wire.stack_file import create_stack_file, stacks
 
-KILL_WAIT_S = 60.0
+KILL_WAIT_S = 20.0
+"""The leader waits longer than this for the answer of a node: `ClusterSettings.answer_s`."""
+
+_ORPHANS_WAIT_S = 1.0
 _LOOK_AGAIN_S = 0.002
 AWAY_S = 2.0
 """Longer than any turn of the loop takes while the machine runs."""
@@ -59,6 +62,8 @@ class WorkerGroup:
         self._smp = smp
         self._error_files: dict[int, str] = {}
         self.is_held = False
+        self._stuck: list[Child] = []
+        """Processes that have not ended within `KILL_WAIT_S` of SIGKILL."""
         self._looked_s = clock.now_s()
         self.unused_fds: SimpleQueue[int] = SimpleQueue()
         """Stack files of ranks that are gone; whoever writes to them closes them."""
@@ -106,23 +111,41 @@ class WorkerGroup:
     def launched(self, agent: FtrunElasticAgent) -> None:
         self._error_files = dict(agent.error_files)
 
-    def kill(self) -> None:
+    def kill(self) -> str:
         """End every worker, and everything that it has started, now.
 
-        Raises:
-            WorkerNotKillable: one does not die; it hangs in the kernel.
+        Returns:
+            What has not ended, as `stuck` says it. It hangs in the kernel with SIGKILL pending, so
+            it runs no line of the script any more.
         """
         for handle in self.handles:
             handle.child.signal_group(SIGKILL)
             handle.child.signal(SIGKILL)
         give_up_s = clock.now_s() + KILL_WAIT_S
         for handle in self.handles:
-            if not handle.child.wait(KILL_WAIT_S):
-                raise WorkerNotKillable(_stuck(handle.pid, f"rank {handle.place.rank}"))
-        while left := self._kill_orphans():
+            known = handle.child in self._stuck
+            if not known and not handle.child.wait(max(0.0, give_up_s - clock.now_s())):
+                handle.child.name = f"rank {handle.place.rank}"
+                self._stuck.append(handle.child)
+        give_up_s = max(give_up_s, clock.now_s() + _ORPHANS_WAIT_S)
+        while left := set(self._kill_orphans()) - {child.pid for child in self._stuck}:
             if clock.now_s() > give_up_s:
-                raise WorkerNotKillable(_stuck(left[0], "what a rank has started"))
+                for pid in left:
+                    with suppress(ProcessLookupError):
+                        self._stuck.append(Child(pid, "what a rank has started"))
             clock.sleep(_LOOK_AGAIN_S)
+        return self.stuck()
+
+    def stuck(self) -> str:
+        """What has not died of SIGKILL, in words; empty if nothing is left of it."""
+        self._stuck = [child for child in self._stuck if not child.reap()]
+        if not self._stuck:
+            return ""
+        found = ", ".join(f"{child.name} (pid {child.pid})" for child in self._stuck)
+        return (
+            f"{found} has not died of SIGKILL: a device or a file system hangs in the kernel. This "
+            "node needs attention"
+        )
 
     def _kill_orphans(self) -> list[int]:
         """Kill what has come here with the end of ranks; which processes that were.
@@ -289,6 +312,10 @@ class WorkerGroup:
                 handle.killed_for_s = now_s - handle.stopped_since_s
                 handle.child.signal_group(SIGKILL)
 
+    def stopped_by_order(self, handle: WorkerHandle, since_s: float) -> None:
+        """A fault has stopped this rank; this process has started what lets it go on, meanwhile."""
+        handle.stopped_since_s, self._looked_s = since_s, clock.now_s()
+
     def wished_every(self) -> int:
         """The longest interval between snapshots that any rank here asks for; 0: none does."""
         if self._spec.profile.snapshot.every != "auto":
@@ -347,14 +374,6 @@ class WorkerGroup:
             failed_ns = clock.now_ns() - int(age_s * 1e9)
             return document["message"], extra["py_callstack"], failed_ns
         return "", "", 0
-
-
-def _stuck(pid: int, what: str) -> str:
-    return (
-        f"{what} (pid {pid}) has not died within {KILL_WAIT_S:.0f} s of SIGKILL (state "
-        f"{process_tree.state_of(pid)}): a device or a file system hangs in the kernel. This node "
-        "needs attention"
-    )
 
 
 def _last_stack(handle: WorkerHandle) -> str:

@@ -16,8 +16,10 @@ Rule 4: what an agent has accepted is told apart from what it was told: only the
 
 from typing import assert_never
 
+import msgspec
+
 from ftrun.ids import version
-from ftrun.monitor.fitness import Fitness
+from ftrun.monitor.fitness import Fitness, Outcome
 from ftrun.recovery.ballots import Vote, identity
 from ftrun.recovery.commands import (
     Abandon,
@@ -39,12 +41,15 @@ from ftrun.recovery.commands import (
     SignalWorkers,
     TakeFrom,
 )
-from ftrun.recovery.happenings import Adopted, Checked, PlanKept, Quiesced
+from ftrun.recovery.happenings import Adopted, Checked, PlanKept, Quiesced, RanksStuck
 from ftrun.wire.ballot_messages import Accepted, Announce, NotPromised, Prepare, Promise
 from ftrun.wire.heartbeats import Beat, LeadBeat, beat
 from ftrun.wire.plan import Edition, Identity, NodeCard, Plan, VersionPair
 
 _LEFT_CODE = 128 + 15
+
+OwnNews = Quiesced | Adopted | PlanKept | Checked | RanksStuck
+"""What this node's hands have done or found."""
 
 
 class Follower:
@@ -60,8 +65,10 @@ class Follower:
         self.is_ended = False
         self.heard, self.heard_s = 0, 0.0
         """Number of the newest heartbeat of the lead that is followed."""
-        self.fitness: Fitness | None = None
+        self._checked: Fitness | None = None
         """Of this node's newest check; None: it makes none."""
+        self._stuck = ""
+        """Which ranks of this node do not die of SIGKILL; empty: none."""
         self.committed: VersionPair | None = None
         """The newest commit it has heard of."""
         self.incidents = 0
@@ -103,6 +110,15 @@ class Follower:
         return self.vote.proposer[0] if self.vote.proposer is not None else ""
 
     @property
+    def fitness(self) -> Fitness | None:
+        """Of this node, as the leader is to see it."""
+        known = self._checked
+        if known is None or not self._stuck:
+            return known
+        problems = (self._stuck, *known.problems)
+        return msgspec.structs.replace(known, outcome=Outcome.FAIL, problems=problems)
+
+    @property
     def knows(self) -> int:
         """The newest generation that was accepted here, in this life or an earlier one."""
         return max(
@@ -120,7 +136,7 @@ class Follower:
         """Another lead counts its heartbeats anew."""
         self.heard, self.heard_s = 0, 0.0
 
-    def has_happened(self, event: Quiesced | Adopted | PlanKept | Checked) -> list[Command]:
+    def has_happened(self, event: OwnNews) -> list[Command]:
         """What this node's hands have done."""
         match event:
             case Quiesced():
@@ -130,7 +146,11 @@ class Follower:
             case PlanKept():
                 return self.plan_kept(event)
             case Checked():
-                self.fitness = event.fitness  # the lead hears it with the next heartbeat
+                self._checked = event.fitness  # the lead hears it with the next heartbeat
+                return []
+            case RanksStuck():
+                self._checked = self._checked or Fitness(Outcome.PASS)
+                self._stuck = event.reason
                 return []
             case _:
                 assert_never(event)

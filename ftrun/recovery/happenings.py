@@ -101,6 +101,14 @@ class Checked:
 
 
 @dataclass(frozen=True, slots=True)
+class RanksStuck:
+    """Ranks of this node do not die of SIGKILL: it is not fit until they have."""
+
+    reason: str
+    """Empty: they have ended."""
+
+
+@dataclass(frozen=True, slots=True)
 class WitnessSaid:
     """What the outside witness has answered; or that it did not."""
 
@@ -131,6 +139,7 @@ Happening = (
     | PlanKept
     | HereIs
     | Checked
+    | RanksStuck
     | WitnessSaid
     | Passing
 )

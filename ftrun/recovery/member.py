@@ -41,6 +41,7 @@ from ftrun.recovery.happenings import (
     Passing,
     PlanKept,
     Quiesced,
+    RanksStuck,
     WitnessSaid,
 )
 from ftrun.recovery.holding import Holding
@@ -153,7 +154,7 @@ class Member:
                 return self._dial_failed(event, now_s)
             case Heard():
                 return self._hear(event.node_id, event.message, now_s)
-            case Quiesced() | Adopted() | PlanKept() | Checked():
+            case Quiesced() | Adopted() | PlanKept() | Checked() | RanksStuck():
                 return self.follower.has_happened(event)
             case HereIs():
                 return self._here_is(event, now_s)

@@ -5,6 +5,7 @@ of the catalogue, which is in scripts/drill_faults.py, in scripts/test --full.
 """
 
 import secrets
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from virtual_cluster import VirtualCluster, available
 
 from ftrun.cli.drill_jobs import Job
 from ftrun.cli.drill_outcome import difference, outcome_of
+from tests.kernel_hang import kernel_hang
 
 if reason := available():
     pytest.skip(f"needs namespaces: {reason}", allow_module_level=True)
@@ -134,6 +136,60 @@ def test_other_fault_changes_no_byte(
     row = drill(FAULTS[name], kind, tmp_path, undisturbed)
     assert row.equal, row.problem
     assert name != "drained" or (row.steps_lost, row.recoveries) == (0, 1)
+
+
+@pytest.mark.full
+def test_a_rank_that_hangs_in_the_kernel_costs_its_node_and_no_memory(
+    nodes: Start, tmp_path: Path, undisturbed: Undisturbed
+) -> None:
+    """A spare takes its place; the node keeps what it holds, and is fit again later."""
+    names = ("rank0.jsonl", "rank1.jsonl")
+    expected = undisturbed.of(
+        Job("fsdp2", tuple(job_words("fsdp2", Path("FOLDER"))), names, STEPS), 2
+    )
+    run = nodes(2, others=1, spares=1, words=job_words("fsdp2", tmp_path))
+    run.start_all()
+    run.wait_for_step(20)
+    smp = run.pid_of(1, "smp")
+    with kernel_hang() as hang:
+        hang.begin(run.pid_of(1, "rank"))
+        run.signal(0, "rank")
+        run.wait_for_generation(1)
+        assert {run.node_of(0), run.node_of(1)} == {0, 2}
+        (stuck,) = run.journal(1, "RanksStuck")
+        assert "rank 1" in stuck["text"]
+        assert "has not died of SIGKILL" in stuck["text"]
+        assert any(stuck["text"] in line["text"] for line in run.journals("Unfit"))
+        assert run.pid_of(1, "smp") == smp
+        hang.end()
+        run.wait_for("the node to be fit again", lambda: run.journals("FitAgain"))
+        run.finish()
+    assert not difference(expected, [outcome_of(tmp_path / name) for name in names])
+
+
+@pytest.mark.full
+def test_a_stopped_agent_of_the_only_member_trains_beside_nobody(
+    nodes: Start, tmp_path: Path, undisturbed: Undisturbed
+) -> None:
+    """Its rank runs on, and stands still before its successor on a spare begins."""
+    words = job_words("ddp", Path("FOLDER"))
+    expected = undisturbed.of(Job("ddp", tuple(words), ("rank0.jsonl",), STEPS), 1)
+    flags = ("--checkpoint-dir", tmp_path / "saved", "--checkpoint-every", 0.5)
+    run = nodes(1, *flags, others=2, spares=2, words=job_words("ddp", tmp_path))
+    run.start_all()
+    run.wait_for("a checkpoint", lambda: run.journals("CheckpointWritten"))
+    before = run.node_of(0)
+    run.signal(before, "agent", signal.SIGSTOP)
+    run.wait_for_generation(1)
+    assert run.node_of(0) != before
+    run.wait_for_more_steps(20)
+    lines = run.readers[0].read()
+    successor = next(at for at, line in enumerate(lines) if line["generation"] > 0)
+    assert 0 not in {line["generation"] for line in lines[successor:]}, "two trainings"
+    run.signal(before, "agent", signal.SIGCONT)
+    run.wait_for(f"node{before} to join again", lambda: run.times_joined(before))
+    run.finish()
+    assert not difference(expected, [outcome_of(tmp_path / "rank0.jsonl")])
 
 
 def test_a_run_that_has_shrunk_grows_at_a_boundary_and_loses_no_step(

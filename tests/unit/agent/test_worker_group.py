@@ -3,8 +3,12 @@
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
+
+from tests.kernel_hang import kernel_hang
 
 WAIT_S = 120.0
 
@@ -79,6 +83,47 @@ until(lambda: process_tree.state_of(left) in ("", "Z"))
 print("clean")
 """
 
+HANGS_IN_THE_KERNEL = """
+from ftrun.agent import worker_group
+worker_group.KILL_WAIT_S = 0.5
+group = group_of("sleep 600", "sleep 600")
+held = Path(sys.argv[1])
+(held / "cgroup.procs").write_text(str(group.pids()[0]))
+(held / "freezer.state").write_text("FROZEN")
+until(lambda: process_tree.state_of(group.pids()[0]) == "D")
+reason = group.kill()
+assert f"rank 0 (pid {group.pids()[0]}) has not died of SIGKILL" in reason, reason
+assert "rank 1" not in reason
+assert group.stuck() == group.kill() == reason, "it is not waited for again"
+(held / "freezer.state").write_text("THAWED")
+until(lambda: not group.stuck())
+assert [handle.child.status for handle in group.handles] == [-9, -9]
+assert group.kill() == ""
+print("clean")
+"""
+
+STOPPED_BY_ORDER = """
+from ftrun.agent.fault_acts import continue_later
+from ftrun.agent.healer import named
+group = group_of("sleep 600", "sleep 600")
+for handle in group.handles:
+    handle.child.signal(signal.SIGSTOP)
+    until(handle.child.is_stopped)
+soon, late = group.handles
+since_s = time.monotonic() - 100.0
+group._looked_s = since_s  # it has started a healer meanwhile
+healing = continue_later(named(soon.pid), 99.0, since_s=since_s)
+until(lambda: not soon.child.is_stopped())
+until(healing.is_over)
+for handle in group.handles:
+    group.stopped_by_order(handle, since_s)
+group.kill_long_stopped(since_s + 100.0, 99.5)
+assert soon.killed_for_s is None and soon.stopped_since_s is None
+assert late.killed_for_s == 100.0
+group.kill()
+print("clean")
+"""
+
 NUMBER_IS_TAKEN_AGAIN = """
 child = spawn(["true"], name="rank", variables=os.environ, new_session=True)
 assert child.wait(60)
@@ -94,9 +139,11 @@ print("clean")
 """
 
 
-def output_of(code: str, folder: object, *before: str) -> subprocess.CompletedProcess[str]:
+def output_of(
+    code: str, folder: object, *before: str, words: Sequence[object] = ()
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [*before, sys.executable, "-c", SETUP + code],
+        [*before, sys.executable, "-c", SETUP + code, *map(str, words)],
         cwd=str(folder),
         capture_output=True,
         text=True,
@@ -108,6 +155,17 @@ def output_of(code: str, folder: object, *before: str) -> subprocess.CompletedPr
 @pytest.mark.parametrize("code", [TREES, GROUP_DIES_FIRST], ids=["trees", "own-end"])
 def test_what_ranks_have_started_stops_and_ends_with_them(code: str, tmp_path: object) -> None:
     done = output_of(code, tmp_path)
+    assert done.stdout == "clean\n", done.stderr
+
+
+def test_an_ordered_stop_and_its_limit_count_from_the_same_moment(tmp_path: Path) -> None:
+    done = output_of(STOPPED_BY_ORDER, tmp_path)
+    assert done.stdout == "clean\n", done.stderr
+
+
+def test_a_rank_that_hangs_in_the_kernel_is_named_until_it_has_died(tmp_path: Path) -> None:
+    with kernel_hang() as hang:
+        done = output_of(HANGS_IN_THE_KERNEL, tmp_path, words=[hang.folder])
     assert done.stdout == "clean\n", done.stderr
 
 

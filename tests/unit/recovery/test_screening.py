@@ -1,19 +1,23 @@
 """Who may run ranks: unfit nodes stay out, and whoever was set aside checks itself again."""
 
 import msgspec
+import pytest
 
+from ftrun.events import Kind
 from ftrun.monitor.fitness import Figures, Fitness, Outcome
 from ftrun.recovery.attendance import Peers
 from ftrun.recovery.commands import CheckAgain, Note
-from ftrun.recovery.happenings import Checked
+from ftrun.recovery.happenings import Checked, RanksStuck
 from ftrun.recovery.places import Assignment, NotEnough, Wishes
 from ftrun.recovery.screening import Screening
 from ftrun.wire.heartbeats import LeadBeat
 from tests.unit.recovery.agents import Agents
 from tests.unit.recovery.made import card, plan, settings
+from tests.unit.recovery.test_lead import exited, notes, works
 
 SETTINGS = settings(wishes=Wishes(2, 3, 1))
 FIT = Fitness(Outcome.PASS)
+STUCK = "rank 1 (pid 7) has not died of SIGKILL"
 UNFIT = Fitness(Outcome.FAIL, problems=("memory is copied at 3 MB/s",))
 
 
@@ -202,7 +206,22 @@ def test_a_node_that_was_set_aside_is_asked_once_and_comes_back_when_it_passes()
     assert set(made.running()) == {"a", "b", "c"}
 
 
+@pytest.mark.parametrize("checked", [None, fit(1)])
+def test_a_node_whose_ranks_do_not_die_runs_none_until_they_have(checked: Fitness | None) -> None:
+    made = started("abc", "", Wishes(2, 2, 1))
+    made["b"].member.follower._checked = checked
+    works(made, 5, "ab")
+    made.happens("b", RanksStuck(STUCK))
+    works(made, 5, "b", exits=(exited(1, Kind.SIGNAL, -9),))
+    made.passes(5.0)
+    assert made.running() == {"a": 1, "c": 1}
+    assert notes(made, "a", "Unfit") == [f"node b may not run ranks: {STUCK}"]
+    made.happens("b", RanksStuck(""))
+    made.passes(5.0)
+    assert notes(made, "a", "FitAgain") == ["node b is fit to run ranks"]
+
+
 def test_who_makes_no_checks_is_asked_for_none() -> None:
     made = started("abc", "", Wishes(2, 3, 0))
-    made["b"].member.follower.fitness = None
+    made["b"].member.follower._checked = None
     assert made["b"].member.follower.obey("a", LeadBeat(0, number=10**6, checks={"b": 2})) == []

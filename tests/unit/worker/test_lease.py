@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -28,6 +29,17 @@ from ftrun.worker import lease
 lease.install(SimpleNamespace(commands=Page(create_command_page())))
 print(os.getpid(), flush=True)
 time.sleep(600)
+"""
+
+
+IN_A_LATER_TIME = """
+import sys, threading
+from ftrun.wire.pages import Page
+from ftrun.worker import lease
+stepping = threading.Thread(target=lease.wait, args=(Page(int(sys.argv[1])),), daemon=True)
+stepping.start()
+stepping.join(0.5)
+print("waits" if stepping.is_alive() else "steps")
 """
 
 
@@ -74,6 +86,26 @@ def test_no_optimizer_steps_without_a_lease(kind: str) -> None:
     assert not stepping.is_alive()
     assert not torch.equal(weight, after_two)
     found.commands.set(Command.LEASE_NS, 0)
+
+
+@pytest.mark.parametrize(("ahead_s", "found"), [(0, "steps"), (1000, "waits")])
+def test_a_lease_ends_while_the_machine_is_suspended(ahead_s: int, found: str) -> None:
+    """Its monotonic clock stands meanwhile; the clock that counts suspends goes on."""
+    later = ["unshare", "--user", "--map-root-user", "--time", "--boottime", str(ahead_s)]
+    if shutil.which("unshare") is None or subprocess.run([*later, "true"], check=False).returncode:
+        pytest.skip("needs namespaces (time)")
+    fd = create_command_page()
+    Page(fd).set(Command.LEASE_NS, clock.now_ns() + 500 * 10**9)
+    done = subprocess.run(
+        [*later, sys.executable, "-c", IN_A_LATER_TIME, str(fd)],
+        pass_fds=[fd],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=WAIT_S,
+    )
+    os.close(fd)
+    assert done.stdout == f"{found}\n"
 
 
 def test_rank_behind_a_wrapper_ends_with_its_agent() -> None:
