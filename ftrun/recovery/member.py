@@ -4,7 +4,7 @@ Runs in:  every agent, in the thread that speaks with the others. Pure.
 Takes in: `Happening`s and the time.
 Gives:    `Command`s for the network and for this node's hands.
 Survives: its lead, see allegiance.py.
-Source:   the design's membership section; Hashicorp's Lifeguard for doubting oneself first.
+Source:   Hashicorp's Lifeguard for doubting oneself first.
 
 Rule 1: a proposer gives way to a lead that is settled, and to the promise it has itself given;
         never to another proposer's word alone, or two could give way to each other.
@@ -166,7 +166,6 @@ class Member:
                 assert_never(event)
 
     # --- connections --------------------------------------------------------------------------
-
     def _opened(self, event: Opened, now_s: float) -> list[Command]:
         node_id = event.node_id
         self._links[node_id] = event.incarnation
