@@ -28,10 +28,8 @@ from ftrun.recovery.commands import (
     Send,
     TryRoad,
 )
-from ftrun.recovery.follower import Follower
+from ftrun.recovery.follower import Follower, OwnNews
 from ftrun.recovery.happenings import (
-    Adopted,
-    Checked,
     Closed,
     DialFailed,
     Happening,
@@ -39,9 +37,6 @@ from ftrun.recovery.happenings import (
     HereIs,
     Opened,
     Passing,
-    PlanKept,
-    Quiesced,
-    RanksStuck,
     WitnessSaid,
 )
 from ftrun.recovery.holding import Holding
@@ -145,6 +140,8 @@ class Member:
                 queue.extend(self._hear(self.me.node_id, self._to_self.popleft(), now_s))
 
     def _handle(self, event: Happening, now_s: float) -> list[Command]:
+        if isinstance(event, OwnNews):
+            return self.follower.has_happened(event)
         match event:
             case Opened():
                 return self._opened(event, now_s)
@@ -154,8 +151,6 @@ class Member:
                 return self._dial_failed(event, now_s)
             case Heard():
                 return self._hear(event.node_id, event.message, now_s)
-            case Quiesced() | Adopted() | PlanKept() | Checked() | RanksStuck():
-                return self.follower.has_happened(event)
             case HereIs():
                 return self._here_is(event, now_s)
             case WitnessSaid():
@@ -166,6 +161,7 @@ class Member:
                 assert_never(event)
 
     # --- connections --------------------------------------------------------------------------
+
     def _opened(self, event: Opened, now_s: float) -> list[Command]:
         node_id = event.node_id
         self._links[node_id] = event.incarnation
