@@ -27,7 +27,11 @@ from ftrun.cli.drill_outcome import Outcome, difference, outcome_of
 from ftrun.errors import FtrunError
 
 MEMBERS, SPARES = 3, 1
-BUDGETS = {"restart.budget": 100000, "nodes.failures_per_hour": 100000}
+BUDGETS = {
+    "restart.budget": 100000,
+    "restart.same_cause_limit": 100000,
+    "nodes.failures_per_hour": 100000,
+}
 """Limits that end a run, or exclude a node, after a few failures; a soak is nothing else."""
 PACE = 16.0
 """Slower than a drill: 0.48 s for a step, so that a training has as few steps as it needs."""

@@ -170,7 +170,8 @@ class Supervisor:
         self.budget.spend(now_s=now_s)
         self.restarts += 1
         why = cause.text
-        if not progress.attached:
+        # Before a first step of this generation it may be on its way to attach.
+        if not progress.attached and progress.steps_here > 0:
             why += (
                 "; the script does not call ftrun.attach, so it begins from its own beginning or "
                 "its own checkpoint"

@@ -84,6 +84,14 @@ def test_restart_of_a_script_without_attach_says_where_it_begins() -> None:
     assert "from its own beginning" in commands[1].why
 
 
+def test_a_rank_that_is_killed_before_it_attaches_again_is_no_script_without_attach() -> None:
+    commands = supervisor().handle(
+        ends(killed(), at=progress(5, here=0, attached=False)), now_s=1.0
+    )
+    assert isinstance(commands[1], StartGeneration)
+    assert "attach" not in commands[1].why
+
+
 def test_run_ends_when_every_rank_has_finished() -> None:
     made = supervisor()
     assert made.handle(ends(finished(0), at=progress(5)), now_s=1.0) == []
