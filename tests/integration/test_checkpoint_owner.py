@@ -54,9 +54,11 @@ def steps_of(directory: Path) -> list[int]:
 
 
 def record(directory: Path) -> CheckpointOwner:
-    found = decode_owner((directory / OWNER_NAME).read_bytes())
-    assert found is not None
-    return found
+    path = directory / OWNER_NAME
+    # A store of files writes in place: a reader may find half of a record.
+    wait_until(lambda: decode_owner(path.read_bytes()) is not None, "a whole record")
+    found = decode_owner(path.read_bytes())
+    return record(directory) if found is None else found
 
 
 def test_a_second_run_is_refused_until_the_first_has_ended_or_was_killed(

@@ -10,7 +10,7 @@ import pytest
 
 from tests.kernel_hang import kernel_hang
 
-WAIT_S = 120.0
+WAIT_S = 280.0
 
 SETUP = """
 import os, signal, subprocess, sys, time
