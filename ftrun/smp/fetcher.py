@@ -21,11 +21,13 @@ from ftrun import clock
 from ftrun.errors import FetchFailed, FtrunError, LayoutUnknown
 from ftrun.ids import Generation, Rank, Version
 from ftrun.smp.asking import Asking
+from ftrun.smp.bare_fetch import fetch_slot, shape_of
 from ftrun.smp.fetch_desk import FetchDesk
 from ftrun.smp.fetch_work import FetchWork, LostNode, check_mirror
 from ftrun.smp.links import Frame
 from ftrun.smp.memory import create
 from ftrun.smp.mirror import Mirror
+from ftrun.smp.old_shards import OldShards, OldWorld
 from ftrun.wire import transfer as t
 from ftrun.wire.arena import Arena
 from ftrun.wire.crash_points import crash_point
@@ -45,6 +47,7 @@ class FetchOrder:
         generation: the running one.
         ranks: that have no slot of it here.
         groups: that protected it; together they name all of the ranks.
+        world_size: of the version.
         own: this SMP's own place, for the others to answer to.
         check: raises MemoryTooSmall where so many bytes do not fit.
     """
@@ -53,6 +56,7 @@ class FetchOrder:
     generation: Generation
     ranks: Sequence[Rank]
     groups: Sequence[OldGroup]
+    world_size: int
     own: NodePlace
     patience_s: float
     check: Callable[[int], None]
@@ -81,6 +85,7 @@ class Fetcher:
         self._desk = desk
         self._events = events
         self._asking = Asking(desk, patience_s=order.patience_s)
+        self._bare: OldShards | None = None
 
     def start(self) -> None:
         self._asking.begin("ftrun-fetch", self._run)
@@ -88,6 +93,8 @@ class Fetcher:
     def cancel(self) -> None:
         """Give up; see `Asking.cancel`."""
         self._asking.cancel()
+        if self._bare is not None:
+            self._bare.cancel()
 
     # --- the thread --------------------------------------------------------------------------
 
@@ -95,7 +102,8 @@ class Fetcher:
         fds: dict[Rank, int] = {}
         try:
             for lost in self._lost_nodes():
-                fds.update(self._fetch(lost))
+                is_bare = lost.group.parity < 1
+                fds.update(self._fetch_bare(lost) if is_bare else self._fetch(lost))
         except FtrunError as error:
             self._give_up(fds, str(error))
         except Exception:  # noqa: BLE001
@@ -169,6 +177,28 @@ class Fetcher:
         finally:
             for arena in arenas.values():
                 arena.close()
+        return fds
+
+    def _fetch_bare(self, lost: LostNode) -> dict[Rank, int]:
+        """The same where no protection is relied on: their slots, as they lie in a node's memory.
+
+        Raises:
+            FtrunError: it is not possible.
+        """
+        order, served = self._order, self._desk.served
+        assert served is not None
+        world = OldWorld(order.wanted, order.groups, order.own, order.own.node_id, order.patience_s)
+        self._bare = shards = OldShards(world, self._desk, served, None)
+        self._desk.on_lost(shards.note_lost)
+        shapes = {rank: shape_of(shards, rank, order.world_size) for rank in lost.ranks}
+        order.check(sum(shape.total_bytes for shape in shapes.values()))
+        fds: dict[Rank, int] = {}
+        try:
+            for rank, shape in shapes.items():
+                fds[rank] = fetch_slot(shards, rank, order.wanted, shape)
+        except BaseException:
+            _close(fds)
+            raise
         return fds
 
     def _mirror(self, lost: LostNode) -> Mirror:

@@ -124,6 +124,7 @@ class Restores:
             generation=restore.generation,
             ranks=sorted(restore.missing),
             groups=body.restore_from,
+            world_size=body.world_size,
             own=own,
             patience_s=body.patience_s,
             check=check_available,

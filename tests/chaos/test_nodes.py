@@ -142,12 +142,13 @@ def test_other_fault_changes_no_byte(
 def test_a_rank_that_hangs_in_the_kernel_costs_its_node_and_no_memory(
     nodes: Start, tmp_path: Path, undisturbed: Undisturbed
 ) -> None:
-    """A spare takes its place; the node keeps what it holds, and is fit again later."""
+    """Nothing but the memory of its node has its shard; a spare takes its place with that."""
     names = ("rank0.jsonl", "rank1.jsonl")
     expected = undisturbed.of(
         Job("fsdp2", tuple(job_words("fsdp2", Path("FOLDER"))), names, STEPS), 2
     )
-    run = nodes(2, others=1, spares=1, words=job_words("fsdp2", tmp_path))
+    words = job_words("fsdp2", tmp_path)
+    run = nodes(2, "--erasure", "none", others=1, spares=1, words=words)
     run.start_all()
     run.wait_for_step(20)
     smp = run.pid_of(1, "smp")

@@ -1190,13 +1190,19 @@ def test_a_rank_that_has_moved_is_fetched_from_where_it_was(cluster: Cluster) ->
         moved.lose()
 
 
-def test_a_node_that_runs_no_ranks_any_more_gives_what_it_holds(cluster: Cluster) -> None:
-    """It was replaced while it lived; the others cannot rebuild its state, as one more is lost."""
+@pytest.mark.parametrize("is_relied_on", [True, False])
+def test_a_node_that_runs_no_ranks_any_more_gives_what_it_holds(
+    cluster: Cluster, is_relied_on: bool
+) -> None:
+    """It was replaced while it lived; the others cannot rebuild its state, as one more is lost.
+
+    Without a protection that is relied on, its slot is fetched as it lies there.
+    """
     cluster.start(3)
     cluster.begin()
     cluster.employ()
     at = cluster.protect(1)
-    made_in = cluster.protected_in(at)
+    made_in = cluster.protected_in(at) if is_relied_on else -1
     replaced = cluster.nodes[1]
     for worker in replaced.workers:
         worker.channel.close()
@@ -1222,6 +1228,8 @@ def test_a_node_that_runs_no_ranks_any_more_gives_what_it_holds(cluster: Cluster
         )
         replaced.ask(body, messages.Done, page_fd)
         cluster.old_group = protected.OldGroup(old_places, cluster.parity, made_in)
+        if not is_relied_on:
+            cluster.old_group = protected.OldGroup([replaced.place], 0, -1)
         group = [cluster.nodes[0].place, newcomer.place]
         newcomer.page_fd = create_command_page()
         assert newcomer.agent is not None
