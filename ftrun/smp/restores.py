@@ -119,8 +119,17 @@ class Restores:
             if body.group:
                 self._fail(restore, f"nothing is known of where {wanted} could be fetched from")
             return
+        self._fetch(restore, body, own)
+
+    def _fetch(
+        self,
+        restore: _Restore,
+        body: smp_messages.BeginGeneration,
+        own: protected.NodePlace,
+    ) -> None:
+        """Get what other nodes hold."""
         order = FetchOrder(
-            wanted=wanted,
+            wanted=restore.wanted,
             generation=restore.generation,
             ranks=sorted(restore.missing),
             groups=body.restore_from,
