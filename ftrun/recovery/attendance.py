@@ -4,15 +4,15 @@ Runs in:  the agent that leads, or that tries to. Pure.
 Takes in: connections, heartbeats, time.
 Gives:    who is lost, whom to dial, whether this lead may have been replaced.
 
-Rule 1: a closed connection leads to one dial. Refused means dead; no answer means silent, and
-        silence counts after the deadline.
+Rule 1: a closed connection leads to one dial. A node that refuses is lost at once; no answer means
+        silent, and silence counts after the deadline. Neither proves that an agent is dead.
 Rule 2: who does not hear the lead is as silent as one that is not heard, so every heartbeat is
         answered with its number. What cannot be seen from one side alone, such as a network that
         passes one way only, is seen by both at the same time.
 Rule 3: silence counts from when this process could hear; it may have stood still itself. What
         others may have decided meanwhile does not wait for that.
-Rule 4: a voter that has died could not have helped to replace this lead only if it had heard the
-        lead until just before. Otherwise it may have, whoever is on its node now.
+Rule 4: a voter that was started again could not have helped to replace this lead only if it had
+        heard the lead until just before. Otherwise it may have, whoever is on its node now.
 """
 
 from collections.abc import Iterator
@@ -46,7 +46,7 @@ class Peer:
     closed_s: float = 0.0
     """Since when there is none; 0: there is one, or there never was."""
     refused: bool = False
-    """Its kernel says that no agent is there."""
+    """Its kernel says that no agent is there, or a firewall does."""
     lost: str = ""
     """Why it counts as lost; empty while it does not."""
     lost_s: float = _LONG_AGO_S
@@ -105,11 +105,6 @@ class Peers:
         self.by_id[card.node_id] = peer
         return peer
 
-    def refuse(self, peer: Peer, *, now_s: float) -> None:
-        """Its kernel says that no agent is there."""
-        peer.refused = True
-        self._died(peer, now_s)
-
     def has_successor(self, who: Identity) -> bool:
         """Another agent runs on its node."""
         peer = self.by_id.get(who[0])
@@ -150,10 +145,6 @@ class Peers:
     @property
     def linked(self) -> list[str]:
         return [node_id for node_id, peer in self.by_id.items() if peer.linked]
-
-    @property
-    def refused(self) -> set[str]:
-        return {node_id for node_id, peer in self.by_id.items() if peer.refused}
 
     @property
     def are_gone(self) -> bool:

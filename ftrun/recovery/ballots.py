@@ -208,20 +208,16 @@ class Ballot:
         self.plan = plan
         self.needs = {voters.edition: frozenset(voters.who) for voters in plan.decided_by}
 
-    def is_promised(self, refused: Collection[str]) -> bool:
-        """Whether it may be announced.
-
-        Args:
-            refused: nodes whose kernels say that no agent is there.
-        """
+    def is_promised(self) -> bool:
+        """Whether it may be announced."""
         if self.needs_witness and not self.witness:
             return False
         agreed = {identity(has.card) for has in self.promises.values()}
         if self.witness:
             agreed.add((WITNESS, self.witness))
-        return self._is_carried(agreed, refused)
+        return self._is_carried(agreed)
 
-    def is_accepted(self, refused: Collection[str]) -> bool:
+    def is_accepted(self) -> bool:
         """Whether it takes effect: carried, and kept by each of its members."""
         if self.plan is None:
             return False
@@ -229,29 +225,26 @@ class Ballot:
         if self.is_witnessed:
             agreed.add((WITNESS, self.witness))
         members = {node.node_id for node in self.plan.members}
-        return members <= self.accepted.keys() and self._is_carried(agreed, refused)
+        return members <= self.accepted.keys() and self._is_carried(agreed)
 
-    def _is_carried(self, agreed: Collection[Identity], refused: Collection[str]) -> bool:
+    def _is_carried(self, agreed: Collection[Identity]) -> bool:
         return all(
             carries(who, agreed, dead=dead, gone=gone)
             for (generation, _), who in self.needs.items()
-            for dead, gone in [self._no_more(who, generation, refused)]
+            for dead, gone in [self._no_more(who, generation)]
         )
 
     def _no_more(
-        self, voters: Electorate, generation: int, refused: Collection[str]
+        self, voters: Electorate, generation: int
     ) -> tuple[set[Identity], set[Identity]]:
         """Voters that are no more: whose memory is here, and whose is not.
 
-        A successor is proof. Of two voters, the other one's kernel is believed as well.
+        Only a successor is proof. A refused connection is none: firewalls refuse as well.
         """
         dead: set[Identity] = set()
         gone: set[Identity] = set()
         for who in voters:
             here = self.promises.get(who[0])
-            if here is None:
-                if len(voters) == 2 and who[0] in refused:
-                    gone.add(who)
-            elif here.card.incarnation != who[1]:
+            if here is not None and here.card.incarnation != who[1]:
                 (dead if here.knows >= max(generation, 0) else gone).add(who)
         return dead, gone

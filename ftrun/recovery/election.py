@@ -330,8 +330,8 @@ class Election:
         if ballot.plan is None:
             if self._awaited or self._witness_asked_s is not None:
                 return Stage.ASKED
-            return Stage.PROMISED if ballot.is_promised(self._peers.refused) else Stage.SHORT
-        if not self._needed and ballot.is_accepted(self._peers.refused):
+            return Stage.PROMISED if ballot.is_promised() else Stage.SHORT
+        if not self._needed and ballot.is_accepted():
             return Stage.CARRIED
         waits = self._awaited or self._witness_asked_s is not None
         return Stage.ANNOUNCED if waits else Stage.BROKEN

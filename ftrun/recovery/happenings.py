@@ -38,7 +38,7 @@ class DialFailed:
     port: int
     node_id: str
     refused: bool
-    """Its kernel answers and nobody listens: the agent is dead."""
+    """Its kernel answers and nobody listens, or a firewall refuses in its place."""
     why: str
     final: bool = False
     """The two do not belong together (secret, version, name): trying again is no use."""

@@ -177,11 +177,8 @@ class Lead:
         peer = self.known.get(node_id)
         if peer is None or peer.linked or not refused:
             return []
-        is_news = not peer.refused
-        self.known.refuse(peer, now_s=now_s)
-        if not peer.lost:
-            return self._lose(peer, "its agent is dead: the connection is refused", now_s)
-        return self._check(now_s) if is_news else []
+        peer.refused = True
+        return [] if peer.lost else self._lose(peer, "the connection is refused", now_s)
 
     def heard(self, node_id: str, *, now_s: float) -> None:
         peer = self.known.get(node_id)

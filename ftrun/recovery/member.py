@@ -197,7 +197,7 @@ class Member:
         if not event.refused or card is None or card.node_id != event.node_id:
             return []
         if self.role is Role.FOLLOWING:
-            why = f"{event.node_id} is dead: the connection is refused"
+            why = f"{event.node_id} refuses the connection"
             return self._allegiance.seek(why, now_s=now_s, refused=True)
         if self.role is Role.SEEKING or self.follower.newest_plan is not None:
             return self._allegiance.give_up(now_s=now_s, refused=True)
@@ -267,7 +267,10 @@ class Member:
 
     def _gives_way_to(self, lead: Lead, body: say.NotPromised) -> NodeCard | None:
         """The lead that somebody hears, if it is one to go to; not where it refuses us."""
-        if body.lead is None or lead.is_settled or body.lead.node_id in lead.known.refused:
+        if body.lead is None or lead.is_settled:
+            return None
+        peer = lead.known.get(body.lead.node_id)
+        if peer is not None and peer.refused:
             return None
         return body.lead if body.lead_generation >= self.follower.generation else None
 

@@ -198,21 +198,43 @@ def test_a_run_that_has_shrunk_grows_at_a_boundary_and_loses_no_step(
 ) -> None:
     worker = ROOT / "scripts" / "bench_recovery_worker.py"
     words = [worker, "--folder", tmp_path, "--state-mb", 1]
-    run = nodes(2, "--nnodes", "1:2", "--set", "nodes.settle_s=1", words=words)
+    run = nodes(3, "--nnodes", "2:3", "--set", "nodes.settle_s=1", words=words)
     run.start_all()
     run.wait_for_step(10)
-    run.fault("reset", 1)
-    run.wait_for("a step of one node alone", lambda: run.steps(0, 1))
-    run.bring_back(1)
-    run.wait_for("a step of both", lambda: run.first_steps(2))
+    run.fault("reset", 2)
+    run.wait_for("a step of two nodes", lambda: run.steps(0, 1))
+    run.bring_back(2)
+    run.wait_for("a step of all", lambda: run.first_steps(2))
     (shrunk, grown) = run.journals("Generation")[-2:]
     assert (shrunk["text"], grown["text"]) == (
-        "generation 1: 1 nodes, 1 ranks",
-        "generation 2: 2 nodes, 2 ranks",
+        "generation 1: 2 nodes, 2 ranks",
+        "generation 2: 3 nodes, 3 ranks",
     )
-    assert grown["why"] == "grows from 1 to 2 nodes"
+    assert grown["why"] == "grows from 2 to 3 nodes"
     last = run.steps(0, 1)[-1]["step"]
-    assert [line["step"] for line in run.first_steps(2)] == [last + 1] * 2
+    assert [line["step"] for line in run.first_steps(2)] == [last + 1] * 3
+
+
+def test_two_nodes_that_refuse_each_other_pause_and_none_takes_over(nodes: Start) -> None:
+    """A firewall between them resets connections; each other's kernel seems to say "dead"."""
+    run = nodes(2, "--nnodes", "1:2")
+    run.start_all()
+    run.wait_for_step(5)
+    resets(run, "add")
+    run.wait_for("both to pause", lambda: all("PAUSED" in run.text(node) for node in (0, 1)))
+    assert "refuse" in run.text(0)
+    assert "refuse" in run.text(1)
+    resets(run, "del")
+    run.finish()
+    sizes = {line["text"].split(": ")[1] for line in run.journals("Generation")}
+    assert sizes == {"2 nodes, 2 ranks"}
+
+
+def resets(run: NodesRun, change: str) -> None:
+    """Answer in each of two nodes for the other one: its own kernel refuses and resets."""
+    for node, other in ((0, 1), (1, 0)):
+        route = ("ip", "route", change, "local", run.cluster.address(other), "dev", "lo")
+        assert run.cluster.run(node, route).wait() == 0
 
 
 def test_survivor_of_two_pauses_and_gives_up_with_76(nodes: Start) -> None:

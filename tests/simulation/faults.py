@@ -1,6 +1,7 @@
 """What goes wrong, and when: drawn from the seed, some of it at the worst moments."""
 
 from collections.abc import Callable
+from random import Random
 from typing import TYPE_CHECKING
 
 from ftrun.recovery import commands as do
@@ -23,6 +24,8 @@ class Faults:
         self.random = simulation.world.stream("faults")
         self.are_over = False
         self.counts: dict[str, int] = {}
+        self.resets: Random | None = None
+        """Says which cuts are firewalls that refuse connections; None: no cut is."""
         self._triggers = self.random.choice((0.0, 0.0, 0.01, 0.03))
         self._kinds: list[tuple[int, Callable[[Node], None]]] = [
             (6, self.kill_agent),
@@ -88,6 +91,7 @@ class Faults:
         self.note("faults end", None)
         network = self.simulation.network
         network.cuts.clear()
+        network.refused.clear()
         network.slow.clear()
         left_off = self.random.sample(
             [node.node_id for node in self._nodes()],
@@ -272,12 +276,16 @@ class Faults:
         cuts = self.simulation.network.cuts
         new = [pair for pair in pairs if pair not in cuts]
         cuts.update(new)
+        if self.resets is not None and self.resets.random() < 0.5:
+            self.note("a firewall refuses", node)
+            self.simulation.network.refuse(new)
         self.world.after(self._a_while_s() if for_s is None else for_s, self._heal, new)
 
     def _heal(self, pairs: list[tuple[str, str]]) -> None:
         if not self.are_over:
             self.note(f"heal ({len(pairs)} links)", None)
             self.simulation.network.cuts.difference_update(pairs)
+            self.simulation.network.refused.difference_update(pairs)
 
     def heal_all(self) -> None:
         self._heal(sorted(self.simulation.network.cuts))

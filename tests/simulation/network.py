@@ -2,8 +2,9 @@
 
 A dead process on a living kernel is refused, and its connections are reset. A node that is off,
 frozen or cut off is silent: what was sent waits, and after `USER_TIMEOUT_S` the sender's end
-closes. A frozen process's kernel takes what comes. Within a connection everything arrives in
-order, or the connection ends; only in an unruly world are messages lost, doubled or reordered.
+closes. A frozen process's kernel takes what comes. A firewall that resets looks like a dead
+process. Within a connection everything arrives in order, or the connection ends; only in an unruly
+world are messages lost, doubled or reordered.
 """
 
 from collections.abc import Callable
@@ -52,6 +53,8 @@ class Network:
         self.nodes: dict[str, Node] = {}
         self.cuts: set[tuple[str, str]] = set()
         """Directed: what is sent from the first does not arrive at the second."""
+        self.refused: set[tuple[str, str]] = set()
+        """Cuts in which a firewall resets and refuses connections, though the process lives."""
         self.slow: dict[tuple[str, str], float] = {}
         self.num_messages = 0
         self.num_bytes = 0
@@ -70,6 +73,15 @@ class Network:
         nodes = self.nodes
         return nodes[source].is_running and nodes[target].is_running
 
+    def refuse(self, pairs: list[tuple[str, str]]) -> None:
+        """A firewall comes between these nodes."""
+        self.refused.update(pairs)
+        for source, target in pairs:
+            agent = self.nodes[source].agent
+            end = agent.ends.get(target) if agent is not None else None
+            if end is not None:
+                self.world.after(self.delay_s(source, target), self._closed, end)
+
     def delay_s(self, source: str, target: str) -> float:
         base_s = 0.0005 + 0.004 * self._random.random()
         return base_s + self.slow.get((source, target), 0.0) * self._random.random()
@@ -82,6 +94,9 @@ class Network:
         agent.dialling.add((host, port))
         mine = agent.node.node_id
         there = self.delay_s(mine, host)
+        if (mine, host) in self.refused and self.nodes[host].is_on:
+            self.world.after(there, self._dial_failed, agent, host, port, node_id, True)
+            return
         if not (self.passes(mine, host) and self.passes(host, mine)):
             self.world.after(DIAL_S, self._dial_failed, agent, host, port, node_id, False)
             return

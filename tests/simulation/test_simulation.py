@@ -82,6 +82,24 @@ def test_nobody_runs_ranks_that_fails_its_check() -> None:
             assert not outcome.problem, f"seed {seed}, {mode}: {outcome.problem}\n{story}"
 
 
+def has_firewalls(simulation: Simulation) -> None:
+    """Half of the cuts refuse connections, as if the agents behind them were dead."""
+    simulation.faults.resets = Random(f"{simulation.world.seed}/firewalls")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_refused_connection_proves_nothing() -> None:
+    refusals = 0
+    for seed in range(CHUNK):
+        for mode in MODES:
+            outcome = run_seed(seed, mode, prepare=has_firewalls)
+            refusals += outcome.faults.get("a firewall refuses", 0)
+            story = "\n".join(outcome.log[-LAST_LINES:])
+            assert not outcome.problem, f"seed {seed}, {mode}: {outcome.problem}\n{story}"
+    assert refusals > CHUNK / 4
+
+
 def has_rails(simulation: Simulation) -> None:
     """Two rails, a plan that takes effect, and tries that fail, are late or never end."""
     random = Random(f"{simulation.world.seed}/rails")

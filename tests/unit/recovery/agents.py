@@ -109,6 +109,7 @@ class Agents:
         self.all: dict[str, Agent] = {}
         self.links: set[frozenset[str]] = set()
         self.cuts: set[frozenset[str]] = set()
+        self.resets: set[frozenset[str]] = set()
         self.reads: dict[str, tuple[VersionPair | None, str] | None] = {}
         self.disks: dict[str, dict[int, str]] = {}
         """The steps of the checkpoints that a node sees, and why it cannot use one; "": it can."""
@@ -162,8 +163,16 @@ class Agents:
         for other in others or [one for one in self.all if one != node_id]:
             self.cuts.add(frozenset((node_id, other)))
 
+    def refuse(self, node_id: str) -> None:
+        """A firewall resets what goes between this node and all others."""
+        self.resets.update(frozenset((node_id, other)) for other in self.all if other != node_id)
+        for pair in self.resets & self.links:
+            self._unlink(pair)
+        self._settle()
+
     def heal(self) -> None:
         self.cuts.clear()
+        self.resets.clear()
 
     def thaw(self, node_id: str) -> None:
         """It goes on, and hears at once what was said to it meanwhile."""
@@ -267,7 +276,7 @@ class Agents:
         other = self.all.get(node_id)
         if node_id == me or pair in self.cuts or (other is not None and other.is_frozen):
             return
-        if other is None or command.port != other.card.port:
+        if other is None or command.port != other.card.port or pair in self.resets:
             failed = DialFailed(command.host, command.port, command.node_id, True, "refused")
             self._queue.append((me, failed))
             return

@@ -23,15 +23,14 @@ def test_there_is_one_agent_of_a_node() -> None:
     assert made.get("b") is again
     assert made.get("c") is None
     assert made.linked == ["a"]
-    assert made.refused == set()
 
 
 def test_a_connection_shows_that_the_agent_is_there_after_all() -> None:
     made, b = peers()
     b.linked, b.refused = False, True
-    assert (made.linked, made.refused) == (["a"], {"b"})
+    assert made.linked == ["a"]
     made.opened(b, now_s=110.0)
-    assert (made.linked, made.refused) == (["a", "b"], set())
+    assert (made.linked, b.refused) == (["a", "b"], False)
     assert made.silent_s(b, now_s=111.0) == 1.0
 
 
@@ -154,23 +153,18 @@ def test_who_is_back_may_have_decided_with_others_until_it_answers() -> None:
     assert not made.may_decide_without_me(plan(1, "ab", spares="c"), now_s=100.0)
 
 
-@pytest.mark.parametrize("how", ["refused", "another"])
 @pytest.mark.parametrize(("silence_s", "may"), [(1.9, False), (2.0, True)])
-def test_who_is_dead_has_decided_nothing_if_it_heard_this_lead_to_the_end(
-    how: str, silence_s: float, may: bool
+def test_who_was_started_again_has_decided_nothing_if_it_heard_this_lead_to_the_end(
+    silence_s: float, may: bool
 ) -> None:
-    """Its kernel says so, or its successor does; c does not hear this lead."""
+    """Its successor is the proof; c does not hear this lead."""
     made = Peers(card("a"), SETTINGS)
     for one in "abc":
         meet(made, one, now_s=0.0, linked=False)
     b = made.get("b")
     assert b is not None
     b.acked_s = 100.0 - silence_s
-    if how == "refused":
-        made.refuse(b, now_s=100.0)
-        assert made.refused == {"b"}
-    else:
-        meet(made, card("b", 2), now_s=100.0)
+    meet(made, card("b", 2), now_s=100.0)
     assert made.may_decide_without_me(plan(1, "abc"), now_s=200.0) is may
 
 

@@ -11,6 +11,7 @@ from ftrun.recovery.commands import (
     KillWorkers,
     Note,
     ReleaseRanks,
+    RunGeneration,
     Send,
 )
 from ftrun.recovery.happenings import DialFailed, Heard, HereIs, Opened
@@ -161,9 +162,7 @@ def test_the_next_in_order_takes_over_at_once_where_the_lead_is_dead() -> None:
     made.passes(1.0)
     assert made.lead() == "b"
     assert made.running() == {"b": 1, "c": 1}
-    assert notes(made, "b", "LeadLost") == [
-        "the lead is lost: a is dead: the connection is refused"
-    ]
+    assert notes(made, "b", "LeadLost") == ["the lead is lost: a refuses the connection"]
 
 
 def test_the_next_in_order_takes_over_after_the_deadline_where_it_is_silent() -> None:
@@ -352,6 +351,32 @@ def test_who_leaves_before_the_run_begins_is_no_part_of_it() -> None:
     made.kill("c")
     made.passes(8.0)
     assert [node.node_id for node in made.plan("a").members] == ["a", "b"]
+
+
+# --- a firewall that refuses ------------------------------------------------------------------
+
+
+def test_two_nodes_that_refuse_each_other_pause_and_go_on_together() -> None:
+    made = begun("ab", wishes=Wishes(1, 2, 0))
+    made.refuse("a")
+    made.passes(8.0)
+    assert made.running() == {}
+    assert made["a"].told(RunGeneration)[1:] == made["b"].told(RunGeneration)[1:] == []
+    assert any("PAUSED" in text for text in notes(made, "a", "Paused"))
+    made.heal()
+    made.passes(15.0)
+    assert set(made.running()) == {"a", "b"}
+    assert len(set(made.running().values())) == 1
+
+
+def test_a_member_whose_spares_all_refuse_it_holds_its_ranks_before_they_go_on() -> None:
+    made = begun("abc", wishes=Wishes(1, 1, 2), has_checkpoints=True)
+    assert made.running() == {"a": 0}
+    made.refuse("a")
+    while "b" not in made.running() and "c" not in made.running():
+        made.passes(0.1)
+        assert made.now_s < 1030.0
+    assert made["a"].told(HoldRanks) or made["a"].runs == -1
 
 
 # --- two who lead -----------------------------------------------------------------------------
