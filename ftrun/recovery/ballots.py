@@ -234,9 +234,7 @@ class Ballot:
             for dead, gone in [self._no_more(who, generation)]
         )
 
-    def _no_more(
-        self, voters: Electorate, generation: int
-    ) -> tuple[set[Identity], set[Identity]]:
+    def _no_more(self, voters: Electorate, generation: int) -> tuple[set[Identity], set[Identity]]:
         """Voters that are no more: whose memory is here, and whose is not.
 
         Only a successor is proof. A refused connection is none: firewalls refuse as well.

@@ -80,9 +80,7 @@ def test_a_spare_takes_the_place_of_a_dead_node_at_once() -> None:
     made.passes(0.25)
     assert made.running() == {"a": 1, "c": 1, "d": 1}
     assert [node.node_id for node in made.plan("a").members] == ["a", "d", "c"]
-    assert notes(made, "a", "NodeLost") == [
-        "node b is lost: the connection is refused"
-    ]
+    assert notes(made, "a", "NodeLost") == ["node b is lost: the connection is refused"]
 
 
 def test_a_silent_node_is_lost_after_the_deadline() -> None:
