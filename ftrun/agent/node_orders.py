@@ -209,10 +209,11 @@ class NodeOrders:
             run.desk.pass_lines_on(at_once=True)
         run.signals.forget()
         is_stop = order.exit_code > 128 and order.cause is None
-        run.caretaker.last_checkpoint(
-            run.spec.profile.stop.grace_s if is_stop else CHECKPOINT_WAIT_S,
-            is_cancelled=lambda: run.signals.is_end_wished,
-        )
+        if not order.goes_on:
+            run.caretaker.last_checkpoint(
+                run.spec.profile.stop.grace_s if is_stop else CHECKPOINT_WAIT_S,
+                is_cancelled=lambda: run.signals.is_end_wished,
+            )
         if run.spec.checkpoint_directory is not None and not order.goes_on:
             run.smp.end_checkpoints(int(order.exit_code), order.why, run.spec.command_digest)
         if order.exit_code != ExitCode.DONE:

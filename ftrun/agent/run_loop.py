@@ -20,6 +20,7 @@ from ftrun.agent.cluster_desk import ClusterDesk
 from ftrun.agent.elastic import FtrunElasticAgent
 from ftrun.agent.eyes import Eyes
 from ftrun.agent.fault_desk import FaultDesk
+from ftrun.agent.finished_watch import FinishedWatch
 from ftrun.agent.generations import Generations
 from ftrun.agent.node_orders import NodeOrders
 from ftrun.agent.node_report import NodeReport
@@ -73,6 +74,7 @@ class RunLoop:
         self.orders = NodeOrders(self)
         self.parts = PartDeaths(self)
         self.report = NodeReport(self)
+        self.finished = FinishedWatch(spec, brain)
         self.faults = FaultDesk(self) if spec.allow_faults else None
         if desk is not None:
             desk.faults = self.faults
@@ -99,6 +101,7 @@ class RunLoop:
             self._gather()
             if self.caretaker.look_after(clock.now_s()):
                 self.generations.tell_new_smp()
+            self.finished.look(now_s=clock.now_s())
             if self.onlookers is not None:
                 self.onlookers.look(clock.now_s())
             if self.desk is not None:

@@ -23,7 +23,6 @@ from typing import NoReturn
 
 from ftrun import clock, process_tree
 from ftrun.cli.command_line import CommandLine
-from ftrun.cli.finished_run import has_finished, read_owner
 from ftrun.cli.found_runs import is_anything_left
 from ftrun.cli.nodes import nodes_of, rdzv_settings
 from ftrun.cli.profile_files import Resolved, Setting, plain_value, resolve, setting_from_text
@@ -37,6 +36,7 @@ from ftrun.urls import is_url, located
 from ftrun.wire.checkpoint_messages import INDEX_NAME
 from ftrun.wire.checkpoint_owner import CheckpointOwner
 from ftrun.wire.environment import LOG_FOLDER
+from ftrun.wire.finished_run import has_finished, read_owner
 from ftrun.wire.run_folder import RunFolder, all_run_folders, check_run_id, run_folder
 
 _KEY_OF_FLAG = {

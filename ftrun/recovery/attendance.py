@@ -26,6 +26,9 @@ from ftrun.recovery.witness import Witness
 from ftrun.wire.heartbeats import Beat
 from ftrun.wire.plan import Identity, NodeCard, Plan
 
+AWAIT_SILENT_S = 30.0
+"""After a good end the lead stays so long for nodes that fell silent shortly before."""
+
 _LONG_AGO_S = -1e9
 
 
@@ -47,6 +50,8 @@ class Peer:
     """Since when there is none; 0: there is one, or there never was."""
     refused: bool = False
     """Its kernel says that no agent is there, or a firewall does."""
+    was_silent: bool = False
+    """It was lost because it was silent: that node or this one may have been cut off."""
     lost: str = ""
     """Why it counts as lost; empty while it does not."""
     lost_s: float = _LONG_AGO_S
@@ -110,22 +115,34 @@ class Peers:
         peer = self.by_id.get(who[0])
         return peer is not None and peer.card.incarnation != who[1]
 
-    def to_hear_the_end(self, ended_s: float, *, is_done: bool) -> set[str]:
-        """Who is here; and, of a run that is done, whose agents are being started again.
+    def refuses(self, node_id: str) -> bool:
+        peer = self.by_id.get(node_id)
+        return peer is not None and peer.refused
 
-        They would look for a run that is over.
+    def to_hear_the_end(self, ended_s: float, *, is_done: bool, now_s: float) -> set[str]:
+        """Who is still waited for: nodes that are here, and those that were lost shortly before.
+
+        The latter only of a run that is done: their agents may be started again, or were cut off,
+        and would look for a run that is over.
 
         Args:
-            ended_s: when its end was said first. Who has gone since then has heard it.
+            ended_s: when its end was said first. Who refuses since then has heard it.
             is_done: nobody is in a hurry to see it end.
+            now_s: the time.
         """
-        since_s = ended_s - 2 * self.settings.deadline_s
-        return {
-            one.card.node_id
-            for one in self.by_id.values()
-            if (one.linked and not one.lost)
-            or (is_done and one.refused and since_s < one.lost_s < ended_s)
-        }
+        limit_s = 2 * self.settings.deadline_s
+        latest_s = ended_s + AWAIT_SILENT_S
+        found = set()
+        for one in self.by_id.values():
+            until_s = ended_s
+            if one.linked and not one.lost:
+                until_s = min(max(one.here_s, ended_s), latest_s) + limit_s
+            elif is_done and one.lost_s > ended_s - limit_s:
+                has_gone = one.lost_s >= ended_s
+                until_s = latest_s if not one.refused else ended_s + limit_s * (not has_gone)
+            if now_s < until_s:
+                found.add(one.card.node_id)
+        return found
 
     def _died(self, peer: Peer, now_s: float) -> None:
         if now_s - peer.acked_s < self.settings.cut_off_s:
@@ -148,12 +165,16 @@ class Peers:
 
     @property
     def are_gone(self) -> bool:
-        """Nobody of the run is left: it ended while this agent was being started again.
+        """Nobody of the run is left: it ended while this agent was started again, or cut off.
 
-        The machines of all others say that no agent is there, and none has been met.
+        The machines of all others say that no agent is there. If this agent has been with them, a
+        firewall may say so too, or they may come back. Then one of them must have been silent
+        before, and they must be enough to have gone on without it.
         """
         others = [one for one in self if one.card.node_id != self.me.node_id]
-        return bool(others) and not self.has_met and all(one.refused for one in others)
+        was_apart = len(others) > 1 and any(one.was_silent for one in others)
+        could_end = was_apart or not self.has_met
+        return bool(others) and could_end and all(one.refused for one in others)
 
     # --- heartbeats ---------------------------------------------------------------------------
 

@@ -58,7 +58,7 @@ class EndRun:
     cause: WorkerExit | None = None
     advice: str = ""
     goes_on: bool = False
-    """It is over on this node alone: the node was asked to leave."""
+    """It is over on this node alone: the node was asked to leave, or the others have finished."""
 
 
 # --- one node's own parts ---------------------------------------------------------------------

@@ -55,11 +55,9 @@ class Farewell:
         if self.ending is None:
             return []
         since_s, is_done = self._since_s, self.ending.exit_code == ExitCode.DONE
-        others = self._peers.to_hear_the_end(since_s, is_done=is_done) - self._ended
-        others = {node_id for node_id in others if self.is_told(node_id)}
-        may_wait = now_s - since_s < 2 * self._peers.settings.deadline_s
-        waits = may_wait and others - {self._peers.me.node_id}
-        if waits:
+        others = self._peers.to_hear_the_end(since_s, is_done=is_done, now_s=now_s)
+        others -= {self._peers.me.node_id, *self._ended}
+        if any(self.is_told(node_id) for node_id in others):
             return []
         # Not before: an agent that is being started again finds us there, and hears of the end.
         forget = self._peers.witness.ask(Wish.FORGET, now_s=now_s) if self.is_for_all else []

@@ -125,6 +125,13 @@ class WitnessSaid:
 
 
 @dataclass(frozen=True, slots=True)
+class RunFinished:
+    """The record beside the checkpoints says that the run has ended well: when, in words."""
+
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
 class Passing:
     """Time goes by."""
 
@@ -141,5 +148,6 @@ Happening = (
     | Checked
     | RanksStuck
     | WitnessSaid
+    | RunFinished
     | Passing
 )

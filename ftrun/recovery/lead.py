@@ -436,6 +436,7 @@ class Lead:
         silent_s = self.known.silent_s(peer, now_s=now_s)
         found: list[Command] = []
         if not peer.lost and silent_s >= self.settings.deadline_s:
+            peer.was_silent = True
             found += self._lose(peer, f"silent for {silent_s:.1f} s", now_s)
         if (not peer.lost or self.pause.is_on) and self.known.is_to_be_dialled(peer, now_s=now_s):
             found.append(Dial(peer.card.host, peer.card.port, peer.card.node_id))

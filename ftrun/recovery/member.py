@@ -37,6 +37,7 @@ from ftrun.recovery.happenings import (
     HereIs,
     Opened,
     Passing,
+    RunFinished,
     WitnessSaid,
 )
 from ftrun.recovery.holding import Holding
@@ -155,6 +156,8 @@ class Member:
                 return self._here_is(event, now_s)
             case WitnessSaid():
                 return self._witness_said(event, now_s)
+            case RunFinished(why):
+                return [] if self._hears_lead(now_s) else [EndRun(0, why, goes_on=True)]
             case Passing():
                 return self._passing(now_s)
             case _:
@@ -267,10 +270,7 @@ class Member:
 
     def _gives_way_to(self, lead: Lead, body: say.NotPromised) -> NodeCard | None:
         """The lead that somebody hears, if it is one to go to; not where it refuses us."""
-        if body.lead is None or lead.is_settled:
-            return None
-        peer = lead.known.get(body.lead.node_id)
-        if peer is not None and peer.refused:
+        if body.lead is None or lead.is_settled or lead.known.refuses(body.lead.node_id):
             return None
         return body.lead if body.lead_generation >= self.follower.generation else None
 
@@ -396,9 +396,9 @@ class Member:
         for card in [*(one for one in cards if one.node_id != self.me.node_id), self.me]:
             linked = lead.has_link(card)
             peer = lead.known.put(card, now_s=now_s, linked=linked, has_answered=True)
-            if card.node_id in succession.lost:
-                peer.lost = "the lead is lost"
             peer.refused = card.node_id in succession.refused
+            if card.node_id in succession.lost:
+                peer.lost, peer.was_silent = "the lead is lost", not peer.refused
         lost = set(succession.lost)
         self._allegiance.lead(now_s=now_s)
         return lead.succeed(lost, why, now_s=now_s)
@@ -411,8 +411,7 @@ class Member:
         if gatherer is not None and gatherer.is_complete(now_s=now_s):
             cards = list(gatherer.cards.values())
             found += self._lead_from(cards, now_s, why="the run begins")
-        lead = self.lead
-        found += (lead if lead is not None else self._allegiance).passing(now_s=now_s)
+        found += (self.lead or self._allegiance).passing(now_s=now_s)
         if now_s >= self._dial_due_s:
             self._dial_due_s = now_s + self._settings.redial_s
             found += self._dial_again()

@@ -20,8 +20,8 @@ GONE_S = 60.0
 """A scheduler that starts all nodes again at once has done so within this."""
 
 _GONE = (
-    "nobody of this run is left: the machines of all its other nodes answer, and no agent is "
-    "there. It has ended while this node was away"
+    "nobody of this run is left: the machines of all its other nodes refuse the connection. It "
+    "has ended while this node was away"
 )
 _GONE_ADVICE = (
     "If the other nodes have ended well, nothing. Else start all of them again, with this run's "

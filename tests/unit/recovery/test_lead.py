@@ -8,6 +8,7 @@ import pytest
 from ftrun.errors import ExitCode
 from ftrun.events import Kind, WorkerExit
 from ftrun.ids import Rank
+from ftrun.recovery.attendance import AWAIT_SILENT_S
 from ftrun.recovery.commands import (
     AskLastSnapshot,
     Commit,
@@ -479,6 +480,36 @@ def test_a_finished_run_waits_for_an_agent_that_is_being_started_again() -> None
     made.start("d", incarnation=2)
     made.passes(2.0)
     assert [end.exit_code for one in "ad" for end in made[one].told(EndRun)] == [0, 0]
+
+
+def finished_without_d() -> Agents:
+    """The ranks have finished while a node that stands by was cut off."""
+    made = with_spares()
+    works(made, 5)
+    made.cut("d")
+    made.passes(5.0)
+    assert "silent" in notes(made, "a", "NodeLost")[0]
+    for rank, one in enumerate("abc"):
+        works(made, 7, one, exits=(exited(rank, Kind.FINISHED, 0),))
+    made.passes(1.0)
+    assert made["b"].told(EndRun)
+    return made
+
+
+def test_a_finished_run_waits_for_a_node_that_fell_silent_shortly_before() -> None:
+    made = finished_without_d()
+    made.passes(AWAIT_SILENT_S - 6.0)
+    assert not made["a"].told(EndRun)
+    made.kill("b", "c")
+    made.heal()
+    made.passes(4.0)
+    assert [end.exit_code for one in "ad" for end in made[one].told(EndRun)] == [0, 0]
+
+
+def test_a_finished_run_does_not_wait_long_for_a_silent_node() -> None:
+    made = finished_without_d()
+    made.passes(AWAIT_SILENT_S)
+    assert [end.exit_code for end in made["a"].told(EndRun)] == [0]
 
 
 def test_a_stop_takes_a_last_snapshot_and_signals_all_ranks() -> None:

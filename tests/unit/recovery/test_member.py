@@ -14,7 +14,8 @@ from ftrun.recovery.commands import (
     RunGeneration,
     Send,
 )
-from ftrun.recovery.happenings import DialFailed, Heard, HereIs, Opened
+from ftrun.recovery.happenings import DialFailed, Heard, HereIs, Opened, RunFinished
+from ftrun.recovery.pausing import GONE_S
 from ftrun.recovery.places import Wishes
 from ftrun.wire.ballot_messages import (
     Accepted,
@@ -377,6 +378,48 @@ def test_a_member_whose_spares_all_refuse_it_holds_its_ranks_before_they_go_on()
         made.passes(0.1)
         assert made.now_s < 1030.0
     assert made["a"].told(HoldRanks) or made["a"].runs == -1
+
+
+# --- cut off while the others finish ----------------------------------------------------------
+
+
+def apart() -> Agents:
+    """A node that was cut off pauses; the others have ended meanwhile."""
+    made = begun("abc", pause_limit_s=900.0)
+    made.cut("c")
+    made.passes(8.0)
+    assert made["c"].runs == -1
+    made.kill("a", "b")
+    made.heal()
+    return made
+
+
+def test_a_node_that_was_cut_off_ends_with_the_result_that_the_run_has_left() -> None:
+    made = apart()
+    made.passes(5.0)
+    assert made["c"].told(EndRun) == []
+    made.happens("c", RunFinished("it has finished"))
+    assert made["c"].told(EndRun) == [EndRun(0, "it has finished", goes_on=True)]
+
+
+def test_a_node_whose_run_goes_on_does_not_end_by_an_older_result() -> None:
+    made = begun("abc")
+    for one in "abc":
+        made.happens(one, RunFinished("it has finished"))
+        assert made[one].told(EndRun) == []
+
+
+def test_a_node_that_was_cut_off_from_several_ends_when_all_of_them_are_gone() -> None:
+    made = apart()
+    made.passes(GONE_S + 10.0)
+    assert [end.exit_code for end in made["c"].told(EndRun)] == [ExitCode.TRY_AGAIN]
+
+
+def test_of_two_nodes_the_one_that_is_left_goes_on_waiting() -> None:
+    made = begun("ab", pause_limit_s=900.0)
+    made.kill("a")
+    made.passes(GONE_S + 10.0)
+    assert made["b"].told(EndRun) == []
 
 
 # --- two who lead -----------------------------------------------------------------------------

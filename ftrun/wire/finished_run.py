@@ -1,10 +1,11 @@
 """Whether the run that this node is to take part in has finished already.
 
-Runs in:  cli, before anything is started.
+Runs in:  cli, before anything is started; agent, while it finds no other node.
 Takes in: the record that the run has left beside its checkpoints.
-Gives:    a sentence for the screen, or nothing: the node starts.
+Gives:    a sentence for the screen, or nothing: the node starts, or goes on looking.
 
-A node that comes late finds no other node, and would wait for them until `nodes.pause_limit_s`.
+A node that comes late, or was cut off, finds no other node, and would wait for them until
+`nodes.pause_limit_s`.
 """
 
 from datetime import UTC, datetime
@@ -24,14 +25,22 @@ def read_owner(directory: str) -> CheckpointOwner | None:
         return None
 
 
-def has_finished(spec: RunSpec, record: CheckpointOwner | None) -> str:
+def has_finished(spec: RunSpec, record: CheckpointOwner | None, *, life: str = "") -> str:
     """When the run of this name and this command has ended well, in words; empty: it has not.
 
     A name that ftrun has made of the port is not enough: the next run would have it as well.
+
+    Args:
+        spec: of this node.
+        record: beside the checkpoints.
+        life: of the run that this node has been a part of, see `Plan.life`; empty: of none.
     """
     directory, nodes = spec.checkpoint_directory, spec.nodes
     if nodes is None or directory is None or record is None or not record.ended_s:
         return ""
+    if life:
+        is_ours = (record.run_id, record.life, record.exit_code) == (spec.run_id, life, 0)
+        return _in_words(spec, record) if is_ours else ""
     is_same = (record.run_id, record.command) == (spec.run_id, spec.command_digest)
     is_named = not spec.run_id.endswith(f"-port{nodes.endpoint_port}")
     if not is_same or not is_named or record.exit_code != 0:
@@ -39,9 +48,12 @@ def has_finished(spec: RunSpec, record: CheckpointOwner | None) -> str:
     is_kept = is_url(directory) or any(Path(directory).glob(f"step-*/{INDEX_NAME}"))
     if not is_kept or spec.profile.checkpoint.resume != "auto":
         return ""
+    return f"{_in_words(spec, record)}. To run it again give another --run-id, or --resume never"
+
+
+def _in_words(spec: RunSpec, record: CheckpointOwner) -> str:
     ended = f"{datetime.fromtimestamp(record.ended_s, UTC):%Y-%m-%d %H:%M:%S} UTC"
     return (
         f"run {spec.run_id} has finished at {ended} with exit code 0, as node {record.node} has "
-        "noted beside its checkpoints; this node ends with the same. To run it again give another "
-        "--run-id, or --resume never"
+        "noted beside its checkpoints; this node ends with the same"
     )
