@@ -29,7 +29,7 @@ class FinishedWatch:
         is_used = spec.nodes is not None and directory is not None and not is_url(directory)
         self._directory = directory if is_used else None
         self._due_s: float | None = None
-        self._thread: threading.Thread | None = None
+        self.thread: threading.Thread | None = None
 
     def look(self, *, now_s: float) -> None:
         """Once per turn of the loop."""
@@ -38,11 +38,11 @@ class FinishedWatch:
             return
         if self._due_s is None:
             self._due_s = now_s + LOOK_EVERY_S
-        if now_s < self._due_s or (self._thread is not None and self._thread.is_alive()):
+        if now_s < self._due_s or (self.thread is not None and self.thread.is_alive()):
             return
         self._due_s = now_s + LOOK_EVERY_S
-        self._thread = threading.Thread(target=self._read, name="ftrun-finished", daemon=True)
-        self._thread.start()
+        self.thread = threading.Thread(target=self._read, name="ftrun-finished", daemon=True)
+        self.thread.start()
 
     def _is_apart(self) -> bool:
         """It has found no leader, or leads and may not decide."""

@@ -138,8 +138,10 @@ class Peers:
             if one.linked and not one.lost:
                 until_s = min(max(one.here_s, ended_s), latest_s) + limit_s
             elif is_done and one.lost_s > ended_s - limit_s:
-                has_gone = one.lost_s >= ended_s
-                until_s = latest_s if not one.refused else ended_s + limit_s * (not has_gone)
+                if not one.refused:
+                    until_s = latest_s
+                elif one.lost_s < ended_s:
+                    until_s = ended_s + limit_s
             if now_s < until_s:
                 found.add(one.card.node_id)
         return found

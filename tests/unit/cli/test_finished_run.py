@@ -79,3 +79,13 @@ def test_a_run_that_is_to_begin_anew_is_started(owner: CheckpointOwner, tmp_path
     assert not has_finished(unnamed, same), "the next run there has the same name"
     (tmp_path / "saved" / "step-00000009-g0" / INDEX_NAME).unlink()
     assert not has_finished(spec(), owner), "its checkpoints were removed"
+
+
+def test_a_node_that_was_part_of_the_run_knows_its_result_by_the_life_of_the_run(
+    owner: CheckpointOwner,
+) -> None:
+    other = spec().model_copy(update={"command_digest": "another"})
+    assert "job7 has finished" in has_finished(other, owner, life="1")
+    assert has_finished(other, owner, life="2") == ""
+    failed = msgspec.structs.replace(owner, exit_code=76)
+    assert has_finished(other, failed, life="1") == ""
