@@ -26,7 +26,7 @@ from ftrun.recovery.witness import Witness
 from ftrun.wire.heartbeats import Beat
 from ftrun.wire.plan import Identity, NodeCard, Plan
 
-AWAIT_SILENT_S = 30.0
+AWAIT_SILENT_S = 10.0
 """After a good end the lead stays so long for nodes that fell silent shortly before."""
 
 _LONG_AGO_S = -1e9

@@ -10,6 +10,7 @@ from ftrun.errors import ExitCode
 from ftrun.ids import Version, version
 from ftrun.recovery import commands as do
 from ftrun.recovery.allegiance import Role
+from ftrun.recovery.attendance import AWAIT_SILENT_S
 from ftrun.recovery.ballots import carries, electorate, identity
 from ftrun.wire.plan import Plan
 from simulation.faults import Faults
@@ -230,7 +231,7 @@ class Simulation:
             and (there := self.network.nodes[node_id].agent) is not None
             and there.leaves_since_s is None
         }
-        end_s = self.world.now_s + 25.0
+        end_s = self.world.now_s + 25.0 + AWAIT_SILENT_S
         while self.world.now_s < end_s and not self.world.is_over and not self._all_ended():
             self.world.run_until(self.world.now_s + 1.0)
         if self._was_stopped():

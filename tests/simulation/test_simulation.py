@@ -91,13 +91,13 @@ def has_firewalls(simulation: Simulation) -> None:
 @pytest.mark.timeout(600)
 def test_a_refused_connection_proves_nothing() -> None:
     refusals = 0
-    for seed in range(CHUNK):
+    for seed in range(CHUNK // 2):
         for mode in MODES:
             outcome = run_seed(seed, mode, prepare=has_firewalls)
             refusals += outcome.faults.get("a firewall refuses", 0)
             story = "\n".join(outcome.log[-LAST_LINES:])
             assert not outcome.problem, f"seed {seed}, {mode}: {outcome.problem}\n{story}"
-    assert refusals > CHUNK / 4
+    assert refusals > CHUNK / 8
 
 
 def has_rails(simulation: Simulation) -> None:
