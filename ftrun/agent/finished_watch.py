@@ -7,6 +7,7 @@ Gives:    `RunFinished` for the brain.
 Survives: a directory that cannot be read: the node goes on looking for the others.
 """
 
+import logging
 import threading
 
 from ftrun.agent.brain import Brain
@@ -17,6 +18,8 @@ from ftrun.urls import is_url
 from ftrun.wire.finished_run import has_finished, read_owner
 
 LOOK_EVERY_S = 2.0
+
+_log = logging.getLogger("ftrun")
 
 
 class FinishedWatch:
@@ -29,6 +32,7 @@ class FinishedWatch:
         is_used = spec.nodes is not None and directory is not None and not is_url(directory)
         self._directory = directory if is_used else None
         self._due_s: float | None = None
+        self._is_told = False
         self.thread: threading.Thread | None = None
 
     def look(self, *, now_s: float) -> None:
@@ -56,4 +60,7 @@ class FinishedWatch:
         plan = self._brain.plan
         record = read_owner(self._directory)
         if why := has_finished(self._spec, record, life=plan.life if plan is not None else ""):
+            if not self._is_told:
+                self._is_told = True
+                _log.warning("%s", why)
             self._brain.tell(RunFinished(why))

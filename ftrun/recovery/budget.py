@@ -8,38 +8,41 @@ Source: the restart intensity of Erlang/OTP supervisors (so many in so long a ti
 burst of failures uses up and a quiet week does not.
 """
 
-from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 
 @dataclass(slots=True)
 class RestartBudget:
-    """At most `limit` restarts in any `window_s`; without a window, `limit` in all."""
+    """At most `limit` restarts in any `window_s`; without a window, `limit` in all.
+
+    Any thread may ask; only `spend` and `forget` change anything, and they replace it whole.
+    """
 
     limit: int
     window_s: float | None
-    _spent_s: deque[float] = field(default_factory=deque)
+    _spent_s: tuple[float, ...] = ()
 
     def used(self, *, now_s: float) -> int:
-        if self.window_s is not None:
-            while self._spent_s and now_s - self._spent_s[0] > self.window_s:
-                self._spent_s.popleft()
-        return len(self._spent_s)
+        return len(self._counted_s(now_s))
 
     def is_spent(self, *, now_s: float) -> bool:
         return self.used(now_s=now_s) >= self.limit
 
     def spend(self, *, now_s: float) -> None:
-        self._spent_s.append(now_s)
+        self._spent_s = (*self._counted_s(now_s), now_s)
 
     def forget(self) -> None:
         """Begin anew."""
-        self._spent_s.clear()
+        self._spent_s = ()
 
     def ages_s(self, *, now_s: float) -> list[float]:
         """How long ago each counted restart was; `spend` at those times makes an equal budget."""
-        self.used(now_s=now_s)
-        return [now_s - spent_s for spent_s in self._spent_s]
+        return [now_s - spent_s for spent_s in self._counted_s(now_s)]
+
+    def _counted_s(self, now_s: float) -> tuple[float, ...]:
+        if self.window_s is None:
+            return self._spent_s
+        return tuple(spent_s for spent_s in self._spent_s if now_s - spent_s <= self.window_s)
 
     def __str__(self) -> str:
         if self.window_s is None:

@@ -81,19 +81,3 @@ def test_an_agent_that_comes_back_to_an_ended_run_ends_too(run: NodesRun) -> Non
     assert run.wait_for_code(2) == 75
     assert time.monotonic() - began_s < GONE_S + 30.0
     assert "nobody of this run is left" in run.text(2)
-
-
-@pytest.mark.full
-def test_a_node_that_was_cut_off_while_the_others_finished_ends_with_their_result(
-    run: NodesRun,
-) -> None:
-    run.start_all()
-    run.wait_for_step(10)
-    run.may_end(1)
-    run.fault("cut", 1)
-    run.wait_for_generation(1)
-    run.finish()
-    assert {node: code for node, code in run.codes().items() if node != 1} == {0: 0, 2: 0}
-    run.fault("heal", 1)
-    assert run.wait_for_code(1) == 0, run.text(1)
-    assert "has finished at" in run.text(1)

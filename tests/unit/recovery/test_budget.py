@@ -19,6 +19,16 @@ def test_restarts_older_than_the_window_do_not_count() -> None:
     assert budget.used(now_s=60.1) == 0
 
 
+def test_a_reader_in_another_thread_changes_nothing() -> None:
+    budget = RestartBudget(1, 60.0)
+    budget.spend(now_s=0.0)
+    assert budget.used(now_s=61.0) == 0
+    assert budget.used(now_s=60.0) == 1, "a look at a later time forgets nothing"
+    assert budget.ages_s(now_s=60.0) == [60.0]
+    budget.spend(now_s=61.0)
+    assert budget.used(now_s=60.0) == 1
+
+
 def test_budget_without_a_window_never_comes_back() -> None:
     budget = RestartBudget(1, None)
     budget.spend(now_s=0.0)
