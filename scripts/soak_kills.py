@@ -25,6 +25,8 @@ BACK_S = 3.0
 FLAP_S = 1.8
 """Below the time after which a node without its leader suspends its ranks."""
 CUT_S = 12.0
+PAIR_CUT_S = 6.0
+"""Below the time after which one end is set aside for an hour, and would be no spare any more."""
 PART_KILLS_MAX = 4
 """Of each part of one launcher: it restarts an agent, and an agent an SMP and a zygote, five
 times in ten minutes, which no setting raises."""
@@ -111,7 +113,7 @@ class Kills:
         node, peer = self.chance.sample(self.run.whole_nodes(), 2)
         how = self.chance.choice(["flap", "cut", "pair"])
         if how == "pair":
-            seconds = self.chance.uniform(0.2, CUT_S)
+            seconds = self.chance.uniform(0.2, PAIR_CUT_S)
             self.run.cluster.cut(node, peer=peer)
             self.run.do_later(node, seconds, lambda: self.run.cluster.heal(node, peer=peer))
             return f"node{node}-node{peer} for {seconds:.1f} s"

@@ -28,9 +28,9 @@ from ftrun.errors import FtrunError
 
 MEMBERS, SPARES = 3, 1
 BUDGETS = {
-    "restart.budget": 100000,
-    "restart.same_cause_limit": 100000,
-    "nodes.failures_per_hour": 100000,
+    "restart.budget": 1000,
+    "restart.same_cause_limit": 1000,
+    "nodes.failures_per_hour": 1000,
 }
 """Limits that end a run, or exclude a node, after a few failures; a soak is nothing else."""
 PACE = 16.0
