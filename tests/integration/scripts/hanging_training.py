@@ -32,7 +32,10 @@ def go_wrong() -> bool:
         lock.acquire()
         lock.acquire()
     elif HOW == "gil":
-        ctypes.PyDLL(None).sleep(1_000_000)
+        # Unlike a sleep, no signal ends this wait: a look at the stack may send one.
+        library, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(64)
+        library.pthread_mutex_lock(mutex)
+        library.pthread_mutex_lock(mutex)
     elif HOW == "spin":
         while True:
             pass
