@@ -34,6 +34,7 @@ from bench_common import ROOT, show_table, write_json
 
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
+from simulation.mishaps import has_mishaps  # noqa: E402
 from simulation.run import Outcome, Simulation, run_seed  # noqa: E402
 from simulation.scenario import MODES  # noqa: E402
 from simulation.traffic import (  # noqa: E402
@@ -61,8 +62,8 @@ TRAFFIC_HEAD = (
 )
 _WIDTH = 400
 
-Chunk = tuple[int, int, tuple[str, ...], bool]
-"""First seed, the one after the last, modes, whether to run each twice."""
+Chunk = tuple[int, int, tuple[str, ...], bool, bool]
+"""First seed, the one after the last, modes, whether to run each twice, whether with mishaps."""
 
 
 @dataclass
@@ -111,17 +112,19 @@ def main() -> int:
     if args.traffic is not None:
         return show_traffic(args)
     if args.seed is not None:
-        return max([replay(args.seed, mode) for mode in args.modes])
+        return max([replay(args.seed, mode, args.mishaps) for mode in args.modes])
     return run_many(args)
 
 
 # --- one seed ---------------------------------------------------------------------------------
 
 
-def replay(seed: int, mode: str) -> int:
+def replay(seed: int, mode: str, mishaps: bool) -> int:
     """Tell the whole story of one world."""
 
     def prepare(simulation: Simulation) -> None:
+        if mishaps:
+            has_mishaps(simulation)
         scenario = simulation.scenario
         print(f"seed {seed}, {mode}\n")
         for one in fields(scenario):
@@ -150,7 +153,7 @@ def run_many(args: argparse.Namespace) -> int:
     try:
         for tally in tallies(args):
             for seed, mode, what in tally.violations[: MAX_KEPT - len(total.violations)]:
-                print(f"VIOLATION {replay_command(seed, mode)}\n    {what}", flush=True)
+                print(f"VIOLATION {replay_command(seed, mode, args)}\n    {what}", flush=True)
             total.add(tally)
             now_s = time.monotonic()
             if now_s - said_s >= REPORT_EVERY_S:
@@ -169,7 +172,7 @@ def tallies(args: argparse.Namespace) -> Iterator[Tally]:
     """What comes of the seeds, chunk by chunk."""
     end = args.first + args.seeds
     chunks = (
-        (first, min(first + CHUNK, end), args.modes, args.twice)
+        (first, min(first + CHUNK, end), args.modes, args.twice, args.mishaps)
         for first in range(args.first, end, CHUNK)
     )
     if args.jobs == 1:
@@ -182,14 +185,15 @@ def tallies(args: argparse.Namespace) -> Iterator[Tally]:
 
 
 def run_chunk(chunk: Chunk) -> Tally:
-    first, end, modes, is_twice = chunk
+    first, end, modes, is_twice, mishaps = chunk
+    prepare = has_mishaps if mishaps else None
     tally = Tally()
     for seed in range(first, end):
         for mode in modes:
             with hangs_are_errors():
-                outcome = run_seed(seed, mode)
+                outcome = run_seed(seed, mode, prepare=prepare)
                 tally.take(outcome)
-                if is_twice and run_seed(seed, mode) != outcome:
+                if is_twice and run_seed(seed, mode, prepare=prepare) != outcome:
                     tally.violate(outcome, "run twice, it was not the same run")
     return tally
 
@@ -217,8 +221,9 @@ def hangs_are_errors() -> Iterator[None]:
 # --- results ----------------------------------------------------------------------------------
 
 
-def replay_command(seed: int, mode: str) -> str:
-    return f"python scripts/simulate.py --seed {seed} --mode {mode}"
+def replay_command(seed: int, mode: str, args: argparse.Namespace) -> str:
+    command = f"python scripts/simulate.py --seed {seed} --mode {mode}"
+    return f"{command} --mishaps" if args.mishaps else command
 
 
 def say_progress(total: Tally, wanted: int, took_s: float) -> None:
@@ -248,7 +253,7 @@ def report(total: Tally, took_s: float, args: argparse.Namespace) -> None:
     )
     print(f"  {total.num_violations} violations")
     for seed, mode, what in total.violations:
-        print(f"\n  {replay_command(seed, mode)}\n    {what}")
+        print(f"\n  {replay_command(seed, mode, args)}\n    {what}")
     if total.num_violations > len(total.violations):
         print(f"\n  and {total.num_violations - len(total.violations)} more")
     write_json(args.json, {**vars(total), "seconds": took_s})
@@ -317,6 +322,12 @@ def parse_arguments() -> argparse.Namespace:
         type=int,
         default=len(os.sched_getaffinity(0)),
         help="processes for --seeds (default %(default)s)",
+    )
+    parser.add_argument(
+        "--mishaps",
+        action="store_true",
+        help="with clocks of other rates, firewalls that refuse, ranks that outlive their agent or "
+        "cannot be killed, dead threads, and checkpoints that do not load",
     )
     parser.add_argument(
         "--twice", action="store_true", help="run each of --seeds again, and compare"

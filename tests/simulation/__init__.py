@@ -11,6 +11,7 @@ streams, or goes through a set without sorting it, so a seed is a run: twice the
     training.py    ranks: a step is made when all ranks of one generation make it
     node.py        a machine, its stub, and an agent process: a real Member, and its hands
     faults.py      what goes wrong, and when
+    mishaps.py     clocks, firewalls, threads, ranks that do not die, checkpoints that do not load
     witness.py     the outside witness, and how it fails
     plots.py       sequences of faults that chance hardly ever makes
     invariants.py  what must never be, looked at after every event

@@ -342,16 +342,11 @@ class Invariants:
         for ranks in members:
             if not ranks.can_move:
                 self.fail(f"a rank of {ranks.node.node_id} that cannot move has made a step")
-        if generation < self.step_generation and not self._all_agents_frozen(members):
+        if generation < self.step_generation:
             self.fail(
                 f"generation {generation} makes a step after generation {self.step_generation}"
             )
         self.step_generation = max(self.step_generation, generation)
-
-    @staticmethod
-    def _all_agents_frozen(members: list[Ranks]) -> bool:
-        """Ranks whose agents were all stopped by hand, and they not: nobody can hold them."""
-        return all(ranks.node.agent is not None and ranks.node.agent.is_frozen for ranks in members)
 
     def committed(self, node: "Node", version: Version) -> None:
         """A node's SMP takes this version as committed."""
@@ -477,7 +472,8 @@ class Invariants:
         if agent is None or agent.leaves_since_s is None:
             self.fail(f"{node.node_id} leaves, and was not asked to")
             return
-        limit_s = self.simulation.scenario.settings.let_go_s
+        # The leader waits by its own clock.
+        limit_s = self.simulation.scenario.settings.let_go_s * node.slowest_rate
         if newest is None or self.world.now_s - agent.leaves_since_s >= limit_s:
             return
         if any(node.node_id in nodes for nodes, _ in newest.groups):
@@ -499,5 +495,8 @@ class Invariants:
                 or (passes(node.node_id, other.node_id) and passes(other.node_id, node.node_id))
             )
         }
+        here = [other.node_id for other in self.simulation.nodes if other.is_on]
+        if name := self.simulation.loads_on(here):
+            self.fail(f"{node.node_id} says {command.why!r}, and {name} loads on all nodes")
         if newest is not None and can_have(newest.version, reached):
             self.fail(f"{node.node_id} says {command.why!r}, and {newest.version} is there")

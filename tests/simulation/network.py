@@ -56,6 +56,8 @@ class Network:
         self.refused: set[tuple[str, str]] = set()
         """Cuts in which a firewall resets and refuses connections, though the process lives."""
         self.slow: dict[tuple[str, str], float] = {}
+        self.refusing: set[tuple[str, str]] = set()
+        """A firewall refuses what the first dials to the second, whose agent may live."""
         self.num_messages = 0
         self.num_bytes = 0
         self.on_send: Callable[[str, str, AnyClusterMessage], None] | None = None
@@ -109,7 +111,8 @@ class Network:
             return
         back_s = self.delay_s(host, mine)
         other = there.agent
-        if other is None or not other.is_alive or other.card.port != port:
+        is_there = other is not None and other.is_alive and other.card.port == port
+        if other is None or not is_there or (mine, host) in self.refusing:
             self.world.after(back_s, self._dial_failed, agent, host, port, node_id, True)
         elif other.is_frozen:
             self.world.after(HANDSHAKE_S, self._dial_failed, agent, host, port, node_id, False)
@@ -158,6 +161,12 @@ class Network:
         if end is not None:
             end.is_open = False
             self._reset(end.peer)
+
+    def reset(self, agent: "Agent", node_id: str) -> None:
+        """A firewall ends a connection, and this end learns of it."""
+        end = agent.ends.get(node_id)
+        if end is not None:
+            self._closed(end)
 
     def _reset(self, end: End) -> None:
         """The other end is no more: this one learns of it, where the network lets it."""

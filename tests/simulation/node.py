@@ -58,9 +58,27 @@ class Node:
         self.exit: do.EndRun | None = None
         """How the agent has ended, if it has of itself."""
         self.clock_s = self.random.random() * 1e5
+        self.clock_rate = 1.0
+        self.stuck_until_s = -1.0
+        """Until then no rank of this node ends, or steps."""
+        self.keeps_ranks_s = 0.0
+        """For how long the ranks of the next agent that is killed outlive it."""
         self._boots = 0
         self._deferred: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
         self._num_ports = 0
+
+    @property
+    def monotonic_s(self) -> float:
+        """Its clock; no other node's has the same origin, or quite the same rate."""
+        return self.world.now_s * self.clock_rate + self.clock_s
+
+    @property
+    def slowest_rate(self) -> float:
+        return min(node.clock_rate for node in self.simulation.nodes)
+
+    @property
+    def is_stuck(self) -> bool:
+        return self.world.now_s < self.stuck_until_s
 
     # --- power --------------------------------------------------------------------------------
 
@@ -127,6 +145,7 @@ class Node:
         if not self.is_on or self.agent is not None or self.exit is not None:
             return
         self.start_smp()
+        self.end_ranks()
         self.simulation.invariants.stable_since_s = self.world.now_s
         self.agent = Agent(self)
         kept = self.memory.kept
@@ -141,7 +160,11 @@ class Node:
             return
         self.agent = None
         agent.die()
-        self.end_ranks()
+        if restart_s is None or self.keeps_ranks_s == 0.0:
+            self.end_ranks()
+        else:
+            keeps_s, self.keeps_ranks_s = self.keeps_ranks_s, 0.0
+            self.later(keeps_s, self._end_leftovers, self.ranks)
         if restart_s is not None:
             self.later(restart_s, self._start_agent)
 
@@ -160,6 +183,10 @@ class Node:
             self.smp.is_alive = False
             if self.agent is not None:
                 self.later(0.05 + 0.5 * self.random.random(), self.start_smp)
+
+    def _end_leftovers(self, ranks: Ranks | None) -> None:
+        if self.ranks is ranks:
+            self.end_ranks()
 
     def end_ranks(self) -> None:
         if self.ranks is not None:
@@ -233,7 +260,7 @@ class Agent:
     @property
     def now_s(self) -> float:
         """Its own monotonic clock; nobody else's has the same origin."""
-        return self.node.world.now_s + self.node.clock_s
+        return self.node.monotonic_s
 
     @property
     def stands_still(self) -> bool:
@@ -333,6 +360,7 @@ class Agent:
                 self.node.later(0.5, self.call, self._check, Outcome.PASS, command.number)
             else:
                 self.hands.take(command)
+        self.hands.renew_lease()
         simulation.invariants.after_event(self)
 
 
@@ -352,6 +380,11 @@ class Hands:
         self._awaits_boundary = False
         self._told: tuple[object, ...] = ()
         self._step_told = -1
+
+    def renew_lease(self) -> None:
+        """The ranks of this node may step for as long as the agent says."""
+        if self.node.ranks is not None:
+            self.node.ranks.lease_s = self.agent.member.holding.lease_s
 
     def take(self, command: do.NodeCommand) -> None:
         trace = self.node.world.trace
@@ -382,8 +415,10 @@ class Hands:
         delay_s = 0.001
         match command:
             case do.Quiesce():
-                self.node.end_ranks()
+                if not self.node.is_stuck:
+                    self.node.end_ranks()
                 delay_s = 0.02 + 0.3 * self.random.random()
+                delay_s += max(0.0, self.node.stuck_until_s - self.node.world.now_s)
             case do.Adopt(plan) if plan.restore is None and self._reads_checkpoint(plan):
                 delay_s = 0.01 + self.node.simulation.scenario.load_s * self.random.random()
             case do.Adopt() | do.RunGeneration():
@@ -392,7 +427,7 @@ class Hands:
 
     def _reads_checkpoint(self, plan: Plan) -> bool:
         simulation = self.node.simulation
-        is_there = simulation.scenario.has_checkpoints and simulation.checkpoint is not None
+        is_there = simulation.scenario.has_checkpoints and bool(simulation.checkpoints)
         return is_there and plan.member(self.node.node_id) is not None
 
     def _do(self, command: do.NodeCommand) -> None:  # noqa: C901, PLR0912 - one dispatch
@@ -403,6 +438,7 @@ class Hands:
             return
         match command:
             case do.Quiesce():
+                self.node.end_ranks()
                 self.plan, self.wants_ranks = None, False
                 smp.is_still = True
                 holdings = self.node.memory.inventory(self.node.node_id)
@@ -445,16 +481,17 @@ class Hands:
         self.exits.clear()
         self._awaits_boundary = False
         restored = as_version(plan.restore)
-        checkpoint = node.simulation.checkpoint
+        name, rejected, problem = "", dict[str, str](), ""
         for voided in node.memory.void_after(restored):
             node.removed(voided)
-        if restored is None and checkpoint is not None and node.simulation.scenario.has_checkpoints:
-            restored = node.simulation.load_checkpoint(node, plan)
+        if restored is None and self._reads_checkpoint(plan):
+            restored, name, rejected = node.simulation.load_checkpoint(node, plan)
+            problem = "" if restored is not None else "no checkpoint can be used"
         node.restored_in[plan.generation] = restored
         smp.begin_generation(plan)
         node.memory.kept = (plan, False)
         pair = (int(restored.generation), int(restored.step)) if restored is not None else None
-        self.agent.think(Adopted(plan.generation, pair))
+        self.agent.think(Adopted(plan.generation, pair, problem, name, rejected))
 
     def _run(self, plan: Plan) -> None:
         node = self.node
@@ -463,6 +500,7 @@ class Hands:
         group = node.simulation.group_of(plan)
         node.ranks = Ranks(node, plan, group)
         node.ranks.are_held = self.agent.member.is_held
+        self.renew_lease()
         self.restore_ready()
         self.tell(is_urgent=True)
 

@@ -2,9 +2,10 @@
 
 import gc
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from itertools import pairwise
+from random import Random
 
 from ftrun.errors import ExitCode
 from ftrun.ids import Version, version
@@ -84,8 +85,10 @@ class Simulation:
         self.faults = Faults(self)
         self.stops: dict[str, int] = {}
         self.last_step = -1
-        self.checkpoint: tuple[int, int] | None = None
-        """Step and state."""
+        self.checkpoints: list[tuple[int, int]] = []
+        """Step and state of each, the newest last."""
+        self.bad_loads = 0.0
+        """How probable it is that a node cannot use a checkpoint."""
         self.is_ending = False
         self.unfit_s: dict[str, float] | None = None
         """For how long each agent of a node fails its checks; None: nobody makes any."""
@@ -123,17 +126,37 @@ class Simulation:
             self.is_ending = True
             self.world.after(_ENDING_S, self._stop)
 
-    def load_checkpoint(self, node: Node, plan: Plan) -> Version:
-        """Fill the arenas from the newest checkpoint."""
-        assert self.checkpoint is not None
-        step, state = self.checkpoint
-        taken = version(-1, step)
-        member = plan.member(node.node_id)
-        self.invariants.states.setdefault(taken, state)
-        if member is not None:
-            arena = (plan.world_size, tuple(member.ranks))
-            node.memory.slots = [Slot(taken, arena, state, state)]
-        return taken
+    def load_checkpoint(self, node: Node, plan: Plan) -> tuple[Version | None, str, dict[str, str]]:
+        """Fill the arenas from the newest checkpoint that no node has rejected.
+
+        The version, the name of the checkpoint, and what this node has rejected now.
+        """
+        member, rejected = plan.member(node.node_id), dict[str, str]()
+        for step, state in reversed(self.checkpoints):
+            name = _checkpoint_name(step)
+            if name in plan.history.bad_checkpoints:
+                continue
+            if not self._loads(node.node_id, name):
+                rejected[name] = "a file is damaged"
+                continue
+            taken = version(-1, step)
+            self.invariants.states.setdefault(taken, state)
+            if member is not None:
+                arena = (plan.world_size, tuple(member.ranks))
+                node.memory.slots = [Slot(taken, arena, state, state)]
+            return taken, name, rejected
+        return None, "", rejected
+
+    def _loads(self, node_id: str, name: str) -> bool:
+        random = Random(f"{self.world.seed}/load/{node_id}/{name}")
+        return random.random() >= self.bad_loads
+
+    def loads_on(self, node_ids: Collection[str]) -> str:
+        """A checkpoint that each of these nodes can use; empty: there is none."""
+        if not self.bad_loads:
+            return ""
+        names = [_checkpoint_name(step) for step, _ in self.checkpoints]
+        return next((name for name in names if all(self._loads(one, name) for one in node_ids)), "")
 
     def _stop(self) -> None:
         self.world.is_over = True
@@ -178,7 +201,9 @@ class Simulation:
     def _write_checkpoint(self) -> None:
         newest = max(self.invariants.records, default=None)
         if newest is not None and newest in self.invariants.states:
-            self.checkpoint = (int(newest.step), self.invariants.states[newest])
+            made = (int(newest.step), self.invariants.states[newest])
+            if made not in self.checkpoints:
+                self.checkpoints = [*self.checkpoints[-2:], made]
         self.world.after(4.0, self._write_checkpoint)
 
     # --- what is to become of it ------------------------------------------------------------------
@@ -336,12 +361,17 @@ class Simulation:
         return "; ".join(found)
 
 
+def _checkpoint_name(step: int) -> str:
+    return f"step-{step}"
+
+
 def run_seed(
     seed: int,
     mode: str,
     *,
     keep_log: bool = False,
     prepare: Callable[[Simulation], None] | None = None,
+    scenario: Scenario | None = None,
 ) -> Outcome:
     """Run one seed once.
 
@@ -350,8 +380,9 @@ def run_seed(
         mode: one of `MODES`.
         keep_log: keep the last lines of its trace also where nothing is wrong.
         prepare: is given all parts before anything happens, to look on.
+        scenario: instead of the one that the seed stands for.
     """
-    simulation = Simulation(seed, mode)
+    simulation = Simulation(seed, mode, scenario=scenario)
     if prepare is not None:
         prepare(simulation)
     problem, verdict = "", ""

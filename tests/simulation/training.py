@@ -33,6 +33,8 @@ class Ranks:
         self.group = group
         self.are_alive = True
         self.are_held = False
+        self.lease_s: float | None = None
+        """Until when they may step, on the clock of their node; None: without a limit."""
         self.are_ready = False
         """They have their state, and wait for the others."""
         self.step = 0
@@ -43,7 +45,11 @@ class Ranks:
 
     @property
     def can_move(self) -> bool:
-        return self.are_alive and not self.are_held and self.node.is_running
+        if not self.are_alive or self.are_held or not self.node.is_running:
+            return False
+        if self.node.is_stuck:
+            return False
+        return self.lease_s is None or self.node.monotonic_s <= self.lease_s
 
     @property
     def is_at_boundary(self) -> bool:

@@ -1,0 +1,234 @@
+"""Runs in worlds with mishaps, see mishaps.py; and the proof that each rule against them counts."""
+
+import random
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from ftrun.errors import ExitCode
+from ftrun.recovery import ballots, enrolment, lead
+from ftrun.recovery.ballots import Electorate
+from ftrun.recovery.checkpoint_agreement import disagreement
+from ftrun.recovery.commands import EndRun
+from ftrun.recovery.holding import Holding
+from ftrun.recovery.places import Wishes
+from ftrun.wire.ballot_messages import Accepted
+from ftrun.wire.plan import Plan
+from simulation.mishaps import has_mishaps
+from simulation.run import Outcome, Simulation, run_seed
+from simulation.scenario import MODES, Scenario, draw
+
+SEEDS = 40
+ROTATING = 10
+BEGINS_S = 9.0
+"""By then a generation runs."""
+KINDS = [
+    *("agents of all members stop", "kill agent, and its ranks live on", "refuses"),
+    *("ranks cannot be killed", "a thread of the agent dies"),
+]
+
+Patch = pytest.MonkeyPatch
+
+
+def story(outcome: Outcome, flags: str = "") -> str:
+    command = f"python scripts/simulate.py --seed {outcome.seed} --mode {outcome.mode}{flags}"
+    return "\n".join([outcome.problem, command, *outcome.log[-40:]])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_nothing_goes_wrong_in_worlds_with_mishaps() -> None:
+    faults: Counter[str] = Counter()
+    for seed in range(SEEDS):
+        for mode in MODES:
+            outcome = run_seed(seed, mode, prepare=has_mishaps)
+            assert not outcome.problem, story(outcome, " --mishaps")
+            faults.update(outcome.faults)
+    assert {kind for kind in KINDS if not faults[kind]} == set()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_nothing_goes_wrong_in_worlds_that_no_run_of_the_tests_has_seen(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    first = random.SystemRandom().randrange(10_000_000, 1_000_000_000)
+    with capsys.disabled():
+        print(f"\nsimulated worlds {first} to {first + ROTATING - 1}")
+    for seed in range(first, first + ROTATING):
+        for mode in MODES:
+            outcome = run_seed(seed, mode)
+            assert not outcome.problem, story(outcome)
+            outcome = run_seed(seed, mode, prepare=has_mishaps)
+            assert not outcome.problem, story(outcome, " --mishaps")
+
+
+# --- the proof that it can fail ---------------------------------------------------------------
+
+
+def quiet(seed: int, wishes: Wishes) -> Scenario:
+    """A world in which nothing goes wrong but what a test does."""
+    scenario = draw(seed, "safety")
+    # With more spares than members the run goes on from a checkpoint without the members.
+    has_checkpoints = wishes.spares > wishes.max_nodes
+    settings = replace(
+        scenario.settings,
+        wishes=wishes,
+        failures_per_hour=1000,
+        settle_s=1.0,
+        has_checkpoints=has_checkpoints,
+    )
+    return replace(
+        scenario,
+        settings=settings,
+        num_nodes=wishes.max_nodes + wishes.spares,
+        late_nodes=0,
+        num_ranks=1,
+        unruly=0.0,
+        step_s=0.3,
+        plot="",
+        num_faults=0,
+        faults_end_s=25.0,
+        has_checkpoints=has_checkpoints,
+        load_s=0.1,
+    )
+
+
+def freeze_the_only_member(simulation: Simulation) -> None:
+    """Its agent is stopped, and its ranks are not; the spares go on."""
+
+    def freeze() -> None:
+        newest = simulation.invariants.newest
+        assert newest is not None
+        agent = simulation.network.nodes[newest.members[0].node_id].agent
+        assert agent is not None
+        agent.freeze()
+
+    simulation.world.after(BEGINS_S, freeze)
+
+
+def refuse_each_other(simulation: Simulation) -> None:
+    """A firewall comes up between all nodes, and all of them live."""
+
+    def refuse() -> None:
+        network = simulation.network
+        names = [node.node_id for node in simulation.nodes]
+        network.refusing.update((a, b) for a in names for b in names if a != b)
+        for node in simulation.nodes:
+            for other in names:
+                if node.agent is not None:
+                    network.reset(node.agent, other)
+
+    simulation.world.after(BEGINS_S, refuse)
+
+
+def lose_all_with_a_bad_checkpoint(simulation: Simulation) -> None:
+    """Both members are lost with what they hold; one of the others cannot load the newest one."""
+    simulation.bad_loads = 0.2
+
+    def lose() -> None:
+        newest = simulation.invariants.newest
+        assert newest is not None
+        for member in newest.members:
+            simulation.network.nodes[member.node_id].power_off()
+
+    simulation.world.after(BEGINS_S, lose)
+
+
+def split_while_the_voters_change(simulation: Simulation) -> None:
+    """Two spares come late; before they vote, they and the leader are cut off from the others."""
+    late = simulation.nodes[-2:]
+    for node in late:
+        simulation.world.after(0.25, node.power_off)
+        simulation.world.after(BEGINS_S, node.boot, 0.1)
+
+    def split() -> None:
+        newest = simulation.invariants.newest
+        assert newest is not None
+        side = [simulation.network.nodes[newest.lead], *late]
+        rest = [node for node in simulation.nodes if node not in side]
+        simulation.faults.cut("split", side[0], side, rest, for_s=12.0)
+
+    simulation.world.after(BEGINS_S + 0.5, split)
+
+
+def _lease_without_end(patch: Patch) -> None:
+    patch.setattr(Holding, "_lease_s", lambda *_: None)
+
+
+def _refused_is_dead(patch: Patch) -> None:
+    real = ballots.Ballot._no_more
+
+    def no_more(
+        self: ballots.Ballot, voters: Electorate, generation: int, refused: set[str]
+    ) -> tuple[set[ballots.Identity], set[ballots.Identity]]:
+        dead, gone = real(self, voters, generation, refused)
+        return dead | {who for who in voters if who[0] in refused}, gone
+
+    patch.setattr(ballots.Ballot, "_no_more", no_more)
+
+
+def _a_bad_checkpoint_ends_the_run(patch: Patch) -> None:
+    def ends(plan: Plan, answers: dict[str, Accepted]) -> EndRun | dict[str, str] | None:
+        found = disagreement(plan, answers)
+        return EndRun(ExitCode.STATE_LOST, f"{found}") if found else None
+
+    patch.setattr(lead, "disagreement", ends)
+
+
+def _new_voters_decide_alone(patch: Patch) -> None:
+    real = enrolment.carries
+
+    def carries(voters: Electorate, agreed: set[ballots.Identity], **also: object) -> bool:
+        return "gone" in also or real(voters, agreed)
+
+    patch.setattr(enrolment, "carries", carries)
+
+
+CASES = [
+    pytest.param(
+        Wishes(1, 1, 2), freeze_the_only_member, _lease_without_end, "makes a step", id="lease"
+    ),
+    pytest.param(
+        Wishes(1, 3, 0), refuse_each_other, _refused_is_dead, "does not know", id="refusals"
+    ),
+    pytest.param(
+        Wishes(2, 2, 3),
+        lose_all_with_a_bad_checkpoint,
+        _a_bad_checkpoint_ends_the_run,
+        "loads on all nodes",
+        id="checkpoints",
+    ),
+    pytest.param(
+        Wishes(2, 2, 3),
+        split_while_the_voters_change,
+        _new_voters_decide_alone,
+        "does not know",
+        id="voters",
+    ),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("wishes", "prepare", "break_it", "words"), CASES)
+def test_a_rule_that_is_left_out_is_missed(
+    wishes: Wishes,
+    prepare: Callable[[Simulation], None],
+    break_it: Callable[[Patch], None],
+    words: str,
+    monkeypatch: Patch,
+) -> None:
+    def runs() -> list[Outcome]:
+        made = [quiet(seed, wishes) for seed in range(8)]
+        return [
+            run_seed(seed, "safety", prepare=prepare, scenario=one) for seed, one in enumerate(made)
+        ]
+
+    for outcome in runs():
+        assert not outcome.problem, story(outcome)
+    with monkeypatch.context() as patch:
+        break_it(patch)
+        problems = [outcome.problem for outcome in runs()]
+    assert any(words in problem for problem in problems), problems
