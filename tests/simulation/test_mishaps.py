@@ -158,14 +158,15 @@ def _lease_without_end(patch: Patch) -> None:
     patch.setattr(Holding, "_lease_s", lambda *_: None)
 
 
-def _refused_is_dead(patch: Patch) -> None:
+def _unanswered_is_dead(patch: Patch) -> None:
+    """What a refused connection was taken for."""
     real = ballots.Ballot._no_more
 
     def no_more(
-        self: ballots.Ballot, voters: Electorate, generation: int, refused: set[str]
+        self: ballots.Ballot, voters: Electorate, generation: int
     ) -> tuple[set[ballots.Identity], set[ballots.Identity]]:
-        dead, gone = real(self, voters, generation, refused)
-        return dead | {who for who in voters if who[0] in refused}, gone
+        dead, gone = real(self, voters, generation)
+        return dead | {who for who in voters if who[0] not in self.promises}, gone
 
     patch.setattr(ballots.Ballot, "_no_more", no_more)
 
@@ -192,7 +193,7 @@ CASES = [
         Wishes(1, 1, 2), freeze_the_only_member, _lease_without_end, "makes a step", id="lease"
     ),
     pytest.param(
-        Wishes(1, 3, 0), refuse_each_other, _refused_is_dead, "does not know", id="refusals"
+        Wishes(1, 3, 0), refuse_each_other, _unanswered_is_dead, "does not know", id="refusals"
     ),
     pytest.param(
         Wishes(2, 2, 3),
