@@ -138,10 +138,9 @@ class Peers:
             if one.linked and not one.lost:
                 until_s = min(max(one.here_s, ended_s), latest_s) + limit_s
             elif is_done and one.lost_s > ended_s - limit_s:
-                if not one.refused:
-                    until_s = latest_s
-                elif one.lost_s < ended_s:
-                    until_s = ended_s + limit_s
+                was_here = one.lost_s >= ended_s  # it has heard of the end, and has gone
+                dead_until_s = ended_s if was_here else ended_s + limit_s
+                until_s = dead_until_s if one.refused else latest_s
             if now_s < until_s:
                 found.add(one.card.node_id)
         return found
