@@ -44,6 +44,7 @@ from ftrun.recovery.commands import (
 )
 from ftrun.recovery.first_cause import may_be_a_consequence
 from ftrun.recovery.incidents import Incidents
+from ftrun.recovery.node_failures import NodeFailures
 from ftrun.recovery.reports import Reports
 from ftrun.recovery.settings import ClusterSettings
 from ftrun.recovery.supervisor import Policy, State, Supervisor
@@ -63,7 +64,6 @@ EVERY_AHEAD_STEPS = 64
 _ENDS_ITSELF = (Kind.EXCEPTION, Kind.EXIT_CODE)
 _NODE_LOST_CODE = 76
 _SIGTERM = 15
-_HOUR_S = 3600.0
 
 
 class Oversight:
@@ -90,9 +90,7 @@ class Oversight:
         self._waiting: list[WorkerExit] = []
         self._waits_until_s = 0.0
         self._stops_handled = 0
-        self._failures_s: dict[str, list[float]] = {}
-        self._past_failures_s: dict[str, list[float]] = {}
-        """Those that an earlier lead has seen."""
+        self._failures = NodeFailures(settings.failures_per_hour)
         self._problems: set[str] = set()
         self._at_boundary_told = False
         self._rate = 0.0
@@ -112,24 +110,15 @@ class Oversight:
         """Go on from what the last lead knew; again, where a later one is found."""
         self.supervisor.succeed(history, now_s=now_s)
         self.incidents.succeed(history.incidents)
-        self._past_failures_s = {
-            node_id: [now_s - age_s for age_s in ages_s]
-            for node_id, ages_s in history.node_failures.items()
-        }
+        self._failures.succeed(history.node_failures, history.barred, now_s=now_s)
 
     def history(self, *, now_s: float) -> History:
-        nodes = sorted({*self._past_failures_s, *self._failures_s})
-        failures = {node_id: self._failures_of(node_id, now_s) for node_id in nodes}
-        ages = {
-            node_id: [now_s - at_s for at_s in times]
-            for node_id, times in failures.items()
-            if times
-        }
         known = self.supervisor.history(now_s=now_s)
         count = self.incidents.count
         return msgspec.structs.replace(
             known,
-            node_failures=ages,
+            node_failures=self._failures.ages_s(now_s=now_s),
+            barred=self._failures.barred_ages_s(now_s=now_s),
             incidents=count,
             spoiled=self.watching.spoiled,
             skip_to=self.watching.skip_to,
@@ -139,30 +128,18 @@ class Oversight:
         """This node was lost; its last sign of life was at `fault_s`, where that is known."""
         if fault_s is not None and self._plan is not None and self._plan.member(node_id):
             self.incidents.sign(fault_s)
-        self._failures_s.setdefault(node_id, []).append(now_s)
+        self._failures.note(node_id, now_s=now_s)
         self.reports.forget(node_id)
 
     def set_aside(self, *, now_s: float) -> set[str]:
         """Nodes that were lost too often to be believed again."""
-        limit = self._settings.failures_per_hour
-        nodes = {*self._past_failures_s, *self._failures_s}
-        return {one for one in nodes if len(self._failures_of(one, now_s)) >= limit}
+        return self._failures.set_aside(now_s=now_s)
 
     def evict(self, verdict: Verdict, node_id: str, why: str, *, now_s: float) -> None:
         """This node is not to run ranks any more, though it is there."""
-        self._bar(node_id, now_s)
+        self._failures.bar(node_id, now_s=now_s)
         self.incidents.found(verdict, (), self.progress(), now_s=now_s)
         self.incidents.acted("evict", why)
-
-    def _bar(self, node_id: str, now_s: float) -> None:
-        """As if it had been lost too often; after an hour and a check of itself it may return."""
-        count = self._settings.failures_per_hour
-        self._failures_s.setdefault(node_id, []).extend([now_s] * count)
-
-    def _failures_of(self, node_id: str, now_s: float) -> list[float]:
-        """When this node was lost within the last hour."""
-        times = self._past_failures_s.get(node_id, []) + self._failures_s.get(node_id, [])
-        return [at_s for at_s in times if now_s - at_s < _HOUR_S]
 
     # --- a generation's life ------------------------------------------------------------------
 
@@ -371,7 +348,7 @@ class Oversight:
             return
         node_id, self.watching.unwanted = self.watching.unwanted, ""
         if node_id and can_replace:
-            self._bar(node_id, now_s)
+            self._failures.bar(node_id, now_s=now_s)
             self.incidents.acted("evict", f"node {node_id} is replaced")
         self._take_exits(found, now_s)
 

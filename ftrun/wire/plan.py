@@ -96,6 +96,8 @@ class History(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     steps_seen: bool = False
     node_failures: dict[str, list[float]] = {}
     """How long ago each node was lost, by node id."""
+    barred: dict[str, float] = {}
+    """How long ago a node was set aside though it was there, by node id."""
     incidents: int = 0
     """So many have been opened."""
     spoiled: VersionPair | None = None

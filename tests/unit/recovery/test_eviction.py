@@ -86,7 +86,7 @@ def test_the_node_of_a_rank_that_stays_slow_is_evicted_at_a_boundary() -> None:
     at_the_boundary(run, ready=(1, run.boundary))
     assert run.look(70.0).startswith("node b is evicted: ")
     assert run.is_aside(70.0) == {"b"}
-    assert run.oversight.history(now_s=91.0).node_failures["b"], "the next lead knows it too"
+    assert run.oversight.history(now_s=91.0).barred == {"b": 21.0}, "the next lead knows it too"
     run.oversight.begin(plan(2, [card("a", num_ranks=2), card("s", num_ranks=2)]), now_s=92.0)
     for node in "as":
         ranks = beat("a" if node == "a" else "b", 200).ranks
