@@ -394,8 +394,8 @@ unknown: its name has no address.
 
 _LOST_IN_WORDS: dict[HowLost, str] = {
     "refused": "refuses the connection: nothing listens there",
-    "reset": "has reset the connection; it was killed",
-    "closed": "has closed the connection; it was stopped or killed",
+    "reset": "has reset the connection: it was killed, or the connection was cut",
+    "closed": "has closed the connection: it has ended, or has given this connection up",
     "silent": "does not answer: it is frozen, off, or cut off",
     "unreachable": "cannot be reached: there is no way there in the network",
     "unknown": "has a name for which there is no address",

@@ -36,7 +36,8 @@ class Version:
     step: Step
 
     def __str__(self) -> str:
-        return f"step {self.step} (generation {self.generation})"
+        of = f"generation {self.generation}" if self.generation >= 0 else "from a checkpoint"
+        return f"step {self.step} ({of})"
 
 
 def version(generation: int, step: int) -> Version:

@@ -16,6 +16,7 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_DUMPABLE = 4
 _PR_SET_NAME = 15
 _PR_SET_CHILD_SUBREAPER = 36
+_PR_SET_PTRACER = 0x59616D61
 OOM_SCORE = 500
 """Under memory pressure a worker goes before anything of ftrun."""
 
@@ -93,6 +94,15 @@ def become_subreaper() -> None:
 def hide_memory() -> None:
     """No core dump and no tracer of another user: weights are in here."""
     _prctl(_PR_SET_DUMPABLE, 0)
+
+
+def let_parent_trace() -> None:
+    """Let the parent and its other children read this process, where Yama restricts that.
+
+    py-spy, which the agent starts, is no ancestor of a rank (kernel.yama.ptrace_scope=1).
+    """
+    with contextlib.suppress(OSError):  # a kernel without Yama
+        _prctl(_PR_SET_PTRACER, os.getppid())
 
 
 def offer_to_oom_killer() -> None:

@@ -14,6 +14,8 @@ import sys
 import traceback
 from pathlib import Path
 
+import msgspec
+
 from ftrun.agent.kept_state import KeptState, decode_state, newer
 from ftrun.agent.processes import Child
 from ftrun.agent.smp_link import SmpLink
@@ -28,7 +30,7 @@ from ftrun.wire.run_folder import RunFolder
 
 def main(begun: Begun) -> int:
     folder = RunFolder(Path(sys.argv[1]))
-    spec = RunSpec.model_validate_json(folder.spec.read_bytes())
+    spec = msgspec.json.decode(folder.spec.read_bytes(), type=RunSpec)
     _set_up_logging(spec)
     folder.keep_mark.unlink(missing_ok=True)
     node_id = spec.nodes.node_id if spec.nodes is not None else ""

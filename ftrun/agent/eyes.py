@@ -183,6 +183,7 @@ class Eyes:
             still_s=round(still_s, 2),
             spins_s=round(spins_s, 2),
             holds_gil=stack.holds_gil,
+            is_gil_known=stack.is_spied,
             groups=_groups(entries or [], page.groups),
             stack=stack.frames,
             blocked_in=facts.blocked_in,

@@ -25,6 +25,7 @@ from ftrun.agent.healer import named
 from ftrun.agent.healing import Deed, Healing
 from ftrun.agent.machine_faults import clock_jump, cpu_starve, fd_limit, fill, pid_limit
 from ftrun.agent.network_faults import link_fault
+from ftrun.agent.process_facts import cores_used
 from ftrun.agent.worker_starter import WorkerHandle
 from ftrun.errors import FaultRefused
 from ftrun.urls import is_url
@@ -160,7 +161,14 @@ class FaultActs:
                 raise FaultRefused(f"no quota can be set in {made.path}: {error}") from None
             return self._put_into(made, [handle.pid], for_s=order.for_s, whose=[handle.pid])
 
-        return Deed(f"a cpu cgroup with {order.amount:g} of a core", do)
+        uses = cores_used(handle.pid)
+        how = f"a cpu cgroup with {order.amount:g} of a core"
+        if uses < order.amount:
+            how += (
+                f". The rank uses {uses:.2f} of a core now, so this slows nothing: give a smaller "
+                f"--amount, such as {max(0.01, uses / 2):.2f}"
+            )
+        return Deed(how, do)
 
     def _slow_by_signals(self, order: FaultOrder, handle: WorkerHandle) -> Deed:
         if order.amount >= 1:

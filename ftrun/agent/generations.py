@@ -17,6 +17,7 @@ import msgspec
 import xxhash
 
 from ftrun import clock
+from ftrun.agent.announcements import Announcements
 from ftrun.agent.elastic import FtrunElasticAgent
 from ftrun.agent.kept_state import KeptState
 from ftrun.agent.repeated_steps import RepeatedSteps
@@ -88,6 +89,7 @@ class Generations:
         self._stub = stub
         self._workers = workers
         self.repeats = RepeatedSteps(journal, workers)
+        self.announcements = Announcements()
         self._took_effect = False
         self._kept = KeptState()
         self._decided_s = 0.0
@@ -166,9 +168,8 @@ class Generations:
         pids = self._workers.pids()
         text = str(self._restored) if self._restored is not None else None
         if self.number > 0:
-            _log.info(
-                "%s; generation %d starts from %s", plan.why, self.number, text or "the beginning"
-            )
+            start = text or "the beginning"
+            _log.info("%s", self.announcements.beginning(plan.why, self.number, start))
             decided_s = self._decided_s
             times = (noticed_s or decided_s, decided_s, stopped_s or decided_s, clock.now_s())
             self.restarts.append(Restart(self.number, plan.why, *times, text))

@@ -13,6 +13,7 @@ from argparse import Namespace
 from pathlib import Path
 
 import torch
+from msgspec.structs import asdict
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from ftrun.agent import elastic
@@ -175,7 +176,7 @@ def _assemble(  # noqa: PLR0913 - the parts of a run
         brain=brain,
         caretaker=caretaker,
         desk=None if node.is_alone else ClusterDesk(brain, journal, merged),
-        eyes=Eyes(workers.unused_fds, HangSettings(**spec.profile.hang.model_dump())),
+        eyes=Eyes(workers.unused_fds, HangSettings(**asdict(spec.profile.hang))),
     )
 
 

@@ -15,6 +15,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from msgspec.structs import asdict
+
 from ftrun import clock
 from ftrun.agent.brain import Brain
 from ftrun.agent.cluster_brain import ClusterBrain
@@ -271,7 +273,7 @@ def _own_port(host: str, node_id: str, kept: KeptState) -> socket.socket:
 def _settings(spec: RunSpec) -> ClusterSettings:
     nodes, profile = spec.nodes, spec.profile
     has_checkpoints = spec.checkpoint_directory is not None
-    hang = HangSettings(**profile.hang.model_dump())
+    hang = HangSettings(**asdict(profile.hang))
     if nodes is None:
         alone = Wishes(1, 1, 0)
         return ClusterSettings(alone, blank_wait_s=0.0, has_checkpoints=has_checkpoints, hang=hang)
@@ -292,7 +294,7 @@ def _settings(spec: RunSpec) -> ClusterSettings:
         erasure=nodes.erasure_parity != 0,
         has_checkpoints=has_checkpoints,
         hang=hang,
-        slow=SlowSettings(**profile.slow.model_dump()),
+        slow=SlowSettings(**asdict(profile.slow)),
         network=NetworkSettings(
             plan=profile.network.plan,
             rails=tuple(profile.network.rails),

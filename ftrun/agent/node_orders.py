@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
+_CAUSES = ("NodeLost", "Verdict")
+"""Notes that may say the same of one failure, and the reason of the next generation with them."""
+
 
 class RunEnded(Exception):
     """The supervisor has ended the run; unwinds torch's launcher."""
@@ -99,7 +102,8 @@ class NodeOrders:
                 run.workers.signal(signal.SIGTERM if is_user else order.signal)
             case commands.Note():
                 run.journal.write(order.kind, text=order.text, **order.fields)
-                if order.say:
+                is_cause = order.kind in _CAUSES
+                if order.say and (not is_cause or run.generations.announcements.is_new(order.text)):
                     _log.warning("%s", order.text)
             case commands.EndRun():
                 self._note(order)

@@ -63,7 +63,9 @@ def measure(folder: Path) -> Figures:
     begun_s = clock.now_s()
     found = room(folder)
     not_done = ""
+    begun_s, used_s = clock.now_s(), _used_s()
     memory = copy_rate(found.free_memory_bytes)
+    share = (_used_s() - used_s) / max(clock.now_s() - begun_s, 1e-9)
     rtt_s = rate = 0.0
     try:
         rtt_s, rate = loopback()
@@ -74,6 +76,7 @@ def measure(folder: Path) -> Figures:
         found,
         processes=free_processes(),
         memory_bytes_per_s=memory,
+        processor_share=round(min(1.0, share), 3),
         loopback_rtt_s=rtt_s,
         loopback_bytes_per_s=rate,
         clock=clock_fault(),
@@ -83,6 +86,12 @@ def measure(folder: Path) -> Figures:
         not_done=not_done,
         took_s=clock.now_s() - begun_s,
     )
+
+
+def _used_s() -> float:
+    """Processor time of this process."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
 
 
 def room(folder: Path) -> Figures:

@@ -54,7 +54,9 @@ class PreflightDesk:
         self.fitness: Fitness | None = None
         """Of the newest check; None: none is made."""
         self._settings = settings = spec.profile.preflight
-        self._floors = Floors(**settings.model_dump(include=set(Floors.__struct_fields__)))
+        self._floors = Floors(
+            **{name: getattr(settings, name) for name in Floors.__struct_fields__}
+        )
         self._is_alone = spec.nodes is None
         self._folder = Path(spec.log_folder)
         self._journal = journal

@@ -12,6 +12,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from ftrun import clock
+
 _TICK_S = 1.0 / os.sysconf("SC_CLK_TCK")
 _BAD_STATES = {"T": "is stopped", "D": "hangs in the kernel"}
 
@@ -46,6 +48,16 @@ def process_facts(pid: int) -> ProcessFacts | None:
         child=_bad_child(pid),
         children_work=_children_work(pid),
     )
+
+
+def cores_used(pid: int, *, within_s: float = 0.25) -> float:
+    """Cores that a process uses, measured now; 0 where it has ended."""
+    before, begun_s = process_facts(pid), clock.now_s()
+    clock.sleep(within_s)
+    after = process_facts(pid)
+    if before is None or after is None:
+        return 0.0
+    return (after.cpu_s - before.cpu_s) / (clock.now_s() - begun_s)
 
 
 def resident_bytes(pid: int) -> int:

@@ -33,6 +33,8 @@ class Stack:
 
     frames: tuple[Frame, ...]
     holds_gil: bool = False
+    is_spied: bool = False
+    """By py-spy; else who holds the GIL is not known."""
 
 
 @cache
@@ -74,7 +76,29 @@ def _spied(pid: int) -> Stack | None:
     if not main:
         return None
     frames = [f"{one['filename']}:{one['line']} in {one['name']}" for one in main[0]["frames"]]
-    return Stack(tuple(frames[:MAX_FRAMES]), bool(main[0].get("owns_gil")))
+    return Stack(tuple(frames[:MAX_FRAMES]), bool(main[0].get("owns_gil")), is_spied=True)
+
+
+def spy_fault() -> str:
+    """Why a rank's stack cannot be read from outside here; empty where it can."""
+    if spy_program() is None:
+        return "py-spy is not installed (pip install py-spy)"
+    as_a_rank = (
+        "from ftrun.kernel import let_parent_trace as let; let(); print(flush=True); input()"
+    )
+    safe_path = ["-P"] if sys.flags.safe_path else []
+    words = [sys.executable, *safe_path, "-c", as_a_rank]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        is_read = _spied(child.pid) is not None
+        child.kill()
+    if is_read:
+        return ""
+    return (
+        "py-spy may not read other processes here: it needs ptrace (CAP_SYS_PTRACE in a "
+        "container, or kernel.yama.ptrace_scope=0)"
+    )
 
 
 def _dumped(pid: int, dumper: int, stack_fd: int) -> Stack | None:
@@ -121,3 +145,7 @@ def as_traceback(stack: Stack) -> str:
         path, _, line = where.rpartition(":")
         lines.append(f'  File "{path}", line {line}, in {function}')
     return "\n".join(lines)
+
+
+if __name__ == "__main__":  # for `ftrun check`
+    sys.stdout.write(spy_fault())

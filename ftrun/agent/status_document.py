@@ -8,6 +8,7 @@ Gives:    one JSON document; docs/operations.md describes it.
 
 import json
 import os
+from contextlib import suppress
 from typing import Any
 
 from ftrun import clock
@@ -111,7 +112,7 @@ def _state(run: RunLoop) -> str:
         return "running"
     if state is State.ENDED:
         return "ending"
-    return "restarting" if run.generations.restarts else "starting"
+    return "restarting" if run.generations.restarts or run.smp.was_adopted else "starting"
 
 
 def _verdict(run: RunLoop, ranks: list[dict[str, Any]], snapshots: dict[str, Any]) -> str:
@@ -122,6 +123,8 @@ def _verdict(run: RunLoop, ranks: list[dict[str, Any]], snapshots: dict[str, Any
             f"a killed rank costs the steps since {snapshots['step']} "
             f"({snapshots['age_s']:.1f} s ago)"
         )
+    elif (held := _held_step(run)) is not None:
+        protection = f"snapshots up to step {held} are in memory"
     else:
         protection = "no snapshot yet"
     steps = [rank["step"] for rank in ranks if rank["step"] is not None]
@@ -130,7 +133,16 @@ def _verdict(run: RunLoop, ranks: list[dict[str, Any]], snapshots: dict[str, Any
     if run.brain.leads and incidents.is_suspected and incidents.open is not None:
         silent_s = max(0.0, clock.now_s() - incidents.open.began_s)
         return f"NO STEP for {silent_s:.0f} s {at}: {incidents.open.text}; {protection}"
-    return f"{_state(run)} {at}, generation {run.generations.number}; {protection}"
+    number = run.generations.number
+    generation = f", generation {number}" if number >= 0 else ""
+    return f"{_state(run)} {at}{generation}; {protection}"
+
+
+def _held_step(run: RunLoop) -> int | None:
+    """The newest that the memory of an earlier agent holds; None: it holds nothing."""
+    with suppress(OSError, RuntimeError):  # the main thread closes what is replaced
+        return max((offer.step for offer in run.smp.memory.offers()), default=None)
+    return None
 
 
 def _ranks(run: RunLoop, now_s: float) -> list[dict[str, Any]]:

@@ -14,6 +14,8 @@ from pathlib import Path
 from queue import SimpleQueue
 from signal import SIGCONT, SIGKILL, SIGSTOP
 
+import msgspec
+
 from ftrun import clock, events, process_tree
 from ftrun.agent.elastic import FtrunElasticAgent
 from ftrun.agent.processes import Child
@@ -35,6 +37,7 @@ KILL_WAIT_S = 20.0
 """The leader waits longer than this for the answer of a node: `ClusterSettings.answer_s`."""
 
 _ORPHANS_WAIT_S = 1.0
+_FULL_BYTES = 1 << 16
 _LOOK_AGAIN_S = 0.002
 AWAY_S = 2.0
 """Longer than any turn of the loop takes while the machine runs."""
@@ -251,6 +254,7 @@ class WorkerGroup:
             failed_at_ns=page.get(Beat.FAILED_NS) or failed_at_ns,
             oom_kills=oom_kills,
             stopped_s=handle.killed_for_s,
+            full_disk=self._full_disk(handle),
             corrupt=page.note if corrupt else "",
         )
         return explain(facts)
@@ -333,7 +337,7 @@ class WorkerGroup:
             env.GENERATION: str(self.generation),
             env.INCARNATION: str(self.generation),
             env.SMP_SOCKET: str(self._smp.folder.smp_socket),
-            env.SNAPSHOT: snapshot.model_dump_json(),
+            env.SNAPSHOT: msgspec.json.encode(snapshot).decode(),
             env.START: "fresh",
             env.AGENT_PID: str(os.getpid()),
         }
@@ -363,6 +367,15 @@ class WorkerGroup:
                 os.close(place.stack_fd)
         if self.command_fd >= 0:
             os.close(self.command_fd)
+
+    def _full_disk(self, handle: WorkerHandle) -> str:
+        """The folder that torch redirects to and has the error file in, if nothing fits there."""
+        folder = Path(self._error_files.get(handle.local_rank_id, "")).parent
+        with suppress(OSError):
+            has = os.statvfs(folder)
+            if has.f_bavail * has.f_frsize < _FULL_BYTES or has.f_files > 0 == has.f_favail:
+                return str(folder)
+        return ""
 
     def _error(self, handle: WorkerHandle) -> tuple[str, str, int]:
         """Message, traceback and time from the worker's error file, if it wrote one."""

@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import suppress
 
 import msgspec
 
@@ -28,6 +29,10 @@ _SLACK = 4.0
 """An operator waits longer than a run would."""
 
 _UNKNOWN = "not known"
+_SPY_FOR = (
+    ". Without it a rank that hangs with the interpreter's lock held is called a hang in "
+    "computation, not a stuck GIL"
+)
 
 
 def check(profile: str | None, *, as_json: bool) -> int:
@@ -41,8 +46,11 @@ def check(profile: str | None, *, as_json: bool) -> int:
         FtrunError: the check itself fails.
     """
     settings = resolve(profile, variables=os.environ).profile.preflight
-    floors = Floors(**settings.model_dump(include=set(Floors.__struct_fields__)))
+    floors = Floors(**{name: getattr(settings, name) for name in Floors.__struct_fields__})
     found = judge(_measure(settings.limit_s * _SLACK), floors)
+    spy = _spy_fault(settings.limit_s * _SLACK)
+    if spy:
+        found = msgspec.structs.replace(found, warnings=(*found.warnings, f"{spy}{_SPY_FOR}"))
     if as_json:
         render.write_plain(json.dumps(msgspec.to_builtins(found), indent=1))
     else:
@@ -65,6 +73,17 @@ def _measure(limit_s: float) -> Figures:
         ) from error
     except (subprocess.CalledProcessError, msgspec.MsgspecError) as error:
         raise FtrunError(f"the check could not be made: {error}") from error
+
+
+def _spy_fault(limit_s: float) -> str:
+    safe_path = ["-P"] if sys.flags.safe_path else []
+    command = [sys.executable, *safe_path, "-m", "ftrun.agent.stacks"]
+    with suppress(subprocess.TimeoutExpired):
+        done = subprocess.run(
+            command, stdout=subprocess.PIPE, timeout=limit_s, check=False, text=True
+        )
+        return done.stdout
+    return "py-spy has not answered"
 
 
 def _rows(has: Figures, least: Floors) -> list[tuple[str, str]]:

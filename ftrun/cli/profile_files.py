@@ -14,12 +14,12 @@ import signal
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
+import msgspec
 import yaml
-from pydantic import ValidationError
 
-from ftrun.config import MAX_DATA, MAX_PARITY, Profile
+from ftrun.config import MAX_DATA, MAX_PARITY, Profile, key_types, section_types
 from ftrun.errors import ProfileInvalid, UsageError
 from ftrun.wire import environment
 
@@ -30,6 +30,20 @@ _WANTED = {
     ("snapshot", "every"): "should be auto or a number",
     ("erasure", "scheme"): "should be auto, none or K+M, such as 4+2",
     ("hooks", "webhook"): "should be an address that begins with http:// or https://",
+}
+
+_BOUNDS = {
+    " >= ": "greater than or equal to",
+    " <= ": "less than or equal to",
+    " > ": "greater than",
+    " < ": "less than",
+}
+_KINDS = {
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "str": "text",
+    "array": "a list",
 }
 
 _SHORT_NAMES = {("security", "secret_file"): ("FTRUN_SECRET_FILE",)}
@@ -154,12 +168,12 @@ def resolve(
         for setting in layer.settings:
             merged.setdefault(setting.section, {})[setting.key] = setting.value
             origins[str(setting)] = setting.origin
-    return Resolved(Profile.model_validate(merged), origins)
+    return Resolved(msgspec.convert(merged, Profile), origins)
 
 
 def known_keys() -> Iterator[tuple[str, str]]:
-    for section, info in Profile.model_fields.items():
-        for key in _keys_of(info.annotation):
+    for section, keys in section_types().items():
+        for key in key_types(keys):
             yield section, key
 
 
@@ -246,7 +260,7 @@ class _NodeReader:
     def _entries(self, node: yaml.Node, what: str) -> Iterator[tuple[str, yaml.Node]]:
         line = node.start_mark.line + 1
         if not isinstance(node, yaml.MappingNode):
-            known = what in Profile.model_fields or what == "a profile"
+            known = what in section_types() or what == "a profile"
             said = f"{what} holds keys with values" if known else _unknown_section(what)
             self.problems.append(f"line {line}: {said}")
             return
@@ -275,17 +289,45 @@ def _problems(layer: Layer) -> list[str]:
         nested.setdefault(setting.section, {})[setting.key] = setting.value
     found = list(layer.problems)
     origins = {str(setting): setting.origin for setting in layer.settings}
-    try:
-        Profile.model_validate(nested)
-    except ValidationError as error:
-        reported = set()
-        for detail in error.errors(include_url=False):
-            section, key = str(detail["loc"][0]), str((*detail["loc"], "", "")[1])
-            if (section, key) in reported:  # a union reports each of its members
-                continue
-            reported.add((section, key))
-            found.extend(_in_words(section, key, detail, origins, nested))
+    for section, values in nested.items():
+        keys = section_types().get(section)
+        if keys is None:
+            origin = origins[next(name for name in origins if name.split(".")[0] == section)]
+            found.append(f"{origin}: {_unknown_section(section)}")
+            continue
+        for key, value in values.items():
+            found += _problem_of(section, key, value, origins.get(f"{section}.{key}", section))
     return [*found, *_impossible_values(nested, origins)]
+
+
+def _problem_of(section: str, key: str, value: object, origin: str) -> list[str]:
+    types = key_types(section_types()[section])
+    if key not in types:
+        near = difflib.get_close_matches(key, types, n=1, cutoff=0.5)
+        hint = f"; did you mean {near[0]}?" if near else f"; there are {', '.join(types)}"
+        return [f"{origin}: {key} is not a key of {section}{hint}"]
+    try:
+        msgspec.convert(value, types[key])
+    except msgspec.ValidationError as error:
+        said = _WANTED.get((section, key)) or f"should be {_wanted(str(error), types[key])}"
+        return [f"{origin}: {section}.{key} {said}, and is {value!r}"]
+    return []
+
+
+def _wanted(said: str, wanted: Any) -> str:
+    """What msgspec says that it has expected, in words."""
+    choices = [one for part in get_args(wanted)[:1] for one in get_args(part)]
+    if said.startswith("Invalid enum value"):
+        return f"one of {', '.join(map(str, choices))}"
+    text, _, _ = said.removeprefix("Expected ").partition(", got")
+    if " of length " in text:
+        return "a text that is not empty"
+    for sign, words in _BOUNDS.items():
+        if sign in text:
+            return f"{words} {text.partition(sign)[2].removesuffix('.0')}"
+    for name, words in _KINDS.items():
+        text = text.replace(f"`{name}`", words)
+    return text.replace("`", "").replace(" | null", "")
 
 
 def _impossible_values(
@@ -313,35 +355,11 @@ def _impossible_values(
     return found
 
 
-def _in_words(
-    section: str,
-    key: str,
-    detail: Any,
-    origins: Mapping[str, str],
-    nested: Mapping[str, Mapping[str, object]],
-) -> list[str]:
-    if section not in Profile.model_fields:
-        keys = [name for name in origins if name.startswith(f"{section}.")]
-        return [f"{origins[name]}: {_unknown_section(section)}" for name in keys[:1]]
-    origin = origins.get(f"{section}.{key}", section)
-    if detail["type"] == "extra_forbidden":
-        keys = list(_keys_of(Profile.model_fields[section].annotation))
-        near = difflib.get_close_matches(key, keys, n=1, cutoff=0.5)
-        hint = f"; did you mean {near[0]}?" if near else f"; there are {', '.join(keys)}"
-        return [f"{origin}: {key} is not a key of {section}{hint}"]
-    said = _WANTED.get((section, key)) or str(detail["msg"]).removeprefix("Input ")
-    return [f"{origin}: {section}.{key} {said}, and is {nested[section][key]!r}"]
-
-
 def _unknown_section(section: str) -> str:
-    names = list(Profile.model_fields)
+    names = list(section_types())
     near = difflib.get_close_matches(section, names, n=1, cutoff=0.5)
     hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(names)}"
     return f"{section} is not a section; {hint}"
-
-
-def _keys_of(annotation: Any) -> list[str]:
-    return list(annotation.model_fields)
 
 
 def _yaml_problem(error: yaml.YAMLError) -> str:

@@ -15,6 +15,7 @@ from ftrun.cli.profile_files import (
     resolve,
     shown_path,
 )
+from ftrun.config import about_key
 
 
 def list_profiles() -> None:
@@ -47,7 +48,7 @@ def _rows(resolved: Resolved, *, with_origin: bool) -> list[tuple[str, str, str,
     rows = []
     for section, key in known_keys():
         part = getattr(resolved.profile, section)
-        about = type(part).model_fields[key].description or ""
+        about = about_key(type(part), key)
         origin = resolved.origins.get(f"{section}.{key}", "default")
         value = render.value_text(getattr(part, key))
         rows.append((f"{section}.{key}", value, origin if with_origin else "", about))

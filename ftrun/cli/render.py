@@ -18,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ftrun.cli.watch_page import Styled, incident_line
+from ftrun.ids import version
 
 NO_WIDTH = 1_000_000
 """Columns of an output that is not a terminal: wider than any table."""
@@ -264,7 +265,7 @@ def _snapshot_lines(document: Mapping[str, Any]) -> list[str]:
     if found.get("step") is None:
         newest = f"none yet ({found.get('note')})" if found.get("note") else "none yet"
     else:
-        newest = f"step {found['step']} (generation {found.get('generation', 0)})"
+        newest = str(version(found.get("generation") or 0, found["step"]))
         if found.get("age_s") is not None:
             newest += f", {duration(found['age_s'])} old"
     per_rank = found.get("bytes_per_rank")
@@ -279,7 +280,7 @@ def _snapshot_lines(document: Mapping[str, Any]) -> list[str]:
             f"            taken {found['taken']}, skipped {found.get('skipped', 0)}, discarded "
             f"{found.get('discarded', 0)}; training was blocked for "
             f"{duration(found.get('blocked_s') or 0.0)} in all"
-            + (f"; every {every} steps" if every else "")
+            + (f"; every {'step' if every == 1 else f'{every} steps'}" if every else "")
         )
     return lines
 

@@ -21,6 +21,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NoReturn
 
+import msgspec
+
 from ftrun import clock, process_tree
 from ftrun.cli.command_line import CommandLine
 from ftrun.cli.found_runs import is_anything_left
@@ -37,7 +39,13 @@ from ftrun.wire.checkpoint_messages import INDEX_NAME
 from ftrun.wire.checkpoint_owner import CheckpointOwner
 from ftrun.wire.environment import LOG_FOLDER
 from ftrun.wire.finished_run import has_finished, read_owner
-from ftrun.wire.run_folder import RunFolder, all_run_folders, check_run_id, run_folder
+from ftrun.wire.run_folder import (
+    RunFolder,
+    all_run_folders,
+    check_run_id,
+    run_folder,
+    spare_log_folder,
+)
 
 _KEY_OF_FLAG = {
     "snapshot-every": ("snapshot", "every"),
@@ -92,7 +100,8 @@ def run(line: CommandLine, *, variables: Mapping[str, str]) -> NoReturn:
         for text in process_tree.end_marked(folder.path):
             sys.stderr.write(f"ftrun: {text}\n")
     forget_earlier_life(folder, spec, slurm_step(variables))
-    folder.spec.write_text(spec.model_dump_json(indent=1))
+    spec = with_log_folder(spec, is_given=bool(variables.get(LOG_FOLDER)))
+    folder.spec.write_bytes(msgspec.json.format(msgspec.json.encode(spec), indent=1))
     sys.stdout.flush()
     sys.stderr.flush()
     os.set_inheritable(lock_fd, True)
@@ -114,6 +123,28 @@ def temporary_folder_warning(folder: str) -> str:
         f"makes its sockets there, and with more than {MAX_TEMPORARY_BYTES} bytes DataLoader "
         "workers fail and their rank waits for ever. Set TMPDIR to a shorter path"
     )
+
+
+def with_log_folder(spec: RunSpec, *, is_given: bool) -> RunSpec:
+    """Make the folder of the logs; where that is not possible, another one, and say so.
+
+    Raises:
+        UsageError: it was named, and cannot be written.
+    """
+    folder = Path(spec.log_folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        why = f"the logs cannot be written to {folder}: {error.strerror or error}"
+        if is_given:
+            raise UsageError(f"{why}. Name another folder in {LOG_FOLDER}") from error
+        nodes = [] if spec.nodes is None else [spec.nodes.node_id]
+        other = spare_log_folder().joinpath(spec.run_id, *nodes)
+        sys.stderr.write(f"ftrun: {why}. They are in {other}\n")
+        return msgspec.structs.replace(spec, log_folder=str(other))
+    return spec
 
 
 def build_spec(line: CommandLine, *, variables: Mapping[str, str]) -> RunSpec:
@@ -248,7 +279,7 @@ def take_folder(run_id: RunId, *, script: str, node_id: str | None = None) -> tu
         RunIdTaken: the run is alive, or what waits there is another script's.
     """
     folder = run_folder(run_id, node_id)
-    for _ in range(_LOCK_ATTEMPTS):
+    for attempt in range(_LOCK_ATTEMPTS):
         folder.path.mkdir(mode=0o700, exist_ok=True)
         try:
             lock_fd = os.open(folder.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -259,6 +290,10 @@ def take_folder(run_id: RunId, *, script: str, node_id: str | None = None) -> tu
         except BlockingIOError:
             owner = os.pread(lock_fd, 32, 0).decode().strip()
             os.close(lock_fd)
+            is_run = owner.isdigit() and Path(f"/proc/{owner}").exists()
+            if not is_run and attempt < _LOCK_ATTEMPTS - 1:
+                clock.sleep(_LOOK_AGAIN_S)  # `sweep` or `ftrun status` looks at the lock
+                continue
             raise RunIdTaken(
                 f"run {folder.name} is alive (pid {owner or 'not known yet'}). Choose another "
                 f"--run-id, or see it with: ftrun status {folder.name}"

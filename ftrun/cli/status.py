@@ -40,19 +40,32 @@ def document_of(run: FoundRun) -> dict[str, Any]:
                 raise
     if run.life is Life.ORPHANED:
         return _orphan(run)
-    return {
-        "run_id": run.run_id,
-        "state": "starting",
-        "verdict": f"STARTING: the launcher (pid {run.stub_pid}) has no agent that answers yet",
-    }
+    return _between_agents(run)
+
+
+def _between_agents(run: FoundRun) -> dict[str, Any]:
+    """A run with a launcher, and without an agent that answers: the first one, or the next."""
+    try:
+        said = _ask(run.to_smp())
+    except PeerError:
+        said = {}
+    if not said.get("bytes"):
+        return {
+            "run_id": run.run_id,
+            "state": "starting",
+            "verdict": f"STARTING: the launcher (pid {run.stub_pid}) has no agent that answers yet",
+        }
+    committed = said.get("committed")
+    newest = f"up to step {committed[1]} " if committed else ""
+    verdict = (
+        f"RESTARTING: no rank runs. ftrun's agent has ended, and the launcher (pid {run.stub_pid}) "
+        f"starts another; {render.size(said['bytes'])} of snapshots {newest}are in memory"
+    )
+    return _held_by_smp(run, said, state="restarting", verdict=verdict)
 
 
 def _orphan(run: FoundRun) -> dict[str, Any]:
     said = _ask(run.to_smp())
-    try:
-        spec = json.loads(run.folder.spec.read_text())
-    except (OSError, ValueError):
-        spec = {}
     age_s = said.get("orphaned_for_s")
     since = "" if age_s is None else f" for {render.duration(float(age_s))}"
     resume = f"ftrun --run-id {run.run_id} ..."
@@ -60,11 +73,22 @@ def _orphan(run: FoundRun) -> dict[str, Any]:
         f"ORPHANED{since}: the launcher is gone and the snapshots are still in memory. "
         f"`{resume}` with the same script resumes, `ftrun stop {run.name}` frees them"
     )
+    return _held_by_smp(run, said, state="orphaned", verdict=verdict)
+
+
+def _held_by_smp(
+    run: FoundRun, said: dict[str, Any], *, state: str, verdict: str
+) -> dict[str, Any]:
+    """What the SMP has said, in the form of an agent's answer."""
+    try:
+        spec = json.loads(run.folder.spec.read_text())
+    except (OSError, ValueError):
+        spec = {}
     committed = said.get("committed") or [None, None]
     return {
         **said,
         "run_id": run.run_id,
-        "state": "orphaned",
+        "state": state,
         "verdict": verdict,
         "script": spec.get("script", ""),
         "snapshots": {

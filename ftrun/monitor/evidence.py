@@ -90,6 +90,8 @@ class RankView(msgspec.Struct, frozen=True):
     spins_s: float = 0.0
     """For so long it has used a processor without leaving one function of the user's."""
     holds_gil: bool = False
+    is_gil_known: bool = True
+    """Its stack was read from outside, which also tells who holds the lock."""
     groups: tuple[GroupView, ...] = ()
     stack: tuple[Frame, ...] = ()
     """Of the main thread, the innermost frame first; empty where it could not be taken."""

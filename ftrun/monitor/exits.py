@@ -13,6 +13,8 @@ from ftrun.ids import Rank
 from ftrun.monitor.evidence import RUNTIME, is_in
 
 SIGKILL = 9
+_OUTPUT_LOST = 120
+"""Python's exit code where stdout or stderr cannot be flushed at the end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +33,8 @@ class ExitFacts:
     """Out-of-memory kills on this node since the last look; None where unreadable."""
     stopped_s: float | None = None
     """Killed by ftrun because it had been stopped for so long."""
+    full_disk: str = ""
+    """The folder of its output and its error file, if their disk is full."""
     corrupt: str = ""
     """Killed or ended because its snapshot was corrupt: which."""
 
@@ -61,9 +65,12 @@ def explain(facts: ExitFacts) -> WorkerExit:
             fingerprint=f"exception {place(facts.traceback)} {first_line.split(':')[0]}",
             failed_at_ns=facts.failed_at_ns,
         )
-    return WorkerExit(
-        rank, Kind.EXIT_CODE, status, f"{who} exited with code {status}", fingerprint=f"{status}"
-    )
+    text = f"{who} exited with code {status}"
+    if facts.full_disk:
+        text += f": the disk of {facts.full_disk} is full, so its output cannot be written there"
+    elif status == _OUTPUT_LOST:
+        text += ": Python could not write the rest of its output"
+    return WorkerExit(rank, Kind.EXIT_CODE, status, text, fingerprint=f"{status}")
 
 
 def _signalled(facts: ExitFacts, who: str) -> WorkerExit:

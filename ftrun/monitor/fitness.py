@@ -33,6 +33,8 @@ class Figures(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     memory_bytes_per_s: float = 0.0
     """Copied within memory by one thread, the best of some."""
+    processor_share: float = 1.0
+    """Part of the time of that measurement in which it had a processor; the rest others had."""
     loopback_rtt_s: float = 0.0
     loopback_bytes_per_s: float = 0.0
     free_memory_bytes: int = -1
@@ -56,6 +58,10 @@ class Figures(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     not_done: str = ""
     """What could not be measured, and why."""
     took_s: float = 0.0
+
+
+MIN_SHARE = 0.7
+"""Rates of a machine that is busy with other work say nothing of the machine."""
 
 
 class Floors(msgspec.Struct, frozen=True):
@@ -138,7 +144,11 @@ def far_below(found: Mapping[str, Figures], part: float) -> dict[str, str]:
         "the link carries": {one: has.link_bytes_per_s for one, has in found.items()},
     }
     for what, rate_of in rates.items():
-        known = {one: rate for one, rate in rate_of.items() if rate > 0}
+        known = {
+            one: rate
+            for one, rate in rate_of.items()
+            if rate > 0 and found[one].processor_share >= MIN_SHARE
+        }
         for node_id, rate in known.items():
             others = [other for one, other in known.items() if one != node_id]
             if len(others) >= MIN_OTHERS and rate < part * (theirs := _median(others)):

@@ -246,6 +246,11 @@ def _against(view: RankView) -> list[str]:
         found.append(f"rank {view.rank} is busy with {view.activity}, which may take long")
     if view.cpu >= COMPUTES:
         found.append(f"rank {view.rank} computes ({view.cpu:.1f} cores)")
+    elif not view.is_gil_known and view.process == "S":
+        found.append(
+            f"whether rank {view.rank} holds the interpreter's lock is not known: py-spy is "
+            "missing or may not look (ftrun check says which)"
+        )
     return found
 
 

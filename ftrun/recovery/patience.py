@@ -33,7 +33,7 @@ class Patience:
             code = ExitCode.NOT_ENOUGH_NODES if gathers else ExitCode.TRY_AGAIN
             why = self._nobody_comes if gathers else self._nobody_takes_us
             return [EndRun(code, why(waited_s, reach))]
-        if now_s < self._say_due_s:
+        if now_s < self._say_due_s or waited_s < SAY_EVERY_S:
             return []
         self._say_due_s = now_s + SAY_EVERY_S
         return [Note("Waiting", f"waiting for {waited_s:.0f} s: {reach}", say=True)]

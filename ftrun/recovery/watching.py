@@ -28,6 +28,12 @@ from ftrun.recovery.settings import ClusterSettings
 from ftrun.recovery.slow_watch import SlowWatch
 from ftrun.wire.plan import Plan, VersionPair
 
+_BACK = (
+    ". It is only reported: numbers.policy=rollback would go back to a version from before it, and "
+    "skip-data leave the data out too"
+)
+_STOP = ". It is only reported: numbers.policy=stop would end the run"
+
 
 class Watching:
     """Of one run, by one lead."""
@@ -134,6 +140,9 @@ class Watching:
         if verdict is None:
             return []
         if self._bad_numbers == "report" or not verdict.acts_at_once:
+            remedy = _BACK if reports.progress.attached else _STOP
+            told = verdict.text + (remedy if verdict.acts_at_once else "")
+            verdict = msgspec.structs.replace(verdict, text=told)
             self.incidents.reported(verdict, reports.progress, now_s=now_s)
             return []
         self.incidents.found(verdict, (), reports.progress, now_s=now_s)

@@ -96,9 +96,22 @@ def runs_folder() -> Path:
     """
     base = os.environ.get("XDG_RUNTIME_DIR")
     if base and os.access(base, os.W_OK | os.X_OK):
-        path = Path(base) / "ftrun"
-    else:
-        path = Path(tempfile.gettempdir()) / f"ftrun-{os.getuid()}"
+        return _own_folder(Path(base) / "ftrun")
+    return _own_folder(Path(tempfile.gettempdir()) / f"ftrun-{os.getuid()}")
+
+
+def spare_log_folder() -> Path:
+    """Where runs log that cannot write to their working directory; made if need be.
+
+    Not a run folder: logs outlive the run.
+
+    Raises:
+        NotSupportedHere: it exists and belongs to somebody else.
+    """
+    return _own_folder(Path(tempfile.gettempdir()) / f"ftrun-logs-{os.getuid()}")
+
+
+def _own_folder(path: Path) -> Path:
     with contextlib.suppress(FileExistsError):
         path.mkdir(mode=0o700)
     found = path.lstat()

@@ -18,7 +18,13 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from ftrun.kernel import die_with_parent, ignore_user_signals, name_process, offer_to_oom_killer
+from ftrun.kernel import (
+    die_with_parent,
+    ignore_user_signals,
+    let_parent_trace,
+    name_process,
+    offer_to_oom_killer,
+)
 from ftrun.wire import environment as env
 from ftrun.wire.launch_order import LaunchOrder
 from ftrun.worker import heartbeat, standby
@@ -59,6 +65,7 @@ def main() -> None:
     kind, argv = sys.argv[1], sys.argv[2:]
     offer_to_oom_killer()
     die_with_parent(int(os.environ[env.AGENT_PID]))
+    let_parent_trace()
     if kind == "command":
         os.execvp(argv[0], argv)
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):

@@ -25,7 +25,7 @@ from typing import TextIO
 
 from ftrun import clock
 from ftrun.errors import FtrunError
-from ftrun.kernel import ignore_user_signals, name_process, offer_to_oom_killer
+from ftrun.kernel import ignore_user_signals, let_parent_trace, name_process, offer_to_oom_killer
 from ftrun.wire import environment as env
 from ftrun.wire.launch_order import LaunchOrder, decode_order
 from ftrun.worker import heartbeat, script_errors
@@ -46,6 +46,7 @@ def run(orders: socket.socket) -> None:
 def _wait(orders: socket.socket) -> tuple[LaunchOrder, list[int]]:
     os.setsid()
     offer_to_oom_killer()
+    let_parent_trace()
     name_process("ftrun-standby")
     _touch()
     data, fds = b"", list[int]()

@@ -5,6 +5,7 @@ import json
 import re
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from ftrun import events
@@ -148,7 +149,7 @@ def test_every_exit_code_is_explained() -> None:
 
 def test_every_key_of_a_profile_is_there_with_its_default() -> None:
     told = {c[0].strip("`"): words(c[1]) for c in rows(DOCS["operations.md"]) if len(c) == 4}
-    for section, about in Profile().model_dump().items():
+    for section, about in msgspec.to_builtins(Profile()).items():
         for key, default in about.items():
             shown = json.dumps(default) if isinstance(default, bool | None) else str(default)
             assert told.get(f"{section}.{key}") == [shown], f"{section}.{key}"

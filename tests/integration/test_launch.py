@@ -63,6 +63,7 @@ def test_killed_rank_of_an_unmodified_script_is_respawned(
     (recovered,) = run.journal("StartGeneration")[1:]
     assert "killed by SIGKILL" in str(recovered["why"])
     assert "does not call ftrun.attach" in str(recovered["why"])
+    assert run.text.count("was killed by SIGKILL") == 1, "announced once"
 
 
 def test_environment_is_torchruns(start: Start, script: Script, tmp_path: Path) -> None:
@@ -169,6 +170,42 @@ def test_redirects_and_tee_go_where_torchrun_puts_them(start: Start, script: Scr
     assert (attempt / "1" / "stderr.log").read_text() == "err\n"
     assert "out 1" in run.text
     assert "err" not in run.text
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to mount a small file system")
+def test_a_full_disk_of_the_output_is_named(start: Start, script: Script, tmp_path: Path) -> None:
+    small = tmp_path / "small"
+    small.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", small], check=True)
+    try:
+        words = ("--nproc-per-node", "1", "--log-dir", str(small), "--redirects", "3")
+        run = start(*words, script("print('x' * 1_000_000)\n"))
+        assert run.wait() in (1, 120), run.text
+        assert re.search(
+            rf"exited with code \d+: the disk of {re.escape(str(small))}\S* is full", run.text
+        )
+    finally:
+        subprocess.run(["umount", "--lazy", small], check=True)
+
+
+def test_a_working_directory_that_cannot_be_written(tmp_path: Path, script: Script) -> None:
+    """As torchrun: the script runs there; the logs are elsewhere."""
+    name = script("import os\nprint('in', os.getcwd())\n")
+    variables = {k: v for k, v in os.environ.items() if not k.startswith("FTRUN_")}
+    done = subprocess.run(
+        [sys.executable, "-m", "ftrun", "--run-id", "away", str(tmp_path / name)],
+        cwd="/proc",
+        env={**variables, "TMPDIR": str(tmp_path), "XDG_RUNTIME_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=200,
+    )
+    assert (done.returncode, done.stdout) == (0, "in /proc\n"), done.stderr
+    logs = tmp_path / f"ftrun-logs-{os.getuid()}" / "away"
+    assert "the logs cannot be written to /proc/ftrun-logs/away" in done.stderr
+    assert f"They are in {logs}" in done.stderr
+    assert (logs / "journal.jsonl").exists()
 
 
 def test_script_finds_a_whole_interpreter(start: Start, script: Script) -> None:

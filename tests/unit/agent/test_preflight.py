@@ -170,7 +170,7 @@ def desk_of(folder: Path, *, nodes: bool = True, **keys: object) -> PreflightDes
     about = NodesSpec(
         min_nodes=2, max_nodes=2, endpoint_host="127.0.0.1", endpoint_port=29400, node_id="b"
     )
-    profile = Profile.model_validate({"preflight": keys})
+    profile = msgspec.convert({"preflight": keys}, Profile)
     spec = RunSpec(
         run_id="r",
         script="/t.py",

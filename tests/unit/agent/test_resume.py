@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from ftrun.agent.resume import Source, sources_of
 from ftrun.config import Profile, RunSpec
@@ -13,7 +14,7 @@ LIFE = "1f2e3d"
 def spec(place: Path, *, resume: str, directory: str | None = "saved") -> RunSpec:
     profile = Profile()
     wish = {"directory": directory, "resume": resume}
-    checkpoint = profile.checkpoint.model_copy(update=wish)
+    checkpoint = replace(profile.checkpoint, **wish)
     return RunSpec(
         run_id="r",
         script="train.py",
@@ -21,7 +22,7 @@ def spec(place: Path, *, resume: str, directory: str | None = "saved") -> RunSpe
         max_restarts=None,
         log_folder=str(place / "logs"),
         cwd=str(place),
-        profile=profile.model_copy(update={"checkpoint": checkpoint}),
+        profile=replace(profile, checkpoint=checkpoint),
     )
 
 

@@ -4,10 +4,14 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from ftrun.cli.command_line import parse
 from ftrun.cli.run import (
@@ -18,6 +22,7 @@ from ftrun.cli.run import (
     sweep,
     take_folder,
     temporary_folder_warning,
+    with_log_folder,
 )
 from ftrun.config import Profile, RunSpec
 from ftrun.errors import RunIdTaken, UsageError
@@ -141,6 +146,23 @@ def test_live_run_id_is_refused_with_its_pid(taken: RunFolder) -> None:
     assert f"pid {os.getpid()}" in str(caught.value)
 
 
+def test_a_look_at_the_lock_is_no_run(place: Path) -> None:
+    """`sweep` of another start has it for a moment, and removes the folder then."""
+    folder, lock_fd = take_folder(RunId("mine"), script="/a.py")
+    os.ftruncate(lock_fd, 0)  # as that of a run that is being started
+
+    def let_go() -> None:
+        time.sleep(0.2)
+        folder.remove()
+        os.close(lock_fd)
+
+    with ThreadPoolExecutor() as pool:
+        pool.submit(let_go)
+        _, mine_fd = take_folder(RunId("mine"), script="/a.py")
+    assert folder.lock.exists()
+    os.close(mine_fd)
+
+
 def test_folder_of_a_dead_run_is_taken_over() -> None:
     folder, lock_fd = take_folder(RunId("mine"), script="/a.py")
     folder.spec.write_text('{"script": "/a.py"}')
@@ -174,6 +196,22 @@ def test_sweep_removes_what_nobody_holds(taken: RunFolder) -> None:
     assert taken.path.exists()
     assert not dead.path.exists()
     assert unlocked.path.exists()
+
+
+def test_logs_go_elsewhere_where_the_working_directory_cannot_be_written(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(place))
+    made = spec("train.py")
+    away = replace(made, log_folder=f"/proc/ftrun-logs/{made.run_id}")
+    with pytest.raises(UsageError, match="Name another folder in FTRUN_LOG"):
+        with_log_folder(away, is_given=True)
+    other = place / f"ftrun-logs-{os.getuid()}" / made.run_id
+    assert with_log_folder(away, is_given=False).log_folder == str(other)
+    said = capsys.readouterr().err
+    assert "the logs cannot be written to /proc/ftrun-logs" in said
+    assert f"They are in {other}" in said
+    assert with_log_folder(made, is_given=False) == made
 
 
 def test_number_of_ranks_is_looked_at_before_anything_starts() -> None:

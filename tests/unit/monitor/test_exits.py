@@ -19,6 +19,8 @@ FACTS = ExitFacts(rank=Rank(1), pid=42, status=0)
     [
         (FACTS, Kind.FINISHED, "has finished"),
         (replace(FACTS, status=3), Kind.EXIT_CODE, "exited with code 3"),
+        (replace(FACTS, status=120), Kind.EXIT_CODE, "could not write the rest of its output"),
+        (replace(FACTS, status=120, full_disk="/logs"), Kind.EXIT_CODE, "disk of /logs is full"),
         (
             replace(FACTS, status=1, message="ValueError: bad\nmore", traceback=TRACE),
             Kind.EXCEPTION,

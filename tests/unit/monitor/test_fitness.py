@@ -128,6 +128,12 @@ def test_a_node_far_below_the_others_is_told() -> None:
     assert far_below(all_of_them, 0.1) == {}
 
 
+def test_rates_of_a_busy_machine_are_not_compared() -> None:
+    found = {one: figures(memory_bytes_per_s=8e9) for one in "ac"}
+    found["b"] = figures(memory_bytes_per_s=3e9, processor_share=0.4)
+    assert far_below(found, 0.5) == {}
+
+
 def test_of_two_nodes_none_is_the_slow_one() -> None:
     two = {"a": figures(memory_bytes_per_s=8e9), "b": figures(memory_bytes_per_s=1e9)}
     assert far_below(two, 0.5) == {}

@@ -121,6 +121,13 @@ def test_patience_is_asked_for_where_a_rank_evaluates_or_computes() -> None:
     assert found.sure is Sure.LIKELY
 
 
+def test_a_sleeper_of_which_the_lock_is_not_known_may_hold_it() -> None:
+    unseen = behind(1, is_gil_known=False)
+    found = judged({0: waiting(0), 1: unseen, 2: waiting(2), 3: waiting(3)})
+    assert found.kind is VerdictKind.HANG_IN_COMPUTATION
+    assert any("py-spy is missing" in one for one in found.against)
+
+
 def test_a_rank_that_makes_steps_will_come() -> None:
     """Uneven work: one rank is done with its epoch and waits, the others go on."""
     going = behind(1, silent_s=0.2, still_s=0.0)

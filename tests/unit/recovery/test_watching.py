@@ -65,9 +65,11 @@ def bad(made: Oversight, now_s: float = 10.0) -> list[SupervisorCommand]:
 def test_bad_numbers_are_reported() -> None:
     made = oversight()
     assert bad(made) == []
-    closed = told(made, "IncidentClosed")
+    notes = made.incidents.take_notes()
+    closed = [note.fields for note in notes if note.kind == "IncidentClosed"]
     assert [one["actions"] for one in closed] == [["report"]]
     assert made.history(now_s=11.0).spoiled is None
+    assert any("numbers.policy=" in note.text for note in notes if note.kind == "Verdict")
 
 
 def test_bad_numbers_are_rolled_back_behind_what_they_have_spoiled() -> None:
