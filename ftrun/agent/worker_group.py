@@ -370,11 +370,12 @@ class WorkerGroup:
 
     def _full_disk(self, handle: WorkerHandle) -> str:
         """The folder that torch redirects to and has the error file in, if nothing fits there."""
-        folder = Path(self._error_files.get(handle.local_rank_id, "")).parent
+        folder = os.path.dirname(self._error_files.get(handle.local_rank_id, ""))
         with suppress(OSError):
             has = os.statvfs(folder)
-            if has.f_bavail * has.f_frsize < _FULL_BYTES or has.f_files > 0 == has.f_favail:
-                return str(folder)
+            is_full = has.f_blocks > 0 and has.f_bavail * has.f_frsize < _FULL_BYTES
+            if is_full or (has.f_files > 0 and has.f_favail == 0):
+                return folder
         return ""
 
     def _error(self, handle: WorkerHandle) -> tuple[str, str, int]:

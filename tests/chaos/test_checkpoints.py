@@ -18,7 +18,6 @@ from ftrun.wire.run_folder import run_folder
 from tests.chaos.conftest import STEPS, Checked, let_end, wait_for_memory, wait_until_gone
 from tests.ftp_server import ftp_server
 from tests.integration.conftest import WAIT_S, Run, Start, free_port
-from tests.stopping import stop
 
 pytestmark = [pytest.mark.chaos, pytest.mark.slow]
 
@@ -377,15 +376,8 @@ def test_sigterm_soon_after_a_kill_of_the_agent_still_saves_the_snapshot(
     run = start(*KEPT, *train)
     run.wait_for_step(20)
     wait_for_memory(run, 15)
-    stop(run.process.pid)  # so that no other agent is there yet
     for pid in [run.pid_of(part) for part in parts]:
         os.kill(pid, signal.SIGKILL)
-        wait_until_gone(pid)
-    verdict = str(run.status().get("verdict"))
-    if "smp" not in parts:
-        assert verdict.startswith("RESTARTING: no rank runs. ftrun's agent has ended"), verdict
-        assert "of snapshots up to step" in verdict
-    run.process.send_signal(signal.SIGCONT)
     time.sleep(delay_s)
     run.process.send_signal(signal.SIGTERM)
     assert run.wait() == 143, run.text

@@ -172,6 +172,7 @@ def test_redirects_and_tee_go_where_torchrun_puts_them(start: Start, script: Scr
     assert "err" not in run.text
 
 
+@pytest.mark.full
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to mount a small file system")
 def test_a_full_disk_of_the_output_is_named(start: Start, script: Script, tmp_path: Path) -> None:
     small = tmp_path / "small"
@@ -188,6 +189,7 @@ def test_a_full_disk_of_the_output_is_named(start: Start, script: Script, tmp_pa
         subprocess.run(["umount", "--lazy", small], check=True)
 
 
+@pytest.mark.full
 def test_a_working_directory_that_cannot_be_written(tmp_path: Path, script: Script) -> None:
     """As torchrun: the script runs there; the logs are elsewhere."""
     name = script("import os\nprint('in', os.getcwd())\n")
