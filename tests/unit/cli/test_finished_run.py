@@ -84,7 +84,7 @@ def test_a_run_that_is_to_begin_anew_is_started(owner: CheckpointOwner, tmp_path
 def test_a_node_that_was_part_of_the_run_knows_its_result_by_the_life_of_the_run(
     owner: CheckpointOwner,
 ) -> None:
-    other = spec().model_copy(update={"command_digest": "another"})
+    other = spec(script="train.py --steps 10")
     assert "job7 has finished" in has_finished(other, owner, life="1")
     assert has_finished(other, owner, life="2") == ""
     failed = msgspec.structs.replace(owner, exit_code=76)
