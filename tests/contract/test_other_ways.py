@@ -337,7 +337,7 @@ def test_a_refusal_at_the_address_of_the_card_is_the_death_of_the_agent(
     lead.leave(SECOND)
     followed.close()
     wait_for("the lead to be lost", lambda: agent.notes("LeadLost"))
-    assert "refused" in agent.notes("LeadLost")[0].text
+    assert "refuses the connection" in agent.notes("LeadLost")[0].text
 
 
 @pytest.mark.slow
