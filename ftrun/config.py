@@ -9,8 +9,7 @@ worker as `SnapshotSettings` in its environment.
 """
 
 import hashlib
-from functools import cache
-from typing import Annotated, Any, Literal, get_args, get_type_hints
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -40,12 +39,7 @@ class SnapshotConfig(_Section, frozen=True, kw_only=True):
         float, Meta(gt=0, le=1, description="part of the step time that auto may spend")
     ] = 0.02
     commit_wait_s: Annotated[
-        float,
-        Meta(
-            ge=0,
-            le=60,
-            description="longest wait of a step boundary for slower ranks to seal the last one",
-        ),
+        float, Meta(ge=0, le=60, description="longest wait of a boundary for slower ranks' seals")
     ] = 2.0
     proof_first: Annotated[
         int, Meta(ge=0, description="snapshots at the start whose lazy copies are proven by digest")
@@ -503,21 +497,3 @@ class RunSpec(_Section, frozen=True, kw_only=True):
         """Absolute, or a URL: what `checkpoint.resume` names; None: nothing in particular."""
         wish = self.profile.checkpoint.resume
         return None if wish in ("auto", "never") else located(wish, cwd=self.cwd)
-
-
-@cache
-def section_types() -> dict[str, Any]:
-    """The class of each section of a profile, by its name."""
-    return get_type_hints(Profile)
-
-
-@cache
-def key_types(section: Any) -> dict[str, Any]:
-    """The type of each key of a section, with its bounds, by its name."""
-    return get_type_hints(section, include_extras=True)
-
-
-def about_key(section: type, key: str) -> str:
-    """What a key is about."""
-    found = [one.description for one in get_args(key_types(section)[key]) if isinstance(one, Meta)]
-    return found[0] or ""

@@ -13,13 +13,14 @@ import re
 import signal
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, get_args, get_type_hints
 
 import msgspec
 import yaml
 
-from ftrun.config import MAX_DATA, MAX_PARITY, Profile, key_types, section_types
+from ftrun.config import MAX_DATA, MAX_PARITY, Profile
 from ftrun.errors import ProfileInvalid, UsageError
 from ftrun.wire import environment
 
@@ -169,6 +170,28 @@ def resolve(
             merged.setdefault(setting.section, {})[setting.key] = setting.value
             origins[str(setting)] = setting.origin
     return Resolved(msgspec.convert(merged, Profile), origins)
+
+
+@cache
+def section_types() -> dict[str, Any]:
+    """The class of each section of a profile, by its name."""
+    return get_type_hints(Profile)
+
+
+@cache
+def key_types(section: Any) -> dict[str, Any]:
+    """The type of each key of a section, with its bounds, by its name."""
+    return get_type_hints(section, include_extras=True)
+
+
+def about_key(section: type, key: str) -> str:
+    """What a key is about."""
+    found = [
+        one.description
+        for one in get_args(key_types(section)[key])
+        if isinstance(one, msgspec.Meta)
+    ]
+    return found[0] or ""
 
 
 def known_keys() -> Iterator[tuple[str, str]]:

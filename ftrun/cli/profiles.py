@@ -8,6 +8,7 @@ import os
 from ftrun.cli import render
 from ftrun.cli.profile_files import (
     Resolved,
+    about_key,
     find_profile,
     known_keys,
     profile_folder,
@@ -15,7 +16,6 @@ from ftrun.cli.profile_files import (
     resolve,
     shown_path,
 )
-from ftrun.config import about_key
 
 
 def list_profiles() -> None:

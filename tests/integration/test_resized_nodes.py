@@ -99,6 +99,7 @@ class Node:
                 | smp_messages.VersionCommitted()
                 | smp_messages.AbandonVersion()
                 | smp_messages.RestoreReady()
+                | smp_messages.PeersUnreachable()
                 | smp_messages.SmpNotice()
             ):
                 pass
