@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from ftrun.agent import hooks
@@ -184,8 +185,8 @@ def test_a_webhook_that_hangs_is_left(receiver: tuple[str, list[tuple[str, Any]]
 
 @pytest.mark.parametrize("url", ["file:///etc/passwd", "ftp://x/", "https://", "example.org"])
 def test_only_http(url: str) -> None:
-    with pytest.raises(ValueError, match="webhook"):
-        HooksConfig(webhook=url)
+    with pytest.raises(msgspec.ValidationError, match="webhook"):
+        msgspec.convert({"webhook": url}, HooksConfig)
 
 
 def test_limits_are_as_documented() -> None:
