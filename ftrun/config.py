@@ -45,7 +45,7 @@ class SnapshotConfig(_Section, frozen=True, kw_only=True):
         int, Meta(ge=0, description="snapshots at the start whose lazy copies are proven by digest")
     ] = 3
     proof_every: Annotated[
-        int, Meta(ge=1, description="after those, every so many snapshots one is proven again")
+        int, Meta(ge=1, description="number of snapshots between two later proofs")
     ] = 100
 
 
@@ -270,7 +270,7 @@ class PreflightConfig(_Section, frozen=True, kw_only=True):
 
     enabled: Annotated[bool, Meta(description="a node checks itself before it joins")] = True
     limit_s: Annotated[
-        float, Meta(gt=0, le=60, description="for it all; what is not done by then is told")
+        float, Meta(gt=0, le=60, description="for all checks; the rest is reported as not done")
     ] = 3.0
     min_memory_gb_s: Annotated[
         float, Meta(ge=0, description="memory is copied at least so fast, else the node stays out")

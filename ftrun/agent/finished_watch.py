@@ -4,7 +4,7 @@ Runs in:  agent: `look` in the main thread; the record is read in a thread of it
           file system may hang.
 Takes in: the record that the run has left beside its checkpoints.
 Gives:    `RunFinished` for the brain.
-Survives: a directory that cannot be read: the node goes on looking for the others.
+Survives: a directory that cannot be read: the node continues to look for the others.
 """
 
 import logging

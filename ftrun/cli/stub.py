@@ -248,7 +248,7 @@ class Stub:
 
     def _what_for(self) -> str:
         if self._asked is None:
-            return "which goes on from the last snapshot"
+            return "which continues from the last snapshot"
         return f"which ends the run by {self._asked.name} and keeps its last snapshot if it can"
 
     def _pause(self, seconds: float) -> None:

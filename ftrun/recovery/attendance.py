@@ -12,7 +12,7 @@ Rule 2: who does not hear the lead is as silent as one that is not heard, so eve
 Rule 3: silence counts from when this process could hear; it may have stood still itself. What
         others may have decided meanwhile does not wait for that.
 Rule 4: a voter that was started again could not have helped to replace this lead only if it had
-        heard the lead until just before. Otherwise it may have, whoever is on its node now.
+        heard the lead until just before. Otherwise it may have, whatever runs on its node now.
 """
 
 from collections.abc import Iterator
