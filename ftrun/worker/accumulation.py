@@ -10,6 +10,9 @@ last step. The gradients of all its parameters are compared, by identity and ver
 because a backward may reach only some of them: adapters of a frozen model, one expert of many.
 An id alone does not identify a gradient: after it is freed, the next one may have the same id.
 A step that GradScaler skips looks the same; it costs the snapshot of that boundary.
+While other optimizers step, gradients of an optimizer that are all zero are no accumulation: its
+`zero_grad(set_to_none=False)` writes to them too. Only then are values read, because that waits for
+the device.
 
 A loop that steps first and runs backward at the end of its turn has gradients at each boundary too.
 They look like those that the next turn sets to zero, as of a GAN, until the next step uses them.
@@ -22,7 +25,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from ftrun.worker.tensors import version_of
+from ftrun.worker.tensors import is_sharded, version_of
 from ftrun.worker.unprotected import Hook
 
 _SAMPLED = 16
@@ -74,6 +77,11 @@ class Accumulation:
     def close(self) -> None:
         self._hook.remove()
 
+    def restored(self) -> None:
+        """Take the gradients that are there for those of the last step, as a restore makes them."""
+        for key, optimizer in self._optimizers.items():
+            self._at_step[key] = _signature(p.grad for p in _parameters(optimizer))
+
     def boundary(self) -> bool:
         """End a turn; whether some optimizer is in the middle of an accumulation."""
         self.pending = [one for one in self._optimizers.values() if self._is_pending(one)]
@@ -117,7 +125,8 @@ class Accumulation:
             self._at_step[key] = _signature(grads)
             return False
         then = self._at_step.get(key, {})
-        return any(_is_new(grad, then) for grad in grads if grad is not None)
+        new = [grad for grad in grads if grad is not None and _is_new(grad, then)]
+        return bool(new) and not (self._stepped and all(map(_is_zero, new)))
 
     def _has_compiled_step(
         self, key: int, parameters: list[torch.Tensor], grads: list[torch.Tensor | None]
@@ -135,6 +144,12 @@ def _is_new(grad: torch.Tensor, then: Signature) -> bool:
     """Whether it appeared after the last step, or something was added to it."""
     reference, version = then.get(id(grad), (None, -1))
     return reference is None or reference() is not grad or version != version_of(grad)
+
+
+def _is_zero(grad: torch.Tensor) -> bool:
+    # One rank's part of a gradient says nothing about the other parts.
+    is_readable = grad.layout is torch.strided and not is_sharded(grad)
+    return is_readable and not bool(grad.any())
 
 
 def _signature(grads: Iterable[torch.Tensor | None]) -> Signature:

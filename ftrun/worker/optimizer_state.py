@@ -59,7 +59,7 @@ class GroupReader:
                 for key, value in group.items():
                     if key == "params":
                         kept[key] = [names[id(parameter)] for parameter in value]
-                    elif type(value) not in _SCALARS and _is_identity(value):
+                    elif type(value) not in _SCALARS and is_identity(value):
                         left_out[name, at, key] = value
                     else:
                         kept[key] = value
@@ -85,9 +85,10 @@ class GroupReader:
                 )
 
 
-def _is_identity(value: object) -> bool:
+def is_identity(value: object) -> bool:
+    """Whether it is part of the script and no value: a function, a process group, a dtype."""
     if isinstance(value, (list, tuple)):
-        return bool(value) and all(map(_is_identity, value))
+        return bool(value) and all(map(is_identity, value))
     return isinstance(value, _IDENTITIES) or any(
         kind.__name__ in _DISTRIBUTED for kind in type(value).__mro__
     )
@@ -203,7 +204,7 @@ def load_optimizer(
     for group, old, saved in zip(optimizer.param_groups, before, groups, strict=True):
         for key, value in old.items():
             if key != "params":
-                group[key] = _into(value, saved[key]) if key in saved else value
+                group[key] = into(value, saved[key]) if key in saved else value
     for key, values in state.items():
         parameter = parameters.get(key)
         where = key if parameter is None else parameter
@@ -280,7 +281,7 @@ def _exact(saved: Any, loaded: Any, follows: torch.dtype | None) -> Any:
     return saved if loaded is None and isinstance(saved, _TAKEN_APART) else loaded
 
 
-def _into(present: Any, saved: Any) -> Any:
+def into(present: Any, saved: Any) -> Any:
     """A value of a group; tensors are written into those that are there.
 
     Others may share their memory, such as views of one buffer, or hold on to them.
@@ -291,11 +292,11 @@ def _into(present: Any, saved: Any) -> Any:
                 present.copy_(saved)
             return present
     elif isinstance(saved, dict) and isinstance(present, dict):
-        return {key: _into(present.get(key), value) for key, value in saved.items()}
+        return {key: into(present.get(key), value) for key, value in saved.items()}
     elif isinstance(saved, list | tuple) and isinstance(present, list | tuple):
         present = [*present, *[None] * len(saved)][: len(saved)]
         pairs = zip(present, saved, strict=True)
-        return type(saved)(_into(one, other) for one, other in pairs)
+        return type(saved)(into(one, other) for one, other in pairs)
     return saved
 
 

@@ -28,7 +28,7 @@ from ftrun.worker.context import WorkerContext
 from ftrun.worker.inner_optimizers import InnerOptimizers
 from ftrun.worker.memory_link import MemoryLink
 from ftrun.worker.optimizer_watch import OptimizerWatch, shown
-from ftrun.worker.overwritten import RestoredMarks
+from ftrun.worker.overwritten import RestoredMarks, RestoredSettings
 from ftrun.worker.reload import Restorable, SavedState
 from ftrun.worker.slots import needed_bytes
 from ftrun.worker.state_tree import State, StateTree
@@ -68,6 +68,7 @@ class Protection:
         self._saved: Restorable | None = None
         self._inherited: Arena | None = None
         self._marks: RestoredMarks | None = None
+        self._settings: RestoredSettings | None = None
         self._wrapped_at_load: set[int] = set()
         self._orders: dict[str, list[int]] = {}
         self._final_orders: set[str] = set()
@@ -178,6 +179,7 @@ class Protection:
         self._wrapped_at_load = {id(ddp) for ddp in self._wrappers().values()}
         self._put_in_place()
         self._marks = RestoredMarks(self._tree)
+        self._settings = RestoredSettings(self._tree)
 
     def _put_in_place(self) -> None:
         assert self._saved is not None
@@ -191,13 +193,14 @@ class Protection:
             one.clear()
             one.update(its)
         self._inner.share_again()
+        self._accumulation.restored()
         ready_memory.over()
 
     def _let_go(self) -> None:
         """What was restored is in the script's hands; its source is needed no more."""
         if self._saved is not None:
             self._saved.close()
-        self._saved = self._marks = None
+        self._saved = self._marks = self._settings = None
 
     def _reserve(self, state: State) -> None:
         """Ask whether the state will fit; where it does not, each snapshot is tried all the same.
@@ -220,6 +223,7 @@ class Protection:
     def first_turn(self) -> None:
         """The loop begins: what the script has done since attach must not have cost the state."""
         if self._saved is not None:
+            self._put_back_settings()
             if self._wrapped_since_load():
                 # DDP's constructor has sent rank 0's buffers to all.
                 self._finish_capture()
@@ -228,6 +232,16 @@ class Protection:
                 self._load_if_overwritten()
             self.put_back_random_states()
             self._let_go()
+
+    def _put_back_settings(self) -> None:
+        assert self._settings is not None
+        if found := self._settings.put_back():
+            _log.warning(
+                "after attach the script has set %s otherwise than at step %d; the restored values "
+                "are put back; set them before attach, or inside the loop",
+                shown(found),
+                self._restored_step,
+            )
 
     def _load_if_overwritten(self) -> None:
         assert self._marks is not None
@@ -248,12 +262,12 @@ class Protection:
         """Before the first optimizer step, where the loop has not said that it begins.
 
         Its forward has run, so nothing can be put back. A wrapper such as SAM, or a script that
-        normalizes a layer, changes weights before the step too, so most of them must differ.
+        normalizes a layer, changes weights before the step too, so most weights must differ, or
+        most of the optimizers' state.
         """
         if self._marks is None or self._inner.has_wrappers or self._wrapped_since_load():
             return
-        changed = self._marks.compare(owned_only=True).changed
-        if 2 * len(changed) >= self._marks.num_owned and changed:
+        if changed := self._marks.mostly_overwritten():
             self._context.unprotected.add(
                 "overwritten",
                 f"the script has overwritten the restored {shown(changed, limit=1)} after attach "

@@ -323,6 +323,24 @@ def test_gradients_that_stay_while_others_step_are_reported(run: Run) -> None:
             optimizers["first"].zero_grad()
 
 
+def test_an_optimizer_that_rests_after_a_restart_keeps_no_snapshot_from_being_taken(
+    run: Run,
+) -> None:
+    for steps in (3, 6):  # in two phases: the first optimizer has no step in the second one
+        model = network()
+        first, last = model[0], model[2]  # type: ignore[index]
+        optimizers = {"first": adam(first), "last": adam(last)}
+        session = run.attach(model=model, optimizer=optimizers)
+        for at in session.steps(steps):
+            first.requires_grad_(at < 3)
+            last.requires_grad_(at >= 3)
+            if at != 4:  # a turn in which nothing steps
+                turn(model, optimizers["first" if at < 3 else "last"], at)
+        assert run.page.get(Beat.SEALED_COUNT) == 3
+        run.committed_version()
+    assert session.restored
+
+
 def test_gradients_of_the_turn_before_are_reported(run: Run) -> None:
     model = network()
     optimizer = adam(model)
@@ -443,14 +461,16 @@ def trained(run: Run) -> tuple[nn.Module, Optimizer, Session]:
     return model, optimizer, run.attach(model=model, optimizer=optimizer)
 
 
-def load_others(model: nn.Module, optimizer: Optimizer) -> None:
+def load_others(model: nn.Module, optimizer: Optimizer, what: str = "both") -> None:
     """Load weights and state of another training, as a script does with its own checkpoint."""
     other = network(seed=2)
     its = adam(other)
     for at in range(2):
         turn(other, its, at)
-    model.load_state_dict(other.state_dict())
-    optimizer.load_state_dict(its.state_dict())
+    if what != "optimizer":
+        model.load_state_dict(other.state_dict())
+    if what != "model":
+        optimizer.load_state_dict(its.state_dict())
 
 
 def assert_goes_on(session: Session, model: nn.Module, optimizer: Optimizer) -> None:
@@ -514,12 +534,13 @@ def own_loop(session: Session, model: nn.Module, optimizer: Any, to: int) -> Non
         session.step_done()
 
 
-def test_a_loop_of_the_scripts_own_reports_what_it_cannot_put_back(run: Run) -> None:
+@pytest.mark.parametrize("what", ["both", "model", "optimizer"])
+def test_a_loop_of_the_scripts_own_reports_what_it_cannot_put_back(run: Run, what: str) -> None:
     model, optimizer, session = trained(run)
-    load_others(model, optimizer)
+    load_others(model, optimizer, what)
     own_loop(session, model, optimizer, 7)
     assert run.page.get(Beat.UNPROTECTED)
-    assert "the restored model." in run.page.note
+    assert f"the restored {'optimizer' if what == 'optimizer' else 'model'}." in run.page.note
     assert "does not continue from step 5; load before attach" in run.page.note
 
 
@@ -535,3 +556,75 @@ def test_a_loop_of_the_scripts_own_without_a_load_reports_nothing(
         model[2].bias.mul_(0.5)  # type: ignore[index]
     own_loop(session, model, optimizer, 7)
     assert not run.page.get(Beat.UNPROTECTED)
+
+
+# --- flags and groups that are set after attach ------------------------------------------------
+
+
+def frozen(model: nn.Module) -> None:
+    model[0].weight.requires_grad_(False)  # type: ignore[index]
+
+
+def at_first(model: nn.Module, optimizer: Optimizer) -> None:
+    """What a script sets between attach and its loop."""
+    frozen(model)
+    model.train()
+    optimizer.param_groups[0].update(lr=0.05, betas=(0.9, 0.999))
+
+
+def set_later(model: nn.Module, optimizer: Optimizer) -> None:
+    """What it sets in one of its turns."""
+    model[0].weight.requires_grad_()  # type: ignore[index]
+    model[1].eval()  # type: ignore[index]
+    optimizer.param_groups[0].update(lr=0.01, betas=(0.8, 0.99))
+
+
+def test_flags_and_groups_set_after_attach_give_way_to_the_restored_ones(
+    run: Run, caplog: pytest.LogCaptureFixture
+) -> None:
+    def train(model: nn.Module, optimizer: Optimizer, steps: Iterator[int]) -> None:
+        for at in steps:
+            turn(model, optimizer, at)
+            if at == 2:
+                set_later(model, optimizer)
+
+    calm = network()
+    its = adam(calm)
+    at_first(calm, its)
+    train(calm, its, iter(range(8)))
+    for steps in (5, 8):
+        model = network()
+        optimizer = adam(model)
+        session = run.attach(model=model, optimizer=optimizer)
+        at_first(model, optimizer)
+        with caplog.at_level(logging.WARNING):
+            train(model, optimizer, session.steps(steps))
+        run.committed_version()
+    assert all(map(torch.equal, values(model), values(calm)))
+    assert [part.training for part in model.modules()] == [True, True, False, True]
+    assert (
+        "after attach the script has set model.0.weight.requires_grad, model.1.training, "
+        "optimizer.param_groups[0].lr and 1 more otherwise than at step 5"
+    ) in caplog.text
+    assert caplog.text.count("otherwise than at step") == 1
+
+
+def test_a_flag_that_each_turn_sets_for_itself_is_not_in_its_way(
+    run: Run, caplog: pytest.LogCaptureFixture
+) -> None:
+    for steps in (3, 6):
+        model = network()
+        optimizer = adam(model)
+        session = run.attach(model=model, optimizer=optimizer)
+        model.train()
+        with caplog.at_level(logging.WARNING):
+            for at in session.steps(steps):
+                model.train()
+                assert all(part.training for part in model.modules())
+                turn(model, optimizer, at)
+                model.eval()
+                loss_of(model, at)
+                model.train()
+        run.committed_version()
+    assert session.restored
+    assert "otherwise than" not in caplog.text

@@ -213,3 +213,36 @@ def test_gradients_that_a_closure_makes_do_not_cross() -> None:
         accumulation.boundary()
     accumulation.close()
     assert accumulation.crossing == []
+
+
+def test_gradients_that_a_restore_has_made_are_not_pending_until_one_is_added_to(
+    pair: Pair,
+) -> None:
+    model, _, accumulation = pair
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    accumulation.restored()
+    assert not accumulation.boundary()
+    backward(model)
+    assert accumulation.boundary()
+
+
+@pytest.mark.parametrize("is_zero", [True, False])
+def test_gradients_set_to_zero_while_another_optimizer_steps_are_not_pending(is_zero: bool) -> None:
+    model, other = nn.Linear(3, 1), nn.Linear(3, 1)
+    still = torch.optim.SGD(model.parameters(), lr=0.1)
+    stepping = torch.optim.SGD(other.parameters(), lr=0.1)
+    accumulation = Accumulation([still, stepping])
+    backward(model)
+    still.step()
+    assert not accumulation.boundary()
+    for _ in range(2):
+        still.zero_grad(set_to_none=False)
+        if not is_zero:
+            model(torch.ones(2, 3)).sum().backward()
+        backward(other)
+        stepping.step()
+        assert accumulation.boundary() is not is_zero
+    assert (still in accumulation.pending) is not is_zero
+    assert accumulation.waiting_turns == (0 if is_zero else 2)
+    accumulation.close()
