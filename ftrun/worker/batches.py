@@ -12,14 +12,20 @@ nothing to skip by, so batches are loaded and dropped.
 """
 
 import copy
+import gc
 import logging
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from ftrun.worker import rng
+from ftrun.worker.module_state import given_by
+
+_TURNS_BY_HAND = 2
 
 _log = logging.getLogger(__name__)
 
@@ -37,12 +43,19 @@ class Feed:
         self._clone: Any = None
         self._resume: dict[str, Any] | None = None
         self._to_leave_out = 0
+        self._in_use: dict[weakref.ref[_BaseDataLoaderIter], int] = {}
+        """Iterators that the script has made itself, with the batches they had given."""
+        self._turns_in_use = 0
 
     def state(self) -> dict[str, Any]:
-        """Where the loader is, as plain values and what its own state_dict holds."""
+        """Where the loader is, as plain values and what its own state_dict holds.
+
+        Raises:
+            StateDictFailed: the loader's own state_dict() raised.
+        """
         if self._resume is not None and not self._has_own_position:
             return self._resume  # nothing has been taken since it was restored
-        own = self.loader.state_dict() if self._has_own_position else None
+        own = given_by(self.loader.state_dict, self.name) if self._has_own_position else None
         return {
             "pass": self._pass,
             "handed_out": self._handed_out,
@@ -136,6 +149,23 @@ class Feed:
         """Whether its position is known: it gives batches here, or has a state_dict that says."""
         return self._has_begun or self._has_own_position
 
+    def is_by_hand(self, boundaries: int) -> bool:
+        """Whether the script takes a batch from a DataLoader by itself in each of two turns.
+
+        All objects of the process are searched for its iterators, and that takes long, so it is
+        done at boundaries 2, 4, 8, 16 and so on.
+
+        Args:
+            boundaries: passed in this process; called at each.
+        """
+        if self._turns_in_use < _TURNS_BY_HAND and isinstance(self.loader, DataLoader):
+            given = {iterator: _given_by(iterator) for iterator in self._in_use}
+            self._in_use = {it: now for it, now in given.items() if now > self._in_use[it]}
+            self._turns_in_use = self._turns_in_use + 1 if self._in_use else 0
+            if self._turns_in_use < _TURNS_BY_HAND and boundaries & (boundaries - 1) == 0:
+                self._in_use, self._turns_in_use = _iterators_of(self.loader), 0
+        return self._turns_in_use >= _TURNS_BY_HAND
+
     @property
     def _has_own_position(self) -> bool:
         # A state_dict() before the first iteration may begin one: torchdata's loaders do so.
@@ -217,6 +247,19 @@ class Feed:
         for name, generator in self._generators().items():
             if name in states["generators"]:
                 rng.set_generator(generator, states["generators"][name])
+
+
+def _iterators_of(loader: Any) -> "dict[weakref.ref[_BaseDataLoaderIter], int]":
+    """The iterators over a loader that exist now, with the number of batches each has given."""
+    sampler = loader._index_sampler
+    # By type(): isinstance() would run code of proxies among the objects.
+    every = [one for one in gc.get_objects() if issubclass(type(one), _BaseDataLoaderIter)]
+    return {weakref.ref(one): one._num_yielded for one in every if one._index_sampler is sampler}
+
+
+def _given_by(iterator: "weakref.ref[_BaseDataLoaderIter]") -> int:
+    found = iterator()
+    return -1 if found is None else found._num_yielded
 
 
 class _SkippingSampler:

@@ -32,7 +32,13 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ftrun import clock
-from ftrun.errors import FtrunError, MemoryTooSmall, PeerError, StructureChanged
+from ftrun.errors import (
+    FtrunError,
+    MemoryTooSmall,
+    PeerError,
+    StateDictFailed,
+    StructureChanged,
+)
 from ftrun.wire.arena import NUM_SLOTS, Arena, SlotHeader, SlotState, table_digest
 from ftrun.wire.crash_points import crash_point
 from ftrun.wire.pages import Beat
@@ -122,8 +128,8 @@ class Capture:
             if str(error) != self._trouble:  # said once, not at each step
                 self._trouble = str(error)
                 _log.warning("no snapshot of step %d, nor until that is over: %s", step, error)
-        except StructureChanged as error:
-            self._go_without(step, "structure", error)
+        except (StructureChanged, StateDictFailed) as error:
+            self._go_without(step, "state", error)
         except MemoryTooSmall as error:
             self._go_without(step, "memory", error)
             if self._context.settings.required:

@@ -61,19 +61,13 @@ def extra_states(submodules: Submodules) -> dict[str, object]:
     }
 
 
-def with_own_keys(submodules: Submodules, known: Collection[int]) -> Submodules:
-    """The submodules whose `state_dict()` has keys of their own; children before parents.
+def with_own_code(submodules: Submodules) -> Submodules:
+    """The submodules whose `state_dict()` may have keys of their own, now or later.
 
-    Args:
-        submodules: all of them.
-        known: ids of all parameters and buffers.
+    Children come before parents.
     """
     inner = dict(submodules)
-    return [
-        (path, part)
-        for path, part in reversed(inner.items())
-        if _may_have_own_keys(part) and own_keys(part, path, known)
-    ]
+    return [(path, part) for path, part in reversed(inner.items()) if _may_have_own_keys(part)]
 
 
 def own_keys(part: nn.Module, path: str, known: Collection[int]) -> dict[str, object]:

@@ -58,7 +58,7 @@ class Protection:
         )
         self._optimizers = OptimizerWatch(
             self._inner.every(),
-            lambda: self._tree.lasting().names,
+            self._tree.names,
             context.unprotected,
             self._check_overwritten,
         )
@@ -339,7 +339,7 @@ class Protection:
         state = self._tree.collect({**extra, "orders": self._known_orders()})
         if self._tree.lost:
             raise StructureChanged(self._tree.lost)
-        self._context.unprotected.remove("structure")
+        self._context.unprotected.remove("state")
         return state
 
     def keep(self, step: int, extra: Callable[[], dict[str, Any]]) -> None:

@@ -271,6 +271,8 @@ class SavedWorld:
         own, *_ = every = [self._decode(self._own, "modules"), *self._different("modules")]
         for key in ("buffers", "no_buffers"):
             own[key] = list(dict.fromkeys(name for one in every for name in one.get(key, ())))
+        strides = [one.get("strides", {}) for one in reversed(every)]
+        own["strides"] = {name: stride for one in strides for name, stride in one.items()}
         return dict(own)
 
     def _decode(self, rank: Rank, name: str) -> Any:

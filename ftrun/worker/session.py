@@ -223,16 +223,14 @@ class Session(Loops):
     def phase(self, name: str) -> "Phase":
         """Say what the script is doing; as a context manager, for the time of its block.
 
-        Another phase begins once the snapshot under way is copied: until the next step the script
-        may then change weights, also through .data.
+        A phase other than "train" begins once the snapshot under way is copied: until the next step
+        the script may then change weights, also through .data.
         """
-        before = ""
-        if self._context is not None:
-            before = self._context.page.phase
-            self._context.page.phase = name
-            if name != before and self._protection is not None:
-                self._protection.settle()
-        return Phase(self, before or "train")
+        before = self._set_phase(name)
+        # A call at the top of each turn that says "train" once more must not end lazy copies.
+        if self._protection is not None and not name == before == "train":
+            self._protection.settle()
+        return Phase(self, before)
 
     def report(self, *, loss: "float | torch.Tensor") -> None:
         """Show the loss in `ftrun status`. Never waits for a device.
@@ -390,6 +388,13 @@ class Session(Loops):
             "orders": {},
         }
 
+    def _set_phase(self, name: str) -> str:
+        """The phase before."""
+        if self._context is None:
+            return "train"
+        before, self._context.page.phase = self._context.page.phase, name
+        return before or "train"
+
     def _begin(self) -> None:
         """The first turn is about to begin; the iterator over the data exists."""
         if not self._has_begun:
@@ -422,8 +427,9 @@ class Session(Loops):
             return
         reasons = self._context.unprotected
         is_any_followed = any(feed.is_followed for feed in self._feeds.values())
-        for name in self._feeds:
-            if is_any_followed:  # another one may be for a later phase, or for an evaluation
+        for name, feed in self._feeds.items():
+            # Beside one that is followed, another may be for a later phase, or for an evaluation.
+            if feed.is_followed or (is_any_followed and not feed.is_by_hand(self._boundaries)):
                 reasons.remove(name)
             elif name not in reasons:
                 reasons.add(
@@ -487,4 +493,4 @@ class Phase:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._session.phase(self._before)
+        self._session._set_phase(self._before)

@@ -10,7 +10,7 @@ walk's result is kept and only checked at a boundary: same objects in the same d
 same addresses. Objects with a state_dict are asked each time; what they give is small.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from operator import is_
@@ -84,8 +84,6 @@ class Lasting:
     submodules: module_state.Submodules = ()
     children: Sequence[object] = ()
     uninitialized: tuple[tuple[str, torch.Tensor], ...] = ()
-    own_keys: module_state.Submodules = ()
-    """Submodules whose `state_dict()` has keys of their own."""
 
     @cached_property
     def learned(self) -> tuple[tuple[str, torch.Tensor], ...]:
@@ -155,8 +153,7 @@ class StateTree:
         packed = {key: encode(part, refer=fresh) for key, part in parts.items()}
         extra_states = module_state.extra_states(lasting.submodules)
         packed["extra_state"] = encode_each(extra_states, module_state.EXTRA_STATE, refer=fresh)
-        if lasting.own_keys:
-            own_keys = self._own_keys(lasting)
+        if own_keys := self._own_keys(lasting):
             packed["own_keys"] = encode_each(own_keys, module_state.OWN_KEYS, refer=fresh)
         packed["optimizer_state"] = lasting.optimizer_state
         packed["modules"] = lasting.modules
@@ -186,15 +183,8 @@ class StateTree:
         submodules = self._submodules()
         _reshard(submodules)
         held = tuple(self._held())
-        names: dict[int, str] = {}
-        found: dict[str, torch.Tensor] = {}
-        for one in held:
-            if one.tensor is not None and id(one.tensor) not in names:
-                names[id(one.tensor)] = one.name
-                found[one.name] = one.tensor
-        for name, parameter in self._nameless(names):
-            names[id(parameter)] = name
-            found[name] = parameter
+        found = self._named(held)
+        names = {id(tensor): name for name, tensor in found.items()}
         # Without bytes until the first forward gives them a shape.
         uninitialized = tuple((name, tensor) for name, tensor in found.items() if is_lazy(tensor))
         for name, _ in uninitialized:
@@ -223,8 +213,23 @@ class StateTree:
             modules=encode(self._modules(held, names)),
             names=names,
             uninitialized=uninitialized,
-            own_keys=module_state.with_own_keys(submodules, names),
         )
+
+    def names(self) -> dict[int, str]:
+        """Of attached tensors, by id; without a look at state, which may hold what is refused."""
+        return {id(tensor): name for name, tensor in self._named(self._held()).items()}
+
+    def _named(self, held: Iterable[Held]) -> dict[str, torch.Tensor]:
+        names: set[int] = set()
+        found: dict[str, torch.Tensor] = {}
+        for one in held:
+            if one.tensor is not None and id(one.tensor) not in names:
+                names.add(id(one.tensor))
+                found[one.name] = one.tensor
+        for name, parameter in self._nameless(names):
+            names.add(id(parameter))
+            found[name] = parameter
+        return found
 
     def check_skip(self) -> None:
         """Check the patterns of `attach(skip=...)`, after `collect`.
@@ -249,11 +254,19 @@ class StateTree:
 
     def _modules(self, held: tuple[Held, ...], names: dict[int, str]) -> dict[str, Any]:
         buffers = [(one.name, one.tensor is None) for one in held if one.is_buffer]
+        attached = self.attached.tensors
+        strides = {
+            one.name: stride
+            for one in held
+            if one.tensor is not None and (one.is_buffer or one.holder is attached)
+            if not is_lazy(one.tensor) and (stride := stride_of(one.tensor))
+        }
         return {
             "names": list(self.attached.modules),
             "tied": self._tied(names),
             "buffers": [name for name, is_none in buffers if not is_none],
             "no_buffers": [name for name, is_none in buffers if is_none],
+            **({"strides": strides} if strides else {}),
         }
 
     def _own_keys(self, lasting: Lasting) -> dict[str, object]:
@@ -263,13 +276,14 @@ class StateTree:
             ValueNotStorable: a module has changed it and does not take it back.
         """
         found: dict[str, object] = {}
-        for path, part in lasting.own_keys:
-            found[path] = keys = module_state.own_keys(part, path, lasting.names)
+        for path, part in module_state.with_own_code(lasting.submodules):
+            if keys := module_state.own_keys(part, path, lasting.names):
+                found[path] = keys
             if not module_state.takes_own_keys(part):
                 content = module_state.content(keys)
                 if content != self._not_taken_back.setdefault(path, content):
                     raise ValueNotStorable(
-                        key=f"{path}.{next(iter(keys))}",
+                        key=f"{path}.{next(iter(keys), 'state_dict()')}",
                         kind=f"key of {type(part).__qualname__}.state_dict() that changes and that "
                         "load_state_dict() does not take back",
                     )
@@ -309,7 +323,7 @@ class StateTree:
         )
         return {name: saved for name, saved in every if name != saved}
 
-    def _nameless(self, names: dict[int, str]) -> Iterator[tuple[str, torch.Tensor]]:
+    def _nameless(self, names: set[int]) -> Iterator[tuple[str, torch.Tensor]]:
         for name, optimizer in self.attached.optimizers.items():
             for at, group in enumerate(optimizer.param_groups):
                 for index, parameter in enumerate(group["params"]):
@@ -360,7 +374,10 @@ def _children(submodules: module_state.Submodules) -> list[object]:
 
 
 def _num_held(submodules: module_state.Submodules) -> int:
-    return sum(len(part._parameters) + len(part._buffers) for _, part in submodules)
+    return sum(
+        len(part._parameters) + len(part._buffers) - len(part._non_persistent_buffers_set)
+        for _, part in submodules
+    )
 
 
 def _states(attached: Attached) -> Iterator[tuple[str, object]]:

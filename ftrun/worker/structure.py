@@ -13,14 +13,14 @@ changes after `attach` it has to change again, and nothing makes it do that befo
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
 
 from ftrun.errors import ShapeChanged
 from ftrun.snapshot.boxes import Shape
-from ftrun.worker.tensors import DTYPE_NAMES, DTYPES, is_sharded
+from ftrun.worker.tensors import DTYPE_NAMES, DTYPES, is_sharded, stride_for
 
 if TYPE_CHECKING:
     from ftrun.worker.attached import Attached
@@ -100,6 +100,15 @@ def structure_of(lasting: "Lasting", attached: "Attached") -> Structure:
 # --- put into what the script has built --------------------------------------------------------
 
 
+class _Saved(NamedTuple):
+    """A tensor as it was saved."""
+
+    dtype: str
+    shape: Shape
+    stride: tuple[int, ...]
+    """Empty: row by row, or not known because an older version of ftrun has saved it."""
+
+
 def make_fit(saved: Mapping[str, Any], described: Described, tree: "StateTree") -> None:
     """Make buffers, attached tensors and uninitialized parameters like what was saved.
 
@@ -116,9 +125,15 @@ def make_fit(saved: Mapping[str, Any], described: Described, tree: "StateTree") 
         if (found := described(name)) is not None:
             with torch.no_grad():
                 tensor.materialize(found[1])  # type: ignore[attr-defined]
+    strides = saved.get("strides", {})
+
+    def wanted(name: str) -> _Saved | None:
+        found = described(name)
+        return None if found is None else _Saved(*found, tuple(strides.get(name, ())))
+
     changed = [
-        *_fit_buffers(saved, described, dict(lasting.submodules), casts=tree.attached.casts),
-        *_fit_attached(described, tree.attached),
+        *_fit_buffers(saved, wanted, dict(lasting.submodules), casts=tree.attached.casts),
+        *_fit_attached(wanted, tree.attached),
     ]
     if changed:
         shown = ", ".join(changed[:_SHOWN])
@@ -126,9 +141,12 @@ def make_fit(saved: Mapping[str, Any], described: Described, tree: "StateTree") 
         _log.info("made as they were saved, not as the script has built them: %s%s", shown, more)
 
 
-def _fit_attached(described: Described, attached: "Attached") -> Iterator[str]:
+_Wanted = Callable[[str], _Saved | None]
+
+
+def _fit_attached(wanted: _Wanted, attached: "Attached") -> Iterator[str]:
     for name, tensor in attached.tensors.items():
-        found = described(name)
+        found = wanted(name)
         if tensor is None or found is None or not _is_other(tensor, found, casts=attached.casts):
             continue
         if not is_sharded(tensor) and tensor.untyped_storage().resizable():
@@ -137,11 +155,11 @@ def _fit_attached(described: Described, attached: "Attached") -> Iterator[str]:
 
 
 def _fit_buffers(
-    saved: Mapping[str, Any], described: Described, parts: Mapping[str, nn.Module], *, casts: bool
+    saved: Mapping[str, Any], wanted: _Wanted, parts: Mapping[str, nn.Module], *, casts: bool
 ) -> Iterator[str]:
     for name in saved.get("buffers", ()):
         path, _, key = name.rpartition(".")
-        part, found = parts.get(path), described(name)
+        part, found = parts.get(path), wanted(name)
         if part is not None and found is not None and _fit_buffer(part, key, found, casts=casts):
             yield name
     for name in saved.get("no_buffers", ()):
@@ -151,30 +169,37 @@ def _fit_buffers(
             yield name
 
 
-def _fit_buffer(part: nn.Module, key: str, found: tuple[str, Shape], *, casts: bool) -> bool:
+def _fit_buffer(part: nn.Module, key: str, found: _Saved, *, casts: bool) -> bool:
     """Whether it had to be changed."""
     present = part._buffers.get(key)
+    was_left_out = present is not None and key in part._non_persistent_buffers_set
+    if was_left_out:
+        part._non_persistent_buffers_set.discard(key)
     if present is None and key not in part._parameters:
         part.__dict__.pop(key, None)  # an attribute would hide the buffer
         part._buffers[key] = _made(found, _device_of(part))
         part._non_persistent_buffers_set.discard(key)
         return True
     if present is None or is_sharded(present) or not _is_other(present, found, casts=casts):
-        return False
+        return was_left_out
     present.data = _made(found, present.device)
     return True
 
 
-def _is_other(present: torch.Tensor, found: tuple[str, Shape], *, casts: bool) -> bool:
-    dtype, shape = found
+def _is_other(present: torch.Tensor, found: _Saved, *, casts: bool) -> bool:
+    dtype, shape, stride = found
+    if stride and present.stride() != stride:
+        return True
     is_cast = casts and DTYPES[dtype].is_floating_point and present.is_floating_point()
     return tuple(present.shape) != tuple(shape) or (
         DTYPE_NAMES.get(present.dtype) != dtype and not is_cast
     )
 
 
-def _made(found: tuple[str, Shape], device: torch.device) -> torch.Tensor:
-    return torch.empty(tuple(found[1]), dtype=DTYPES[found[0]], device=device)
+def _made(found: _Saved, device: torch.device) -> torch.Tensor:
+    shape = tuple(found.shape)
+    stride = stride_for(shape, found.stride)
+    return torch.empty_strided(shape, stride, dtype=DTYPES[found.dtype], device=device)
 
 
 def _device_of(part: nn.Module) -> torch.device:

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from ftrun.errors import FtrunError
 from ftrun.wire.pages import Beat, Page
 
 Hook = Callable[..., None]
@@ -45,15 +46,17 @@ class UnprotectedReasons:
             _log.warning("UNPROTECTED: %s", reason)
 
     def add_bug(self, where: str, error: Exception) -> None:
-        """Show a fault of ftrun itself.
+        """Show a fault of ftrun itself, or an error that explains itself.
 
         Args:
             where: the part that failed, such as "the optimizer hook".
-            error: its traceback is logged, once for each part.
+            error: the traceback of a fault is logged, once for each part.
         """
         is_new = (key := f"bug in {where}") not in self
-        self.add(key, f"a bug in ftrun: {type(error).__name__}: {error} (in {where})")
-        if is_new:
+        is_bug = not isinstance(error, FtrunError)
+        text = f"a bug in ftrun: {type(error).__name__}: {error}" if is_bug else str(error)
+        self.add(key, f"{text} (in {where})")
+        if is_new and is_bug:
             _log.warning("this is the traceback; please report it", exc_info=error)
 
     def guarded(self, hook: Hook) -> Hook:

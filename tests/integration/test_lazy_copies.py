@@ -336,9 +336,9 @@ def test_small_tensors_are_copied_before_the_script_can_change_them(run: Run, ga
     assert not run.page.note
 
 
-@pytest.mark.parametrize("as_block", [True, False])
+@pytest.mark.parametrize("how", ["block", "statements", "the same again"])
 def test_a_swap_inside_a_phase_waits_for_the_copy(
-    run: Run, monkeypatch: pytest.MonkeyPatch, as_block: bool
+    run: Run, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     model, optimizer = made()
     weight = model[0].weight
@@ -364,13 +364,14 @@ def test_a_swap_inside_a_phase_waits_for_the_copy(
         is_about_to_swap.set()
         if at == 0:
             return
-        if as_block:
+        if how == "block":
             with session.phase("eval"):
                 swap()
         else:
             session.phase("eval")
             swap()
-            session.phase("train")
+            if how == "statements":
+                session.phase("train")
         is_about_to_swap.clear()
 
     def end(at: int) -> None:
@@ -380,6 +381,18 @@ def test_a_swap_inside_a_phase_waits_for_the_copy(
     assert run.page.get(Beat.DISCARDED_COUNT) == 0
     assert run.page.get(Beat.SEALED_COUNT) == LAST
     assert not run.page.note
+
+
+def test_a_turn_that_says_train_again_does_not_wait_for_the_copy(run: Run, gate: Gate) -> None:
+    model, optimizer = made()
+
+    def top(at: int, session: Session) -> None:
+        session.phase("train")
+        if at == AT:
+            gate.release()
+
+    train(run, model, optimizer, top=top, end=stop_the_snapshot_of(AT, gate, 0))
+    assert run.page.get(Beat.SEALED_COUNT) == LAST
 
 
 BUG = "a bug in ftrun: KeyError: 'a broken part'"

@@ -387,6 +387,20 @@ def test_a_second_optimizer_that_takes_over_is_reported_before_its_state_is_lost
     assert caplog.text.count("UNPROTECTED: optimizer SGD") == 1
 
 
+def test_an_unattached_optimizer_beside_state_that_cannot_be_stored_is_no_bug(run: Run) -> None:
+    model = network()
+    optimizer = adam(model)
+    second = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    session = run.attach(model=model, optimizer=optimizer)
+    for at in session.steps(3):
+        turn(model, optimizer, at)
+        turn(model, second, at)
+        optimizer.state[model[0].weight]["lock"] = threading.Lock()  # type: ignore[index]
+    assert "optimizer SGD, which updates model.0.weight and 3 more" in run.page.note
+    assert "optimizer.state.model.0.weight.lock" in run.page.note
+    assert "bug" not in run.page.note
+
+
 def test_an_optimizer_without_state_that_lives_for_one_turn_is_not_reported(run: Run) -> None:
     model = network()
     optimizer = adam(model)
@@ -444,6 +458,66 @@ def test_a_second_loader_may_wait_for_its_time(run: Run) -> None:
     for at, _ in zip(range(4), session.batches(loaders["train"]), strict=False):
         turn(model, optimizer, at)
     assert not run.page.get(Beat.UNPROTECTED)
+
+
+def test_a_second_loader_that_is_iterated_by_hand_is_reported(run: Run) -> None:
+    model = network()
+    optimizer = adam(model)
+    loaders = {name: DataLoader(range(64)) for name in ("train", "unlabeled", "val", "rare")}
+    feeds = {f"loader.{name}": Feed(f"loader.{name}", one) for name, one in loaders.items()}
+    session = run.session_of(run.next_context(), feeds, model=model, optimizer=optimizer)
+    by_hand, rare = iter(loaders["unlabeled"]), iter(loaders["rare"])
+    for at, _ in zip(range(12), session.batches(loaders["train"]), strict=False):
+        assert ("loader.unlabeled has given no batch" in run.page.note) == (at >= 4)
+        next(by_hand)
+        if at % 4 == 2:
+            next(rare)
+            next(iter(loaders["val"]))
+        turn(model, optimizer, at)
+    assert run.page.note.count("has given no batch") == 1
+    for _ in zip(range(2), session.batches(loaders["unlabeled"]), strict=False):
+        turn(model, optimizer, session.step)
+    assert not run.page.get(Beat.UNPROTECTED)
+
+
+class Flaky:
+    """A loader of the script's own, whose state_dict() fails for some time."""
+
+    is_broken = False
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(64))
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.is_broken:
+            raise KeyError("worker 3")
+        return {}
+
+    def load_state_dict(self, _: dict[str, Any]) -> None:
+        """Take nothing."""
+
+
+def test_a_loader_whose_own_state_dict_fails_is_named_and_costs_those_snapshots_only(
+    run: Run,
+) -> None:
+    model = network()
+    optimizer = adam(model)
+    loader = Flaky()
+    feeds = {"loader": Feed("loader", loader)}
+    session = run.session_of(run.next_context(), feeds, model=model, optimizer=optimizer)
+    batches = session.batches(loader)
+    for at in session.steps(6):
+        next(batches)
+        loader.is_broken = at in (2, 3)
+        turn(model, optimizer, at)
+        if at == 4:
+            assert run.page.get(Beat.UNPROTECTED)
+            assert run.page.note == (
+                "Flaky.state_dict() of loader, which the script has attached, raised KeyError: "
+                "'worker 3'"
+            )
+    assert not run.page.get(Beat.UNPROTECTED)
+    assert run.page.get(Beat.SEALED_COUNT) == 4
 
 
 # --- loads after attach ----------------------------------------------------------------------

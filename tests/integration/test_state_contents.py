@@ -413,6 +413,19 @@ class SavesItsKeys(Counting):
         super()._load_from_state_dict(state, prefix, *rest)
 
 
+class SavesItsKeysLater(SavesItsKeys):
+    """Has none before its second forward, as layers that are quantized then."""
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.count < 2:
+            del destination[f"{prefix}count"], destination[f"{prefix}seen"]
+
+    def _load_from_state_dict(self, state: Any, prefix: str, *rest: Any) -> None:
+        if f"{prefix}count" in state:
+            super()._load_from_state_dict(state, prefix, *rest)
+
+
 class HasItsOwn(Counting):
     """Has methods of its own."""
 
@@ -455,7 +468,7 @@ class Extra(Counting):
         self.seen, self.count = state["weight"], state["more"][0]["count"]
 
 
-@pytest.mark.parametrize("kind", [SavesItsKeys, HasItsOwn, Hooked, Extra])
+@pytest.mark.parametrize("kind", [SavesItsKeys, SavesItsKeysLater, HasItsOwn, Hooked, Extra])
 def test_what_a_module_adds_to_its_state_dict_comes_back(run: Run, kind: type[Counting]) -> None:
     def build() -> Things:
         torch.manual_seed(0)
@@ -474,9 +487,21 @@ class SavesOnly(Counting):
         destination[f"{prefix}count"] = self.count
 
 
-def test_a_key_that_no_module_takes_back_costs_protection_once_it_changes(run: Run) -> None:
+class SavesOnlyLater(SavesOnly):
+    """Gives it after its second forward."""
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.count < 2:
+            del destination[f"{prefix}count"]
+
+
+@pytest.mark.parametrize("kind", [SavesOnly, SavesOnlyLater])
+def test_a_key_that_no_module_takes_back_costs_protection_once_it_changes(
+    run: Run, kind: type[Counting]
+) -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 6), SavesOnly(), nn.Linear(6, 2))
+    model = nn.Sequential(nn.Linear(6, 6), kind(), nn.Linear(6, 2))
     things = {"model": model, "optimizer": torch.optim.AdamW(model.parameters(), lr=0.1)}
     for at in run.attach(**things).steps(2):
         step(things, at)
@@ -580,6 +605,43 @@ def test_buffers_that_appear_and_grow_come_back(run: Run, caplog: pytest.LogCapt
     assert things["model"].seen.shape == (END,)
     assert things["model"].mask.stride() == (1, 0)
     assert "model.seen" in caplog.text
+
+
+class Replacing(nn.Module):
+    """Its buffers get other strides, and one becomes persistent, while it trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 2)
+        self.register_buffer("later", None)
+        self.register_buffer("turned", torch.zeros(2, 3, 4, 4))
+        self.register_buffer("cache", torch.zeros(2), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        seen = torch.zeros(2, 3, 4, 4) + x.detach().mean()
+        self.later = seen.to(memory_format=torch.channels_last)
+        self.turned = (self.turned + seen).to(memory_format=torch.channels_last)
+        self.register_buffer("cache", self.cache + x.detach().mean())
+        return self.inner(x) + self.cache
+
+
+def test_buffers_that_are_replaced_come_back_with_their_strides_and_persistence(run: Run) -> None:
+    def build() -> Things:
+        torch.manual_seed(0)
+        model = Replacing()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        return {"model": model, "optimizer": optimizer, "table": torch.zeros(1)}
+
+    def turn(things: Things, at: int) -> None:
+        step(things, at)
+        things["table"].data = batch(at, 3, at + 2).t()
+
+    ends_the_same(run, build, turn)
+    things = build()
+    run.attach(**things)
+    assert things["model"].later.is_contiguous(memory_format=torch.channels_last)
+    assert things["model"].turned.is_contiguous(memory_format=torch.channels_last)
+    assert things["table"].stride() == (1, END + 1)
 
 
 def test_an_expanded_buffer_that_was_replaced_gets_memory_of_its_own(run: Run) -> None:

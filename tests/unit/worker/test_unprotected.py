@@ -5,6 +5,7 @@ import logging
 import pytest
 import torch
 
+from ftrun.errors import ValueNotStorable
 from ftrun.ids import Generation, Incarnation, Rank, RunId
 from ftrun.wire.pages import Beat, Page, create_command_page, create_page
 from ftrun.worker import finite, heartbeat
@@ -39,6 +40,14 @@ def test_a_fault_of_a_hook_is_a_reason_and_is_logged_once_with_its_traceback(
     assert page.get(Beat.UNPROTECTED) == 1
     assert page.note == "a bug in ftrun: KeyError: 'a broken part' (in broken)"
     assert [record.exc_info is not None for record in caplog.records] == [False, True]
+
+
+def test_an_error_of_the_script_in_a_hook_is_no_bug(page: Page) -> None:
+    def refuse(*_: object) -> None:
+        raise ValueNotStorable(key="optimizer.state.lock", kind="lock")
+
+    UnprotectedReasons(page).guarded(refuse)()
+    assert page.note.startswith("optimizer.state.lock holds a lock")
 
 
 def test_a_fault_after_an_optimizer_step_stays_within_ftrun(
