@@ -302,9 +302,11 @@ class Generations:
         runs_ranks = plan.member(self._node_id) is not None
         if found is None and runs_ranks and self._smp.committed is not None:
             # Never begin anew in silence where there was something to go on from.
+            has_directory = self._spec.checkpoint_directory is not None
+            to_do = "" if has_directory else ". Give --checkpoint-dir to resume from disk next time"
             raise SnapshotError(
-                f"the run cannot go on from {self._smp.committed}, which was its newest committed "
-                f"version: {why}. Start it again with a --checkpoint-dir to go on from disk"
+                f"the newest committed version {self._smp.committed} cannot be restored: {why}"
+                f"{to_do}"
             )
         if found is not None:
             # What comes from a checkpoint is protected and committed anew; what was committed

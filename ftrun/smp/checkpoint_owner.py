@@ -7,8 +7,8 @@ Survives: an owner that was killed: its record is not renewed any more.
 
 Rule 1: clocks of two machines are never compared. An owner is alive if its record changes while
         it is watched. It is dead if the record does not change for `STALE_RENEWALS` intervals.
-Rule 2: a claim takes over at once: a record of the same life (another SMP or node of this run), a
-        record that has ended, and one whose process is gone from this machine, see `_is_gone`.
+Rule 2: a claim takes over at once: a record of the same life (another SMP or node of this run) or
+        of this process, one that has ended, and one whose process is gone, see `_is_gone`.
         The same run id is not enough: two jobs of one script on one port have the same.
 Rule 3: an owner whose record another life has taken over writes no checkpoint any more.
 Rule 4: a record that cannot be written stops no run. It is tried again with each renewal.
@@ -271,7 +271,9 @@ class CheckpointOwnership:
 
     def _is_free(self, record: CheckpointOwner | None, claim: CheckpointClaim) -> bool:
         """Rule 2."""
-        if record is None or record.ended_s or record.life == claim.life:
+        # An agent that was killed while it loaded has kept no plan, so the next one has a new life.
+        own = self._record.life if self._record is not None else claim.life
+        if record is None or record.ended_s or record.life in (claim.life, own):
             return True
         return _is_gone(record, self._run_id)
 

@@ -283,6 +283,9 @@ def test_another_node_of_the_same_life_takes_the_directory_over_at_once(
     now.claim(CheckpointClaim(where, "1", 2, True))
     assert time.monotonic() - began_s < checkpoint_owner.RENEW_S
     assert now.check(where, "1") == before.check(where, "1") == {"one"}
+    now.claim(CheckpointClaim(where, "2", 2, True))  # the agent was killed while it loaded
+    assert time.monotonic() - began_s < checkpoint_owner.RENEW_S
+    assert record(tmp_path / "saved").life == "2"
 
 
 def test_of_two_runs_that_claim_at_once_one_is_refused(
