@@ -366,6 +366,10 @@ class NoUsableCheckpoint(CheckpointError):
         super().__init__(text)
 
 
+class NoneOfThisRun(NoUsableCheckpoint):
+    """None is known to be of this run; those that cannot be read may be of it, or of others."""
+
+
 class CheckpointsTaken(CheckpointError):
     """Another run that is alive writes its checkpoints to the same directory."""
 

@@ -143,7 +143,8 @@ def _take_over(smp: SmpLink, journal: Journal, spec: RunSpec) -> KeptState:
     state = newer(decode_state(left or b""), from_stub)
     if state.plan is not None:
         generation = state.plan.generation
-        if spec.nodes is None:
-            smp.own(rank for node in state.plan.members for rank in node.ranks)
+        own = spec.nodes.node_id if spec.nodes is not None else None
+        members = [node for node in state.plan.members if own in (None, node.node_id)]
+        smp.own(rank for node in members for rank in node.ranks)
         journal.write("adopted", arenas=len(smp.memory.held), generation=generation)
     return state

@@ -6,7 +6,7 @@ Gives:    checkpoints, standbys, an SMP brought up again, reports of silence, me
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from ftrun import clock
 from ftrun.agent.generations import Generations
@@ -86,9 +86,8 @@ class Caretaker:
             is_cancelled: asked again and again; whether somebody wants it to end now.
         """
         directory = self._spec.checkpoint_directory
-        # A run may end so soon after its first snapshot that word of the commit comes later.
-        is_late = self._spec.nodes is None and self._smp.has_whole_version
-        if not directory or (self._smp.committed is None and not is_late):
+        versions = self._last_versions()
+        if not directory or not (versions or self._smp.committed):
             return
         try:
             if self._smp.finish_checkpoint(limit_s, is_cancelled):
@@ -96,12 +95,35 @@ class Caretaker:
                     settings = self._spec.profile.checkpoint
                     life = self._generations.life
                     self._smp.begin_checkpoint(directory, settings, life=life, is_urgent=True)
-                elif self.last_commit is not None:
-                    self.write_part(self.last_commit, is_urgent=True)
-                self._smp.finish_checkpoint(limit_s, is_cancelled)
+                    self._smp.finish_checkpoint(limit_s, is_cancelled)
+                else:
+                    self._write_last_part(versions, limit_s, is_cancelled)
         except PeerError as error:
             self._smp.refused = str(error)
         self._tell_checkpoint()
+
+    def _last_versions(self) -> list[Version]:
+        """What the last checkpoint may be made of, the best first.
+
+        While ranks run it is the version that the leader has called committed. Where a generation
+        has ended, or the last agent of this node was killed, nodes may know of different commits:
+        then it is what they hold, two versions at most, of which the newest commit is one.
+        A run on one node may also end so soon that word of its first commit comes later.
+        """
+        if self._spec.nodes is not None and self._generations.has_ranks:
+            return [] if self.last_commit is None else [self.last_commit]
+        return self._smp.whole_versions
+
+    def _write_last_part(
+        self, versions: Sequence[Version], limit_s: float, is_cancelled: Callable[[], bool]
+    ) -> None:
+        """This node's part of each of these, until one is a checkpoint with those of the others."""
+        written = self._smp.num_checkpoints
+        for wanted in versions:
+            self.write_part(wanted, is_urgent=True)
+            is_over = self._smp.finish_checkpoint(limit_s, is_cancelled)
+            if not is_over or self._smp.num_checkpoints > written:
+                return
 
     def await_smp(self) -> None:
         """Where an SMP is being started, wait until it is up: what it holds is asked for."""
@@ -111,7 +133,7 @@ class Caretaker:
     def write_part(self, wanted: Version, *, is_urgent: bool = False) -> None:
         """On several nodes: this node's part of a version that all of them write now."""
         directory = self._spec.checkpoint_directory
-        if directory is None or not self._generations.is_member:
+        if directory is None or not self._generations.holds_ranks:
             return
         settings, token = self._spec.profile.checkpoint, self._generations.token
         try:

@@ -27,6 +27,8 @@ class Kept:
     """Of the last one that was written."""
     not_written: str
     """Why the one after it was not."""
+    part_step: int | None = None
+    """Of the newest checkpoint of which this node has written its part, and others had not."""
 
     def lines(self) -> list[str]:
         found = [f"  stopped at   step {self.step}"]
@@ -36,6 +38,13 @@ class Kept:
                 "  kept         nothing: snapshots were in memory only, and are freed",
                 "  to resume    start it with --checkpoint-dir DIR: its last step is then written "
                 "at the end",
+            ]
+        if self.part_step is not None and self.part_step > (self.checkpoint_step or -1):
+            return [
+                *found,
+                f"  kept         this node's part of step {self.part_step} in {self.directory}: a "
+                "checkpoint as soon as all nodes have written theirs",
+                "  to resume    start the same command again",
             ]
         if self.checkpoint_step is None:
             why = self.not_written or "no snapshot was committed yet"

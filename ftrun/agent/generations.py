@@ -71,7 +71,19 @@ class Generations:
         smp: SmpLink,
         stub: StubLink,
         workers: WorkerGroup,
+        kept: KeptState,
     ) -> None:
+        """No generation has begun.
+
+        Args:
+            spec: of the run.
+            node_id: this node.
+            journal: of this node.
+            smp: of this node.
+            stub: keeps what the next agent must know.
+            workers: of this node.
+            kept: what the last agent of this node knew.
+        """
         self.number = -1
         self.restarts: deque[Restart] = deque(maxlen=100)
         self.plan: Plan | None = None
@@ -91,7 +103,7 @@ class Generations:
         self.repeats = RepeatedSteps(journal, workers)
         self.announcements = Announcements()
         self._took_effect = False
-        self._kept = KeptState()
+        self._kept = kept
         self._decided_s = 0.0
         self._restored: Version | None = None
         self._old_world_size = 0
@@ -106,23 +118,43 @@ class Generations:
         return self.plan is not None and self.plan.member(self._node_id) is not None
 
     @property
+    def newest_plan(self) -> Plan | None:
+        """The newest one that this node has accepted, be it by its last agent."""
+        return self.plan or self._kept.plan
+
+    @property
+    def holds_ranks(self) -> bool:
+        """The newest plan gives this node ranks, so their state may be in its memory."""
+        plan = self.newest_plan
+        return plan is not None and plan.member(self._node_id) is not None
+
+    @property
+    def has_ranks(self) -> bool:
+        """The ranks of the newest plan were started by this agent, and no ballot has ended them."""
+        return self._took_effect and not self.is_over
+
+    @property
     def is_alone(self) -> bool:
         """The generation has this node only."""
         return self.plan is not None and len(self.plan.members) == 1
 
     @property
     def token(self) -> str:
-        """Equal on every node of this generation, and in no other generation of any run."""
-        plan = self.plan
+        """Equal on every node of this generation, and in no other generation of any run.
+
+        Also for an agent that follows another one on its node, whatever spares have come since.
+        """
+        plan = self.newest_plan
         if plan is None:
             return ""
-        lives = " ".join(str(card.incarnation) for card in plan.voters)
+        lives = " ".join(str(node.card.incarnation) for node in plan.members)
         return xxhash.xxh3_64_hexdigest(f"{plan.generation} {lives}".encode())
 
     @property
     def life(self) -> str:
         """Equal on every node, in all generations of this run and in no other run."""
-        return self.plan.life if self.plan is not None else ""
+        plan = self.newest_plan
+        return plan.life if plan is not None else ""
 
     def adopt(self, agent: FtrunElasticAgent, plan: Plan) -> Version | None:
         """Get ready: void what is later, load a checkpoint if need be, tell the SMP.
@@ -270,9 +302,11 @@ class Generations:
         runs_ranks = plan.member(self._node_id) is not None
         if found is None and runs_ranks and self._smp.committed is not None:
             # Never begin anew in silence where there was something to go on from.
+            has_directory = self._spec.checkpoint_directory is not None
+            to_do = "" if has_directory else ". Give --checkpoint-dir to resume from disk next time"
             raise SnapshotError(
-                f"the run cannot go on from {self._smp.committed}, which was its newest committed "
-                f"version: {why}. Start it again with a --checkpoint-dir to go on from disk"
+                f"the newest committed version {self._smp.committed} cannot be restored: {why}"
+                f"{to_do}"
             )
         if found is not None:
             # What comes from a checkpoint is protected and committed anew; what was committed

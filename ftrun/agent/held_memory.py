@@ -76,13 +76,11 @@ class HeldMemory:
         """Whether an arena here has this version of a rank."""
         return any(wanted in _sealed(fd) for fd in self.arenas.get(rank, []))
 
-    def has_whole_version(self, ranks: Collection[Rank]) -> bool:
-        """All of these ranks have sealed one, whether word of its commit has come yet or not."""
-        first = next(iter(ranks), None)
-        if first is None:
-            return False
-        sealed = [one for fd in self.arenas.get(first, []) for one in _sealed(fd)]
-        return any(all(self.holds(rank, one) for rank in ranks) for one in sealed)
+    def whole_versions(self, ranks: Collection[Rank]) -> list[Version]:
+        """What all of these ranks have sealed, committed or not, the newest first."""
+        sealed = {one for rank in ranks for fd in self.arenas.get(rank, []) for one in _sealed(fd)}
+        whole = [one for one in sealed if all(self.holds(rank, one) for rank in ranks)]
+        return sorted(whole, reverse=True)
 
     def void(self, chosen: Callable[[Version], bool]) -> int:
         """Make sure that these never come back; how many slots. The workers must be dead."""

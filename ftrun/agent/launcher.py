@@ -150,7 +150,7 @@ def _assemble(  # noqa: PLR0913 - the parts of a run
 ) -> RunLoop:
     workers = WorkerGroup(spec, smp=smp, starter=WorkerStarter(zygote, journal))
     generations = Generations(
-        spec, node.card.node_id, journal=journal, smp=smp, stub=stub, workers=workers
+        spec, node.card.node_id, journal=journal, smp=smp, stub=stub, workers=workers, kept=kept
     )
     caretaker = Caretaker(
         spec,
@@ -247,4 +247,5 @@ def _kept(command: EndRun, spec: RunSpec, run: RunLoop) -> Kept | None:
         directory=None if directory is None else without_password(directory),
         checkpoint_step=None if written is None else written.step,
         not_written=run.caretaker.not_written,
+        part_step=None if run.smp.last_part is None else run.smp.last_part.step,
     )

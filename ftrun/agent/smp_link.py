@@ -62,6 +62,8 @@ class SmpLink:
     is_restored: bool = False
     """Every local rank has the version that its generation starts from."""
     notices: deque[smp_messages.SmpNotice] = field(default_factory=lambda: deque(maxlen=100))
+    last_part: checkpoint_messages.CheckpointWritten | None = None
+    """The newest one that other nodes had not completed when it was written."""
     port: int = 0
     """Where the SMPs of other nodes reach this one; 0: nowhere."""
     answer_wait_s: float = ANSWER_WAIT_S
@@ -214,9 +216,9 @@ class SmpLink:
             self._ask(smp_messages.KeepRunState(state))
 
     @property
-    def has_whole_version(self) -> bool:
-        """All ranks here have sealed one, whether word of its commit has come yet or not."""
-        return self.memory.has_whole_version(self._local_ranks)
+    def whole_versions(self) -> list[Version]:
+        """What all ranks here have sealed, committed or not, the newest first."""
+        return self.memory.whole_versions(self._local_ranks)
 
     def void_after(self, newest: Version) -> int:
         """Make sure that no later version ever comes back; the workers must be dead."""
@@ -378,7 +380,7 @@ class SmpLink:
                     self.memory.drop_other_ranks(self._local_ranks)
                 self.memory.drop_old_layouts(self.committed)
             case checkpoint_messages.CheckpointWritten(is_part=True):
-                self.writing, self.refused = False, body.note
+                self.writing, self.refused, self.last_part = False, body.note, body
             case checkpoint_messages.CheckpointWritten():
                 self.last_checkpoint, self.refused, self.writing = body, "", False
                 self.num_checkpoints += 1

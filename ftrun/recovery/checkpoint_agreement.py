@@ -7,15 +7,16 @@ Gives:    checkpoints that no node is to load from now on; or the end of the run
 Rule 1: each node loads the newest checkpoint that nobody has rejected. If the nodes have loaded
         different ones, those that not all can have are set aside, and another ballot begins.
         Each such ballot sets at least one aside, so they come to an end.
-Rule 2: the run ends only when a node has a problem and names no checkpoint that caused it: then
-        none is left, or the problem is another one.
+Rule 2: a node that has a problem and names no new checkpoint that caused it can load none. If
+        others can, and are enough, the run continues without that node, see `blind_nodes`.
+Rule 3: the run ends when too few nodes are left by rule 2.
 """
 
 from collections.abc import Mapping
 
 from ftrun.errors import ExitCode
 from ftrun.ids import version
-from ftrun.recovery.commands import EndRun
+from ftrun.recovery.commands import EndRun, Note
 from ftrun.wire.ballot_messages import Accepted
 from ftrun.wire.plan import Plan
 
@@ -49,6 +50,33 @@ def disagreement(plan: Plan, answers: Mapping[str, Accepted]) -> EndRun | dict[s
     )
     why = f"the nodes do not read the same checkpoint: {found}"
     return EndRun(ExitCode.STATE_LOST, f"{why}. Give all the same --checkpoint-dir")
+
+
+def blind_nodes(plan: Plan, answers: Mapping[str, Accepted]) -> dict[str, str]:
+    """Members that cannot load what other members can, and their problems.
+
+    Args:
+        plan: whose members have all accepted, and about which there is a disagreement.
+        answers: by node id.
+    """
+    problems = {
+        node.node_id: answers[node.node_id].problem
+        for node in plan.members
+        if answers[node.node_id].problem and answers[node.node_id].code == ExitCode.STATE_LOST
+    }
+    return problems if len(problems) < len(plan.members) else {}
+
+
+def notes_of_blind(blind: Mapping[str, str]) -> list[Note]:
+    return [
+        Note(
+            "Unfit",
+            f"node {node_id} may not run ranks for an hour: it cannot load the checkpoint: {why}",
+            {"about": node_id},
+            say=True,
+        )
+        for node_id, why in sorted(blind.items())
+    ]
 
 
 def _rejected(accepted: Mapping[str, Accepted]) -> dict[str, str]:

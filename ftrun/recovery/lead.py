@@ -21,7 +21,7 @@ from ftrun.errors import ExitCode
 from ftrun.recovery.attendance import Peer, Peers
 from ftrun.recovery.ballots import Ballot, identity, runs_ranks
 from ftrun.recovery.changes import Changes
-from ftrun.recovery.checkpoint_agreement import disagreement
+from ftrun.recovery.checkpoint_agreement import blind_nodes, disagreement, notes_of_blind
 from ftrun.recovery.commands import (
     Command,
     Dial,
@@ -332,7 +332,13 @@ class Lead:
         plan = self._election.won()
         differ = disagreement(plan, ballot.accepted)
         if isinstance(differ, EndRun):
-            return self._end(differ, now_s)
+            here = [promise.card for promise in ballot.promises.values()]
+            aside = self.oversight.set_aside(now_s=now_s)
+            blind = blind_nodes(plan, ballot.accepted)
+            if not blind or not self.screening.can_spare(blind, here, self.plan, aside):
+                return self._end(differ, now_s)
+            self.oversight.bar(blind, now_s=now_s)
+            return [*notes_of_blind(blind), *self.propose(ballot.why, now_s=now_s)]
         if differ:
             self.oversight.supervisor.bad_checkpoints |= differ
             return self.propose(ballot.why, now_s=now_s)

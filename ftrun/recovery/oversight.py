@@ -13,7 +13,7 @@ Rule 3: a version is committed when every member says that it holds and protects
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import assert_never
 
 import msgspec
@@ -134,6 +134,11 @@ class Oversight:
     def set_aside(self, *, now_s: float) -> set[str]:
         """Nodes that were lost too often to be believed again."""
         return self._failures.set_aside(now_s=now_s)
+
+    def bar(self, node_ids: Iterable[str], *, now_s: float) -> None:
+        """Give these nodes no ranks for an hour."""
+        for node_id in node_ids:
+            self._failures.bar(node_id, now_s=now_s)
 
     def evict(self, verdict: Verdict, node_id: str, why: str, *, now_s: float) -> None:
         """This node is not to run ranks any more, though it is there."""

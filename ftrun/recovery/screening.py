@@ -83,6 +83,17 @@ class Screening:
         """Places for those of these nodes that may have one; see places.py."""
         return assign(here, previous, self._settings.wishes, aside, self.unfit(aside))
 
+    def can_spare(
+        self,
+        nodes: Collection[str],
+        here: Sequence[NodeCard],
+        previous: Plan | None,
+        aside: Collection[str],
+    ) -> bool:
+        """Whether enough of these nodes may run ranks without those."""
+        places = self.assign(here, previous, {*aside, *nodes})
+        return not isinstance(places, NotEnough)
+
     def look(self, aside: Collection[str]) -> list[Note]:
         """Find out who is to be asked for a check, and what is new about who may run ranks."""
         unfit = self.unfit(aside)

@@ -165,7 +165,7 @@ def read_indexes(directory: Path) -> list[tuple[Path, Index]]:
     """All whole checkpoints in a directory, the one written last first."""
     found = []
     for folder in directory.iterdir():
-        if _NAME.fullmatch(folder.name) and folder.is_dir():
+        if _NAME.fullmatch(folder.name):
             with contextlib.suppress(CheckpointError):
                 found.append((folder, read_index(folder)))
     return sorted(found, key=lambda one: one[1].serial, reverse=True)

@@ -15,12 +15,19 @@ of them reads (`ftrun.smp.shared_load`).
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 from ftrun import clock
-from ftrun.errors import CheckpointError, LayoutUnknown, NoUsableCheckpoint, SnapshotCorrupt
+from ftrun.errors import (
+    CheckpointError,
+    LayoutUnknown,
+    NoneOfThisRun,
+    NoUsableCheckpoint,
+    SnapshotCorrupt,
+)
 from ftrun.ids import Rank, Version, version
 from ftrun.smp.checkpoint_files import LATEST_NAME
 from ftrun.smp.checkpoint_index import read_index, read_indexes
@@ -30,6 +37,7 @@ from ftrun.smp.shared_load import LOADED_GENERATION, Check, Company, SharedLoad,
 RETRY_S = 0.2
 """Before what could not be read is read once more."""
 
+_T = TypeVar("_T")
 _log = logging.getLogger(__name__)
 
 
@@ -86,15 +94,22 @@ def load_checkpoint(directory: Path, order: LoadOrder) -> Loaded | None:
         order: what is to be loaded.
 
     Raises:
-        NoUsableCheckpoint: there are checkpoints, and none of them can be used.
+        NoUsableCheckpoint, NoneOfThisRun: as `load_first`.
         MemoryTooSmall: the arenas do not fit.
+        OSError: the directory cannot be read, and could not be a moment later.
     """
+    try:
+        return _load_from(directory, order)
+    except OSError as error:
+        _say_again(directory, error)
+    return _load_from(directory, order)
+
+
+def _load_from(directory: Path, order: LoadOrder) -> Loaded | None:
     rejected: dict[str, str] = {}
     candidates = _candidates(directory, rejected)
     if order.only:
         candidates = [directory / order.only]
-    if order.life:
-        rejected.clear()
     sources = [FolderSource(folder) for folder in candidates]
     return load_first(sources, rejected, order, where=str(directory))
 
@@ -112,19 +127,22 @@ def load_first(
 
     Raises:
         NoUsableCheckpoint: there are checkpoints, and none of them can be used.
+        NoneOfThisRun: none is of the life that is asked for; some cannot be read and may be.
         MemoryTooSmall: the arenas do not fit.
     """
     left = {name: order.set_aside[name] for name in rejected if name in order.set_aside}
     for name in left:
         del rejected[name]
+    has_own = not order.life
     for source in sources:
         name = Path(source.path).name
-        if order.life and _life_of(source) != order.life:
-            continue
-        if name in order.set_aside:
-            left[name] = order.set_aside[name]
-            continue
         try:
+            if order.life and _twice(source, source.index).life != order.life:
+                continue
+            has_own = True
+            if name in order.set_aside:
+                left[name] = order.set_aside[name]
+                continue
             return _load(source, rejected, order)
         except (CheckpointError, SnapshotCorrupt, LayoutUnknown) as error:
             rejected[name] = str(error)
@@ -133,6 +151,11 @@ def load_first(
             rejected[name] = f"{what} is not readable: {error.strerror or error}"
     if not rejected and not left:
         return None
+    if not left and not has_own:
+        raise NoneOfThisRun(
+            f"no checkpoint of this run is in {where}, unless it is one that cannot be read",
+            rejected,
+        )
     reasons = "; ".join(f"{name}: {reason}" for name, reason in {**left, **rejected}.items())
     raise NoUsableCheckpoint(
         f"no checkpoint in {where} can be used: {reasons}. Name another --checkpoint-dir, or start "
@@ -142,14 +165,17 @@ def load_first(
 
 
 def _load(source: Source, rejected: dict[str, str], order: LoadOrder) -> Loaded:
-    """What this checkpoint has; what could not be read is read once more, as storage may stall."""
-
     def attempt() -> Loaded:
         index = source.index()
         fds, rest = load_share(source, index, order.world_size, order.together, order.check)
         at = version(LOADED_GENERATION, index.step)
         return Loaded(at, source.path, fds, rejected, index.world_size, rest)
 
+    return _twice(source, attempt)
+
+
+def _twice(source: Source, attempt: Callable[[], _T]) -> _T:
+    """What could not be read is read once more, because storage may stall."""
     try:
         return attempt()
     except (OSError, CheckpointError) as error:
@@ -160,9 +186,11 @@ def _load(source: Source, rejected: dict[str, str], order: LoadOrder) -> Loaded:
 
 
 def _candidates(directory: Path, rejected: dict[str, str]) -> list[Path]:
-    if not directory.is_dir():
+    """Raises: OSError: the directory is there and cannot be read."""
+    try:
+        found = [folder for folder, _ in read_indexes(directory)]
+    except (FileNotFoundError, NotADirectoryError):
         return []
-    found = [folder for folder, _ in read_indexes(directory)]
     stalled = [error for error in _unreadable(directory, found).values() if _may_pass(error)]
     if stalled:
         _say_again(directory, stalled[0])
@@ -182,14 +210,12 @@ def _candidates(directory: Path, rejected: dict[str, str]) -> list[Path]:
 def _unreadable(directory: Path, found: Sequence[Path]) -> dict[str, CheckpointError]:
     """Folders that are not among those found, and what is wrong with the index of each."""
     bad: dict[str, CheckpointError] = {}
-    for folder in sorted(directory.glob("step-*")):
-        if folder not in found:
+    for folder in sorted(directory.iterdir()):
+        if folder not in found and folder.name.startswith("step-"):
             try:
                 read_index(folder)
             except CheckpointError as error:
                 bad[folder.name] = error.with_traceback(None)
-            except OSError:
-                continue
     return bad
 
 
@@ -202,11 +228,3 @@ def _may_pass(error: Exception) -> bool:
 def _say_again(what: Path | str, error: Exception) -> None:
     _log.warning("%s cannot be read, and is tried once more: %s", what, str(error))
     clock.sleep(RETRY_S)
-
-
-def _life_of(source: Source) -> str | None:
-    """None: it cannot be read, so it is nobody's."""
-    try:
-        return source.index().life
-    except (CheckpointError, OSError):
-        return None

@@ -6,10 +6,12 @@ Gives:    a `CheckpointsTaken` for the run that comes second; the runs whose che
 Survives: an owner that was killed: its record is not renewed any more.
 
 Rule 1: clocks of two machines are never compared. An owner is alive if its record changes while
-        it is watched, and dead if it does not change for `stale_s`, or if its process is gone from
-        this machine and it had no other node.
-Rule 2: a run takes over at once what an earlier life of the same run id has left.
-Rule 3: an owner whose record another run has taken over writes no checkpoint any more.
+        it is watched. It is dead if the record does not change for `STALE_RENEWALS` intervals.
+Rule 2: a claim takes over at once: a record of the same life (another SMP or node of this run) or
+        of this process, one that has ended, and one whose process is gone, see `_is_gone`.
+        The same run id is not enough: two jobs of one script on one port have the same.
+Rule 3: an owner whose record another life has taken over writes no checkpoint any more.
+Rule 4: a record that cannot be written stops no run. It is tried again with each renewal.
 """
 
 import logging
@@ -82,8 +84,12 @@ class _Folder:
 
     def write(self, data: bytes) -> None:
         temporary = self._path.with_name(f"{OWNER_NAME}.{os.getpid()}")
-        temporary.write_bytes(data)
-        temporary.replace(self._path)
+        try:
+            temporary.write_bytes(data)
+            temporary.replace(self._path)
+        except OSError:
+            temporary.unlink(missing_ok=True)
+            raise
 
     @contextmanager
     def claiming(self) -> Iterator[None]:
@@ -145,7 +151,7 @@ class CheckpointOwnership:
 
         Raises:
             CheckpointsTaken: another run that is alive owns it.
-            CheckpointError, OSError: it is not known.
+            CheckpointError, OSError: it is not known. `renew` tries again.
         """
         with self._lock:
             try:
@@ -163,8 +169,12 @@ class CheckpointOwnership:
         else:
             self._start()
 
-    def check(self, where: str) -> frozenset[str]:
+    def check(self, where: str, life: str) -> frozenset[str]:
         """The runs whose checkpoints may be removed there.
+
+        Args:
+            where: the directory.
+            life: of this run, see `Plan.life`. Nodes without rank 0 have made no claim.
 
         Raises:
             CheckpointError: another run owns it now.
@@ -175,7 +185,7 @@ class CheckpointOwnership:
         record = self._found(place)
         if record is None:
             return frozenset((str(self._run_id),))
-        if record.run_id != self._run_id and not record.ended_s:
+        if record.life != life and not record.ended_s:
             raise CheckpointError(_in_words(record, place.shown))
         own = record.runs if record.run_id == self._run_id else ()
         return frozenset((str(self._run_id), *own))
@@ -217,7 +227,8 @@ class CheckpointOwnership:
                 with self._lock:
                     self._renew(claim)
             except CheckpointsTaken as error:
-                self._taken = str(error)
+                if claim is self._claim:  # else `renew` has cleared it for a newer claim
+                    self._taken = str(error)
                 _log.warning("%s", error)
             except (CheckpointError, OSError) as error:
                 _log.debug("%s is not renewed: %s", OWNER_NAME, error)
@@ -248,8 +259,7 @@ class CheckpointOwnership:
         while True:
             with place.claiming():
                 before = self._found(place)
-                is_free = before is None or before.ended_s > 0 or before.run_id == self._run_id
-                if is_free or _is_gone(before):
+                if self._is_free(before, claim):
                     self._write(place, self._made(claim, before), beat=0)
                     before = None
             if before is not None:
@@ -258,6 +268,14 @@ class CheckpointOwnership:
             found = self._found(place)
             if found is None or found.life == claim.life:
                 return
+
+    def _is_free(self, record: CheckpointOwner | None, claim: CheckpointClaim) -> bool:
+        """Rule 2."""
+        # An agent that was killed while it loaded has kept no plan, so the next one has a new life.
+        own = self._record.life if self._record is not None else claim.life
+        if record is None or record.ended_s or record.life in (claim.life, own):
+            return True
+        return _is_gone(record, self._run_id)
 
     def _await_death(self, place: _Place, before: CheckpointOwner) -> None:
         """Wait until its record counts as that of a dead owner.
@@ -277,7 +295,7 @@ class CheckpointOwnership:
             if self._stop.wait(place.renew_s / 10):
                 raise CheckpointError("the run is being stopped")
             found = self._found(place)
-            if found is None or found.ended_s or _is_gone(found):
+            if found is None or found.ended_s or _is_gone(found, self._run_id):
                 return
             if (found.life, found.beat) != (before.life, before.beat):
                 raise CheckpointsTaken(_in_words(found, place.shown))
@@ -331,18 +349,24 @@ def _machine() -> str:
     return ""
 
 
-def _is_gone(record: CheckpointOwner | None) -> bool:
-    """Its process was on this machine and is no more, and it had no other node."""
-    if record is None or record.num_nodes != 1 or not record.machine:
+def _is_gone(record: CheckpointOwner, run_id: RunId) -> bool:
+    """Its process was on this machine and is no more, and its run has no other node.
+
+    The run of a single node has none. Nor has one of our own id: its node was this one, and only
+    one stub at a time has the run folder of that id here. Its other nodes, if they still ran,
+    would have taken this node in, and it would claim with their life.
+    """
+    if not record.machine or record.machine != _machine():
         return False
-    return record.machine == _machine() and not Path(f"/proc/{record.pid}").exists()
+    is_last = record.num_nodes == 1 or record.run_id == run_id
+    return is_last and not Path(f"/proc/{record.pid}").exists()
 
 
 def _in_words(record: CheckpointOwner, where: str) -> str:
     since = f"{datetime.fromtimestamp(record.since_s, UTC):%Y-%m-%d %H:%M:%S} UTC"
     return (
         f"{where} belongs to run {record.run_id} since {since} (node {record.node}, pid "
-        f"{record.pid}), and that run is alive. Two runs would load and remove each other's "
-        "checkpoints. Name another --checkpoint-dir, or end that run: ftrun stop "
+        f"{record.pid}), and that run is alive. Two runs, also of one id, would load and remove "
+        "each other's checkpoints. Name another --checkpoint-dir, or end that run: ftrun stop "
         f"{record.run_id}"
     )

@@ -19,6 +19,7 @@ from ftrun.errors import (
     CheckpointError,
     CheckpointsTaken,
     MemoryTooSmall,
+    NoneOfThisRun,
     NoUsableCheckpoint,
 )
 from ftrun.free_memory import available_memory
@@ -29,7 +30,7 @@ from ftrun.smp.checkpoint_files import Retention
 from ftrun.smp.checkpoint_folders import sweep_run
 from ftrun.smp.checkpoint_load import Loaded, LoadOrder, load_checkpoint
 from ftrun.smp.checkpoint_order import Means, WriteOrder, Written, told
-from ftrun.smp.checkpoint_owner import CheckpointOwnership
+from ftrun.smp.checkpoint_owner import RENEW_S, CheckpointOwnership
 from ftrun.smp.checkpoint_parts import PartWriter
 from ftrun.smp.checkpoint_shard import ArenaFds
 from ftrun.smp.checkpoint_stream import Follow
@@ -44,9 +45,9 @@ from ftrun.smp.url_folders import sweep_url
 from ftrun.smp.url_load import load_from_url
 from ftrun.smp.watch import Watch
 from ftrun.snapshot.versions import CommitTracker
-from ftrun.urls import is_url
+from ftrun.urls import is_url, without_password
 from ftrun.wire import checkpoint_messages, messages
-from ftrun.wire.checkpoint_owner import CheckpointClaim
+from ftrun.wire.checkpoint_owner import OWNER_NAME, CheckpointClaim
 
 _log = logging.getLogger(__name__)
 _BUG = "a bug in ftrun; the SMP's log has it"
@@ -200,7 +201,7 @@ class Checkpoints:
 
     def _written(self, order: WriteOrder, fds: ArenaFds) -> Written:
         with told(order):
-            runs = self._owner.check(order.where)
+            runs = self._owner.check(order.where, order.life)
         order = replace(order, retention=replace(order.retention, runs=runs))
         if is_url(order.where):
             return self._urls.write(fds, order)
@@ -212,20 +213,43 @@ class Checkpoints:
         self._room.drop()
         try:
             if body.claim is not None:
-                self._owner.claim(body.claim)
+                self._claim(body.claim)
             loaded = self._loaded_from(body)
         except CheckpointsTaken as error:
             return partial(asker.tell, _none_loaded({}, str(error), is_taken=True))
-        except OSError as error:
-            why = f"{error.filename or body.directory}: {error.strerror or error}"
-            return partial(asker.tell, messages.Refused(why))
         except NoUsableCheckpoint as error:
-            return partial(asker.tell, _none_loaded(error.rejected, str(error)))
-        except (CheckpointError, MemoryTooSmall) as error:
+            problem = "" if isinstance(error, NoneOfThisRun) else str(error)
+            return partial(asker.tell, _none_loaded(error.rejected, problem))
+        except (CheckpointError, OSError) as error:
+            # The directory itself is named, so that the leader has all nodes load once more before
+            # the run ends.
+            where = without_password(body.directory)
+            return partial(asker.tell, _none_loaded({where: str(error)}, str(error)))
+        except MemoryTooSmall as error:
             return partial(asker.tell, messages.Refused(str(error)))
         if loaded is None:
             return partial(asker.tell, _none_loaded({}, ""))
         return partial(self._put, asker, body, loaded)
+
+    def _claim(self, claim: CheckpointClaim) -> None:
+        """Own the directory, or load from it without a record: no good checkpoint is left unread.
+
+        Raises:
+            CheckpointsTaken: another run that is alive owns it.
+        """
+        try:
+            self._owner.claim(claim)
+        except CheckpointsTaken:
+            raise
+        except (CheckpointError, OSError) as error:
+            _log.warning(
+                "%s in %s is not written, so a second run with this directory is not refused; it "
+                "is tried again every %.0f s: %s",
+                OWNER_NAME,
+                without_password(claim.directory),
+                RENEW_S,
+                error,
+            )
 
     def _loaded_from(self, body: checkpoint_messages.LoadCheckpoint) -> Loaded | None:
         order = LoadOrder(

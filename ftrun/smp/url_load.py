@@ -64,7 +64,7 @@ def load_from_url(url: str, order: LoadOrder, stop: threading.Event) -> Loaded |
     with UrlStore(url, stop) as store:
         latest = read_latest(store)
         folders = read_folders(store)
-        bad = {one.name: one.problem for one in folders if one.problem and not order.life}
+        bad = {one.name: one.problem for one in folders if one.problem}
         chosen = in_order(folders, latest)
         if order.only:
             name = latest if order.only == LATEST_NAME else order.only

@@ -6,16 +6,17 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
 
 from ftrun.ids import RunId
+from ftrun.smp.checkpoint_index import read_index
 from ftrun.wire.checkpoint_owner import OWNER_NAME, decode_owner
 from ftrun.wire.run_folder import run_folder
-from tests.chaos.conftest import STEPS, Checked, let_end, wait_for_memory, wait_until_gone
+from tests.chaos.conftest import HOLD, STEPS, Checked, let_end, wait_for_memory, wait_until_gone
 from tests.ftp_server import ftp_server
 from tests.integration.conftest import WAIT_S, Run, Start, free_port
 
@@ -328,26 +329,102 @@ def test_another_number_of_nodes_goes_on_from_a_shared_directory(
 
 def text_of_nodes(folder: Path, nodes: int, run_id: str, *words: str) -> str:
     """What a run has said that had all its nodes on this machine; it must have ended well."""
+    names = [f"{run_id}.n{node}" for node in range(nodes)]
+    with nodes_of(folder, names, run_id, "--nnodes", str(nodes), *KEPT, *words) as started:
+        codes = [process.wait(WAIT_S) for process in started]
+    text = text_of(folder, names)
+    assert not any(codes), text
+    return text
+
+
+@contextmanager
+def nodes_of(
+    folder: Path, names: list[str], run_id: str, *words: str
+) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Nodes of one run on this machine, each with its output in the folder."""
     endpoint = f"127.0.0.1:{free_port()}"
-    outputs = [folder / f"{run_id}.{node}.out" for node in range(nodes)]
     with ExitStack() as ends:
         started = []
-        for node, output in enumerate(outputs):
-            flags = ["--nnodes", str(nodes), "--rdzv-endpoint", endpoint, "--node-id", f"n{node}"]
-            file = ends.enter_context(output.open("w"))
+        for name in names:
+            flags = ["--rdzv-endpoint", endpoint, "--node-id", name]
             process = subprocess.Popen(
-                [sys.executable, "-m", "ftrun", "--run-id", run_id, *flags, *KEPT, *words],
+                [sys.executable, "-m", "ftrun", "--run-id", run_id, *flags, *words],
                 cwd=folder,
                 stdin=subprocess.DEVNULL,
-                stdout=file,
+                stdout=ends.enter_context((folder / f"{name}.out").open("w")),
                 stderr=subprocess.STDOUT,
             )
             ends.callback(end, process)
             started.append(process)
+        yield started
+
+
+def text_of(folder: Path, names: list[str]) -> str:
+    return "\n".join((folder / f"{name}.out").read_text() for name in names)
+
+
+def wait_for_losses(folder: Path, ranks: int, count: int, names: list[str]) -> None:
+    """Until each of these ranks has made so many steps."""
+    give_up_s = time.monotonic() + WAIT_S
+    paths = [folder / f"losses.{rank}" for rank in range(ranks)]
+    while not all(path.exists() and path.read_text().count("\n") >= count for path in paths):
+        assert time.monotonic() < give_up_s, text_of(folder, names)
+        time.sleep(0.05)
+
+
+def agent_of(stub: int) -> int:
+    children = Path(f"/proc/{stub}/task/{stub}/children").read_text().split()
+    (found,) = [pid for pid in children if Path(f"/proc/{pid}/comm").read_text() == "ftrun-agent\n"]
+    return int(found)
+
+
+@pytest.mark.parametrize(
+    ("members", "spares", "victim"),
+    [(2, 0, 1), (1, 1, 0), pytest.param(2, 0, 0, marks=pytest.mark.full)],
+    ids=["member", "with a spare", "leader"],
+)
+def test_sigterm_to_all_nodes_soon_after_a_kill_of_an_agent_still_saves_the_snapshot(
+    train: tuple[str, ...], tmp_path: Path, members: int, spares: int, victim: int
+) -> None:
+    """The next agent of that node knows of no commit; all nodes write what all of them hold."""
+    names = [f"n{node}" for node in range(members + spares)]
+    flags = ("--nnodes", str(members), "--spares", str(spares), "--erasure", "none", *KEPT)
+    words = (*flags, "--snapshot-every", "1", "--nproc-per-node", "1", *train[2:-1], "0.05")
+    with nodes_of(tmp_path, names, f"stops-{os.getpid()}-{members}{victim}", *words) as started:
+        wait_for_losses(tmp_path, members, 20, names)
+        os.kill(agent_of(started[victim].pid), signal.SIGKILL)
+        for process in started:
+            process.send_signal(signal.SIGTERM)
         codes = [process.wait(WAIT_S) for process in started]
-    text = "\n".join(output.read_text() for output in outputs)
-    assert not any(codes), text
-    return text
+    text = text_of(tmp_path, names)
+    assert codes == [143] * len(names), text
+    latest = tmp_path / "saved" / "latest"
+    assert latest.is_symlink(), text
+    index = read_index(latest.resolve())
+    assert [shard.rank for shard in index.shards] == list(range(members))
+    assert index.step >= 15, text
+    assert f"kept         step {index.step} in " in text
+
+
+def test_a_second_run_of_the_same_id_on_other_nodes_is_refused(
+    train: tuple[str, ...], tmp_path: Path
+) -> None:
+    """Without --run-id, two jobs of one script on one port have one id."""
+    run_id, one, two = f"twins-{os.getpid()}", ["a0", "a1"], ["b0", "b1"]
+    words = ("--nnodes", "2", *KEPT, "--checkpoint-every", "0.5", "--nproc-per-node", "1")
+    with nodes_of(tmp_path, one, run_id, *words, *train[2:]) as first:
+        wait_for_losses(tmp_path, 2, 10, one)
+        with nodes_of(tmp_path, two, run_id, *words, *train[2:]) as second:
+            codes = [process.wait(WAIT_S) for process in second]
+        refusal = text_of(tmp_path, two)
+        assert codes == [2, 2], refusal
+        for name in two:
+            assert f"belongs to run {run_id} since" in text_of(tmp_path, [name])
+        assert "begin rank" not in refusal
+        assert all(process.poll() is None for process in first), text_of(tmp_path, one)
+        (tmp_path / HOLD).unlink()
+        codes = [process.wait(WAIT_S) for process in first]
+    assert codes == [0, 0], text_of(tmp_path, one)
 
 
 def end(process: subprocess.Popen[bytes]) -> None:

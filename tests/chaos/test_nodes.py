@@ -129,6 +129,29 @@ def test_lost_node_without_protection_costs_the_steps_since_the_newest_whole_che
 
 
 @pytest.mark.full
+def test_more_lost_nodes_than_parity_bears_cost_the_steps_since_the_checkpoint(
+    nodes: Start, tmp_path: Path, undisturbed: Undisturbed
+) -> None:
+    """Two of three members at once, with 2+1."""
+    names = tuple(f"rank{rank}.jsonl" for rank in range(3))
+    expected = undisturbed.of(
+        Job("fsdp2", tuple(job_words("fsdp2", Path("FOLDER"))), names, STEPS), 3
+    )
+    saved = tmp_path / "saved"
+    flags = ("--erasure", "2+1", "--checkpoint-dir", saved, "--checkpoint-every", 0.5)
+    run = nodes(3, *flags, others=2, spares=2, words=job_words("fsdp2", tmp_path))
+    run.start_all()
+    run.wait_for("a checkpoint", lambda: run.journals("CheckpointWritten"))
+    lost = [run.node_of(rank) for rank in (1, 2)]
+    for node in lost:
+        run.fault("kill", node)
+    run.may_end(*lost)
+    run.finish()
+    assert not difference(expected, [outcome_of(tmp_path / name) for name in names])
+    assert any(line["why"].startswith("checkpoint ") for line in run.journals("restore_point"))
+
+
+@pytest.mark.full
 @pytest.mark.parametrize(("name", "kind"), IN_FULL)
 def test_other_fault_changes_no_byte(
     name: str, kind: str, tmp_path: Path, undisturbed: Undisturbed

@@ -7,12 +7,13 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import xxhash
 
-from ftrun.errors import CheckpointError, MemoryTooSmall
+from ftrun.errors import CheckpointError, MemoryTooSmall, NoneOfThisRun
 from ftrun.ids import Rank, RunId, version
 from ftrun.smp import late_copy
 from ftrun.smp.checkpoint import CheckpointWriter
@@ -97,16 +98,20 @@ def writer(*, free_bytes: int = 1 << 40, stop: bool = False) -> CheckpointWriter
     return CheckpointWriter(Means(RunId("run"), CopyRoom(lambda: free_bytes), Throttle(event)))
 
 
-def write(arenas: Arenas, directory: Path, *, keep: int = 3, free_bytes: int = 1 << 40) -> Path:
-    return Path(writer(free_bytes=free_bytes).write(arenas.fds, order(directory, keep)).path)
+def write(
+    arenas: Arenas, directory: Path, *, keep: int = 3, free_bytes: int = 1 << 40, life: str = ""
+) -> Path:
+    wanted = replace(order(directory, keep), life=life)
+    return Path(writer(free_bytes=free_bytes).write(arenas.fds, wanted).path)
 
 
 def order(directory: Path, keep: int = 3) -> WriteOrder:
     return WriteOrder(str(directory), tuple(RANKS), 2, Retention(keep))
 
 
-def load(directory: Path, world_size: int = 2) -> Loaded | None:
-    return load_checkpoint(directory, LoadOrder(world_size, RANKS, lambda needed_bytes: None))
+def load(directory: Path, world_size: int = 2, life: str = "") -> Loaded | None:
+    wanted = LoadOrder(world_size, RANKS, lambda needed_bytes: None, life=life)
+    return load_checkpoint(directory, wanted)
 
 
 def check(loaded: Loaded | None, step: int) -> list[str]:
@@ -193,13 +198,17 @@ def test_an_incomplete_checkpoint_is_set_aside(
     assert check(load(tmp_path), 4)
 
 
-@pytest.mark.parametrize("name", ["rank-00001.safetensors", "index.json"])
+@pytest.mark.parametrize("life", ["", "own"])
+@pytest.mark.parametrize("name", ["rank-00001.safetensors", "index.json", ".", "latest"])
 def test_what_cannot_be_read_for_a_moment_is_read_once_more(
-    arenas: Arenas, tmp_path: Path, name: str
+    arenas: Arenas, tmp_path: Path, name: str, life: str
 ) -> None:
-    """Its folder cannot be entered until the first attempt has failed."""
+    """It cannot be read until the first attempt has failed."""
+    directory = tmp_path / "saved"
     arenas.seal(4)
-    path = write(arenas, tmp_path) / name
+    folder = write(arenas, directory, life=life)
+    paths = {".": directory, "latest": directory / "latest"}
+    path = paths.get(name, folder / name)
     aside = tmp_path / "aside"
     path.rename(aside)
     path.symlink_to(path)  # a loop: ELOOP
@@ -219,11 +228,36 @@ def test_what_cannot_be_read_for_a_moment_is_read_once_more(
     healer = threading.Thread(target=heal)
     healer.start()
     try:
-        assert check(load(tmp_path), 4) == []
+        assert check(load(directory, life=life), 4) == []
     finally:
         failed.set()
         healer.join()
         logging.getLogger("ftrun.smp.checkpoint_load").removeHandler(handler)
+
+
+def test_a_directory_that_cannot_be_read_at_all_is_no_empty_one(tmp_path: Path) -> None:
+    loop = tmp_path / "loop"
+    loop.symlink_to(loop)
+    for life in ("", "own"):
+        with pytest.raises(OSError, match="symbolic links"):
+            load(loop, life=life)
+
+
+def test_what_cannot_be_read_may_be_of_this_run(arenas: Arenas, tmp_path: Path) -> None:
+    """With --resume never, a node that cannot read the newest one has the leader know."""
+    for step in (3, 4):
+        arenas.seal(step)
+        path = write(arenas, tmp_path, life="own")
+    spoil(path / "index.json", 100)
+    (note,) = check(load(tmp_path, life="own"), 3)
+    assert "is damaged" in note or "is not one" in note
+    with pytest.raises(NoneOfThisRun) as raised:
+        load(tmp_path, life="another")
+    assert list(raised.value.rejected) == [path.name]
+    (tmp_path / "latest").unlink()
+    (tmp_path / "latest").symlink_to("step-00000099-g0")
+    with pytest.raises(NoneOfThisRun):
+        load(tmp_path, life="another")
 
 
 def test_without_latest_the_one_written_last_is_used(arenas: Arenas, tmp_path: Path) -> None:

@@ -492,6 +492,18 @@ def test_a_checkpoint_of_several_nodes_is_loaded_by_others(make: Make, directory
         os.close(fd)
 
 
+def test_a_directory_that_cannot_be_read_is_named_for_the_leader(
+    make: Make, directory: Path
+) -> None:
+    node = make(*range(WORLD))
+    node.start()
+    directory.symlink_to(directory)  # ELOOP
+    answer = node.load(directory)
+    assert isinstance(answer, checkpoint_messages.CheckpointLoaded), answer
+    assert list(answer.rejected) == [str(directory)]
+    assert "symbolic links" in answer.problem
+
+
 def test_the_one_checkpoint_that_is_named_is_loaded(make: Make, directory: Path) -> None:
     first, second = make(0, 1), make(2, 3)
     first.ready()

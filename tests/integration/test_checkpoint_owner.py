@@ -3,9 +3,14 @@
 Real SMP processes; the test plays their agents. See test_checkpoint_nodes.
 """
 
+import contextlib
+import fcntl
 import itertools
 import json
+import os
+import subprocess
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,6 +19,7 @@ import pytest
 from ftrun.errors import CheckpointError, CheckpointsTaken
 from ftrun.ids import RunId, version
 from ftrun.smp import checkpoint_owner
+from ftrun.smp.checkpoint_files import LOCK_NAME
 from ftrun.smp.checkpoint_owner import CheckpointOwnership
 from ftrun.wire import checkpoint_messages, messages, smp_messages
 from ftrun.wire.checkpoint_owner import OWNER_NAME, CheckpointClaim, CheckpointOwner, decode_owner
@@ -24,12 +30,24 @@ from tests.integration.test_checkpoint_nodes import WORLD, Make, Node, finished,
 make = nodes_of.make
 
 _LIVES = (f"{number:x}" for number in itertools.count(1))
-FAST_S = 0.05
+FAST_S = 0.2
+LIFE: dict[str, str] = {}
+"""By the name of a node: of its last claim."""
 
 
-def claim(directory: Path, node: Node, *, inherits: bool = True) -> str:
-    """Load with a claim, as `Generations.adopt` does; the refusal, if another run is alive."""
-    claimed = CheckpointClaim(str(directory), next(_LIVES), 1, inherits)
+def claim(directory: Path, node: Node, *, inherits: bool = True, num_nodes: int = 1) -> str:
+    """Load with a claim of a new life; the refusal, if another run is alive."""
+    LIFE[node.name] = next(_LIVES)
+    answer = load_with_claim(directory, node, inherits=inherits, num_nodes=num_nodes)
+    assert answer.is_taken == (answer.problem != "")
+    return answer.problem
+
+
+def load_with_claim(
+    directory: Path, node: Node, *, inherits: bool = True, num_nodes: int = 1
+) -> checkpoint_messages.CheckpointLoaded:
+    """As `Generations.adopt` does it."""
+    claimed = CheckpointClaim(str(directory), LIFE[node.name], num_nodes, inherits)
     body = checkpoint_messages.LoadCheckpoint(str(directory), WORLD, node.ranks, claim=claimed)
     answer = node.ask(body)
     assert isinstance(answer, checkpoint_messages.CheckpointLoaded), answer
@@ -39,14 +57,18 @@ def claim(directory: Path, node: Node, *, inherits: bool = True) -> str:
         assert node.ask(begun, node.page_fd) == messages.Done()
         if not node.arenas:
             node.make_arenas()
-    assert answer.is_taken == (answer.problem != "")
-    return answer.problem
+    return answer
+
+
+def write(node: Node, directory: Path, step: int) -> messages.AnyMessage:
+    node.seal(version(0, step), slot=step % 2)
+    where, life = str(directory), LIFE[node.name]
+    return node.ask(checkpoint_messages.WriteCheckpoint(where, 2, (0, step), life=life))
 
 
 def save(node: Node, directory: Path, *steps: int) -> None:
     for step in steps:
-        node.seal(version(0, step), slot=step % 2)
-        finished(node.write(directory, version(0, step), keep=2))
+        finished(write(node, directory, step))
 
 
 def steps_of(directory: Path) -> list[int]:
@@ -56,7 +78,7 @@ def steps_of(directory: Path) -> list[int]:
 def record(directory: Path) -> CheckpointOwner:
     path = directory / OWNER_NAME
     # A store of files writes in place: a reader may find half of a record.
-    wait_until(lambda: decode_owner(path.read_bytes()) is not None, "a whole record")
+    wait_until(lambda: path.exists() and decode_owner(path.read_bytes()) is not None, "a record")
     found = decode_owner(path.read_bytes())
     return record(directory) if found is None else found
 
@@ -85,8 +107,89 @@ def test_a_second_run_is_refused_until_the_first_has_ended_or_was_killed(
     assert not claim(saved, third, inherits=False), "the owner has ended"
     save(third, saved, 5, 6, 7)
     assert steps_of(saved) == [3, 4, 6, 7], "--resume never: what others have left stays"
-    written = nodes_of.refused(second.write(saved, version(0, 4)))
-    assert "belongs to run run-c" in written
+    assert "belongs to run run-c" in nodes_of.refused(write(second, saved, 8))
+
+
+def test_two_live_runs_of_one_id_are_two_runs(make: Make, tmp_path: Path) -> None:
+    """Without --run-id, two jobs of one script on one port have one id. See `cli.run`."""
+    first, second, again, newer = (make(*range(WORLD)) for _ in range(4))
+    for node in (first, second, again, newer):
+        node.start()
+    saved = tmp_path / "saved"
+    assert not claim(saved, first, num_nodes=2)
+    save(first, saved, 1, 2)
+    assert f"{saved} belongs to run {first.run_id} since" in claim(saved, second, num_nodes=2)
+    assert f"belongs to run {first.run_id}" in nodes_of.refused(write_as(second, saved, 3))
+    save(first, saved, 3)
+    assert steps_of(saved) == [2, 3], "the second has removed nothing"
+
+    first.kill()
+    began_s = time.monotonic()
+    LIFE[again.name] = LIFE[first.name]
+    assert not load_with_claim(saved, again, num_nodes=2).problem, "another SMP of the same life"
+    save(again, saved, 4)
+    again.kill()
+    assert not claim(saved, newer, num_nodes=2), "started again, on the machine of the dead owner"
+    save(newer, saved, 5)
+    assert steps_of(saved) == [4, 5], "it continues the first run, and keeps two"
+    assert time.monotonic() - began_s < checkpoint_owner.RENEW_S, "neither has waited"
+
+
+def write_as(node: Node, directory: Path, step: int) -> messages.AnyMessage:
+    """As another node of the same run, which has made no claim, would write its part."""
+    if not node.arenas:
+        node.begin()
+        node.make_arenas()
+    return write(node, directory, step)
+
+
+@pytest.mark.parametrize(
+    "kind", ["no file", "full disk", pytest.param("lock", marks=pytest.mark.full)]
+)
+def test_a_record_that_cannot_be_written_keeps_no_good_checkpoint_from_its_run(
+    make: Make, tmp_path: Path, kind: str
+) -> None:
+    saved = tmp_path / "saved"
+    saved.mkdir()
+    with contextlib.ExitStack() as ends:
+        if kind == "full disk":
+            if os.geteuid() != 0:
+                pytest.skip("needs root, to mount a small file system")
+            subprocess.run(["mount", "-t", "tmpfs", "-o", "size=32m", "tmpfs", saved], check=True)
+            ends.callback(subprocess.run, ["umount", "--lazy", str(saved)], check=True)
+        first, second = (make(*range(WORLD), run_id=f"run-{name}") for name in "ab")
+        first.start()
+        second.start()
+        assert not claim(saved, first)
+        save(first, saved, 1)
+        first.kill()
+        with hindered(saved, kind):
+            LIFE[second.name] = next(_LIVES)
+            answer = load_with_claim(saved, second)
+            assert (answer.problem, answer.step) == ("", 1)
+            assert kind == "no file" or record(saved).run_id == "run-a"
+        wait_until(lambda: record(saved).run_id == "run-b", "it is tried again")
+        save(second, saved, 2)
+
+
+@contextlib.contextmanager
+def hindered(saved: Path, kind: str) -> Iterator[None]:
+    path, filler = saved / OWNER_NAME, saved / "filler"
+    if kind == "no file":
+        path.unlink()
+        path.mkdir()
+        yield
+        path.rmdir()
+    elif kind == "full disk":
+        with filler.open("wb", 0) as file, contextlib.suppress(OSError):
+            while file.write(bytes(1 << 12)):
+                pass
+        yield
+        filler.unlink()
+    else:
+        with (saved / LOCK_NAME).open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
 
 
 # --- what needs more than one machine: the parts, with short intervals ---------------------------
@@ -95,7 +198,7 @@ def test_a_second_run_is_refused_until_the_first_has_ended_or_was_killed(
 @pytest.fixture(params=["directory", "url"])
 def where(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setattr(checkpoint_owner._Folder, "renew_s", FAST_S)
-    monkeypatch.setattr(checkpoint_owner._Url, "renew_s", 4 * FAST_S)
+    monkeypatch.setattr(checkpoint_owner._Url, "renew_s", 2 * FAST_S)
     monkeypatch.setattr(checkpoint_owner, "_SETTLE_S", FAST_S)
     (tmp_path / "saved").mkdir()
     prefix = "file://" if request.param == "url" else ""
@@ -135,23 +238,54 @@ def test_an_owner_elsewhere_is_alive_while_its_record_changes(
     asleep.add("first")
     elsewhere(tmp_path / "saved")
     second.claim(CheckpointClaim(where, "2", 2, True))
-    assert second.check(where) == {"first", "second"}
+    assert second.check(where, "2") == {"first", "second"}
     asleep.clear()
     with pytest.raises(CheckpointError, match="belongs to run second"):
-        first.check(where)
+        first.check(where, "1")
     first.end(0, "done", "")
     wait_until(lambda: record(tmp_path / "saved").beat > 0, "the second run renews its record")
     assert record(tmp_path / "saved").run_id == "second"
 
 
-def test_a_run_that_is_started_again_takes_its_directory_over_at_once(
+def test_a_run_that_is_started_again_elsewhere_waits_until_it_is_known_to_be_alone(
     run: Own, where: str, tmp_path: Path
 ) -> None:
-    before, again = run("one"), run("one")
+    """One id, another life: a job that is queued again, or another job of the same script."""
+    before, again, last = run("one"), run("one"), run("one")
     before.claim(CheckpointClaim(where, "1", 2, True))
+    with pytest.raises(CheckpointsTaken, match="belongs to run one"):
+        again.claim(CheckpointClaim(where, "2", 2, True))
+    with pytest.raises(CheckpointError, match="belongs to run one"):
+        again.check(where, "2")
+    assert before.check(where, "1") == {"one"}
+    asleep.add("one")  # all of its nodes were killed
+    elsewhere(tmp_path / "saved")
     again.claim(CheckpointClaim(where, "2", 2, True))
     assert record(tmp_path / "saved").life == "2"
+    with pytest.raises(CheckpointError, match="belongs to run one"):
+        before.check(where, "1")
+    asleep.clear()
     wait_until(lambda: before._taken, "the life before writes no checkpoint any more")
+    again.end(143, "it was asked to stop", "")
+    began_s = time.monotonic()
+    last.claim(CheckpointClaim(where, "3", 2, True))
+    assert time.monotonic() - began_s < checkpoint_owner.RENEW_S, "an end needs no wait"
+
+
+def test_another_node_of_the_same_life_takes_the_directory_over_at_once(
+    run: Own, where: str, tmp_path: Path
+) -> None:
+    before, now = run("one"), run("one")
+    before.claim(CheckpointClaim(where, "1", 3, True))
+    elsewhere(tmp_path / "saved")
+    before.renew(None)
+    began_s = time.monotonic()
+    now.claim(CheckpointClaim(where, "1", 2, True))
+    assert time.monotonic() - began_s < checkpoint_owner.RENEW_S
+    assert now.check(where, "1") == before.check(where, "1") == {"one"}
+    now.claim(CheckpointClaim(where, "2", 2, True))  # the agent was killed while it loaded
+    assert time.monotonic() - began_s < checkpoint_owner.RENEW_S
+    assert record(tmp_path / "saved").life == "2"
 
 
 def test_of_two_runs_that_claim_at_once_one_is_refused(

@@ -15,14 +15,22 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import pytest
 import xxhash
 
+from ftrun.agent.elastic import FtrunElasticAgent
+from ftrun.agent.generations import Generations
+from ftrun.agent.kept_state import KeptState
 from ftrun.agent.smp_link import SmpLink
-from ftrun.errors import PeerError, PeerLost, PeerTimeout
+from ftrun.agent.stub_link import StubLink
+from ftrun.agent.worker_group import WorkerGroup
+from ftrun.agent.worker_starter import WorkerStarter
+from ftrun.config import CheckpointConfig, Profile, RunSpec
+from ftrun.errors import PeerError, PeerLost, PeerTimeout, SnapshotError
 from ftrun.ids import Version, version
+from ftrun.journal import Journal
 from ftrun.snapshot.layout import Entry, Layout, When, make_layout
 from ftrun.wire import checkpoint_messages, messages, smp_messages, worker_messages
 from ftrun.wire.arena import (
@@ -35,6 +43,7 @@ from ftrun.wire.arena import (
 )
 from ftrun.wire.channel import Channel, Received, connect
 from ftrun.wire.pages import Command, Page, create_command_page
+from ftrun.wire.plan import NodeCard, Plan, PlanNode
 from ftrun.wire.run_folder import RunFolder
 from tests.stopping import stop
 
@@ -674,6 +683,44 @@ def test_an_agent_does_not_take_a_late_answer_for_that_to_its_next_question(worl
         assert offered(link.inventory()) == set()
     finally:
         world.smp.send_signal(signal.SIGCONT)
+        link.shutdown()
+
+
+@pytest.mark.parametrize("directory", ["saved", None])
+def test_only_a_run_without_a_checkpoint_directory_is_advised_to_give_one(
+    world: World, directory: str | None
+) -> None:
+    """The directory is empty, and the newest committed version is lost."""
+    world.start(adopt=True)
+    folder = world.folder / RUN_ID
+    folder.symlink_to(world.folder)
+    link = SmpLink(RunFolder(folder), orphan_s=60.0)
+    where = str(world.folder)
+    profile = Profile(checkpoint=CheckpointConfig(directory=directory))
+    spec = RunSpec(
+        run_id=RUN_ID,
+        script="train.py",
+        torchrun_argv=[],
+        log_folder=where,
+        cwd=where,
+        profile=profile,
+    )
+    journal = Journal(world.folder, who="agent")
+    workers = WorkerGroup(spec, smp=link, starter=WorkerStarter(None, journal))
+    stub, kept = StubLink(), KeptState()
+    generations = Generations(
+        spec, "a", journal=journal, smp=link, stub=stub, workers=workers, kept=kept
+    )
+    members = [PlanNode(NodeCard("a", 1, "", 0, WORLD), 0)]
+    plan = Plan(1, "a", "a loss", members, [], None, "its node is lost", "", 0, life="1")
+    try:
+        assert link.find() is not None
+        link.complete([])
+        link.committed = version(0, 7)
+        with pytest.raises(SnapshotError, match="cannot be restored") as raised:
+            generations.adopt(cast("FtrunElasticAgent", None), plan)
+        assert ("--checkpoint-dir" in str(raised.value)) == (directory is None)
+    finally:
         link.shutdown()
 
 

@@ -2,7 +2,7 @@
 
 from collections import deque
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from ftrun.recovery.allegiance import Role
 from ftrun.recovery.commands import (
@@ -34,7 +34,7 @@ from ftrun.recovery.oversight import Oversight
 from ftrun.recovery.settings import ClusterSettings
 from ftrun.recovery.witness_rules import Register, rule
 from ftrun.wire.heartbeats import Beat
-from ftrun.wire.plan import NodeCard, Plan, VersionPair
+from ftrun.wire.plan import NodeCard, Plan
 from ftrun.wire.smp_messages import Inventory
 from tests.unit.recovery.made import POLICY, card, settings
 
@@ -110,10 +110,12 @@ class Agents:
         self.links: set[frozenset[str]] = set()
         self.cuts: set[frozenset[str]] = set()
         self.resets: set[frozenset[str]] = set()
-        self.reads: dict[str, tuple[VersionPair | None, str] | None] = {}
+        self.reads: dict[str, tuple[Any, ...] | None] = {}
+        """What a node starts from in place of the plan's, or why it cannot; None: no answer."""
         self.disks: dict[str, dict[int, str]] = {}
         """The steps of the checkpoints that a node sees, and why it cannot use one; "": it can."""
-        """What a node starts from in place of the plan's, or why it cannot; None: no answer."""
+        self.stalls: dict[str, str] = {}
+        """Why a node cannot read the directory once."""
         self.outside = Outside()
         self._queue: deque[tuple[str, Happening]] = deque()
         for one in node_ids:
@@ -259,6 +261,8 @@ class Agents:
 
     def read_disk(self, node_id: str, plan: Plan) -> Adopted:
         """Load the newest checkpoint that nobody has rejected, as `Generations.adopt` does."""
+        if (stall := self.stalls.pop(node_id, None)) is not None:
+            return Adopted(plan.generation, None, stall, "", {stall.partition(":")[0]: stall})
         rejected: dict[str, str] = {}
         for step, problem in sorted(self.disks[node_id].items(), reverse=True):
             name = f"step-{step}"

@@ -559,19 +559,51 @@ def test_a_stop_during_a_ballot_ends_the_run() -> None:
 
 
 @pytest.mark.parametrize("by", ["problem", "difference"])
-def test_a_checkpoint_that_cannot_be_read_by_all_ends_the_run(by: str) -> None:
-    made = Agents("abc", settings(wishes=Wishes(2, 3, 0), has_checkpoints=True))
-    made.reads["b"] = ((0, 4), "disk full") if by == "problem" else ((0, 4), "")
+def test_a_checkpoint_that_too_few_nodes_can_read_ends_the_run(by: str) -> None:
+    made = Agents("abc", settings(wishes=Wishes(3, 3, 0), has_checkpoints=True))
+    made.reads["b"] = (None, "/saved: stale handle") if by == "problem" else ((0, 4), "")
     made.passes(10.0)
     (end,) = made["a"].told(EndRun)
     assert end.exit_code == ExitCode.STATE_LOST
-    wanted = {"problem": "b: disk full", "difference": "do not read the same checkpoint"}
+    wanted = {"problem": "b: /saved: stale handle", "difference": "do not read the same checkpoint"}
     assert wanted[by] in end.why
 
 
-def from_disk(**disks: dict[int, str]) -> Agents:
+@pytest.mark.parametrize("wishes", [Wishes(2, 3, 0), Wishes(2, 2, 1)], ids=["shrinks", "spare"])
+def test_the_run_continues_without_a_node_that_alone_can_read_no_checkpoint(wishes: Wishes) -> None:
+    made = Agents("abc", settings(wishes=wishes, has_checkpoints=True))
+    made.reads["b"] = (None, "/saved: stale handle")
+    made.passes(10.0)
+    assert not made["a"].told(EndRun)
+    plan = made["a"].told(RunGeneration)[-1].plan
+    assert [node.node_id for node in plan.members] == ["a", "c"]
+    assert [card.node_id for card in plan.spares] == ["b"]
+    (text,) = [text for text in notes(made, "a", "Unfit") if "stale handle" in text]
+    assert text.startswith("node b may not run ranks for an hour: it cannot load the checkpoint")
+
+
+def test_a_directory_that_is_taken_ends_the_run_though_others_could_read_it() -> None:
+    made = Agents("abc", settings(wishes=Wishes(2, 3, 0), has_checkpoints=True))
+    made.reads["a"] = (None, "it belongs to run other", "", {}, int(ExitCode.USAGE))
+    made.passes(10.0)
+    (end,) = made["b"].told(EndRun)
+    assert end.exit_code == ExitCode.USAGE
+
+
+def test_a_directory_that_cannot_be_read_for_a_moment_costs_one_more_ballot() -> None:
+    """The node names the directory itself."""
+    made = from_disk(a={6: ""}, b={6: ""}, c={6: ""}, at_first={"b": "/saved: stale handle"})
+    assert not made["a"].told(EndRun)
+    plan = made["b"].told(RunGeneration)[-1].plan
+    assert [node.node_id for node in plan.members] == ["a", "b", "c"]
+    assert made.read_disk("b", plan).restored == (-1, 6)
+    assert plan.history.bad_checkpoints == {"/saved": "b: /saved: stale handle"}
+
+
+def from_disk(*, at_first: dict[str, str] | None = None, **disks: dict[int, str]) -> Agents:
     made = Agents("abc", settings(wishes=Wishes(2, 3, 0), has_checkpoints=True))
     made.disks |= disks
+    made.stalls |= at_first or {}
     made.passes(10.0)
     return made
 
