@@ -1,6 +1,6 @@
 """Lightning: `Trainer(callbacks=[FtrunCallback()])`.
 
-Runs in:  worker; does nothing where ftrun has not started the process, and says so.
+Runs in:  worker; where ftrun has not started the process, it only checks what it would refuse.
 Takes in: a Trainer that fits.
 Gives:    snapshots between two batches; after a restart `fit` goes on behind the last of them.
 
@@ -56,6 +56,7 @@ class FtrunCallback(Callback):
         self._named = named
         self._session: Session | None = None
         self._feed: ReadAhead | None = None
+        self._has_begun = False
         self._has_trained = False
         self._is_first_pass = True
 
@@ -67,24 +68,28 @@ class FtrunCallback(Callback):
     # --- hooks, in the order in which Lightning calls them ---------------------------------------
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if not is_inside("FtrunCallback"):
-            return
-        if self._session is not None:
+        if self._has_begun:
             raise UsageError("FtrunCallback follows one fit(): a run of ftrun holds one training")
         if reason := refusal(trainer.strategy):
             raise UsageError(f"FtrunCallback does not take {reason}")
-        self._feed = _feed_of(trainer)
-        self._session = attach(
+        is_run = is_inside("FtrunCallback")
+        feed = _feed_of(trainer) if is_run else None
+        session = attach(
             model=trainer.strategy.model,
             optimizer=_numbered(trainer.optimizers),
             scheduler=_numbered([config.scheduler for config in trainer.lr_scheduler_configs]),
-            loader=self._feed,
+            loader=feed,
             warmup=self._warmup,
             loops=Loops(trainer),
             callbacks=OtherStates(trainer, self),
             **self._named,
         )
-        if self._feed is not None and self._feed.is_indexed:
+        self._has_begun = True
+        if not is_run:
+            session.close()  # it has checked the state
+            return
+        self._feed, self._session = feed, session
+        if feed is not None and feed.is_indexed:
             warnings.filterwarnings("ignore", ".*your dataloader is not resumable")
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

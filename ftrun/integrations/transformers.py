@@ -1,6 +1,6 @@
 """Hugging Face's Trainer: `Trainer(..., callbacks=[FtrunCallback()])`.
 
-Runs in:  worker; does nothing where ftrun has not started the process, and says so.
+Runs in:  worker; where ftrun has not started the process, it only checks what it would refuse.
 Takes in: a Trainer that trains.
 Gives:    snapshots between two steps; after a restart `train` goes on behind the last of them.
 
@@ -9,8 +9,8 @@ step (logging, evaluation, saving) belongs to it. A step is an optimizer step: a
 accumulation goes back to the last one.
 
 The Trainer can go on in the middle of an epoch by itself, after `resume_from_checkpoint`. A
-callback is not asked where, so three of its methods are wrapped, in processes that ftrun has
-started and for Trainers that have this callback.
+callback is not asked where, so three of its methods are wrapped, for Trainers that have this
+callback.
 
 Exact: model, optimizer, scheduler, scaler, the state of the Trainer with its log, callbacks that
 have an exported state, the order of the data, and random numbers drawn while batches are loaded
@@ -75,8 +75,8 @@ class FtrunCallback(TrainerCallback):
         self._feed: ReadAhead | None = None
         self._progress: Progress | None = None
         self._batches_done = 0
-        if is_inside("FtrunCallback"):
-            _wrap()
+        is_inside("FtrunCallback")
+        _wrap()
 
     @property
     def session(self) -> Session | None:
@@ -89,13 +89,14 @@ class FtrunCallback(TrainerCallback):
         """Epochs done, and batches done of the next; known from the version to restore."""
         self._trainer = trainer
         context = worker_context()
-        if context is None:
-            return found
-        if reason := refusal(trainer, trainer.state.global_step % per_epoch):
+        restore = context.restore if context is not None else None
+        # A restore sets the place in the data, whatever checkpoint the script has found.
+        batches_done = trainer.state.global_step % per_epoch if restore is None else 0
+        if reason := refusal(trainer, batches_done):
             raise UsageError(f"FtrunCallback does not take {reason}")
-        if context.restore is None:
+        if restore is None:
             return found
-        step = trainer.state.global_step = int(context.restore.step)
+        step = trainer.state.global_step = int(restore.step)
         self._batches_done = step % per_epoch * trainer.args.gradient_accumulation_steps
         return step // per_epoch, self._batches_done
 
@@ -121,8 +122,6 @@ class FtrunCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **now: Any
     ) -> None:
-        if worker_context() is None:
-            return
         trainer = self._trainer
         if trainer is None:
             raise UsageError(
@@ -133,18 +132,24 @@ class FtrunCallback(TrainerCallback):
             raise UsageError("FtrunCallback follows one train(): a run of ftrun holds one training")
         if self._session is not None:
             self._session.close()  # the Trainer has begun anew, with smaller batches
-        self._feed = ReadAhead("loader", now["train_dataloader"], leaves_out=False)
+        feed = None
+        if worker_context() is not None:
+            feed = ReadAhead("loader", now["train_dataloader"], leaves_out=False)
         self._progress = Progress(trainer)
-        self._session = attach(
+        session = attach(
             model=trainer.model_wrapped,
             optimizer=getattr(trainer.optimizer, "optimizer", trainer.optimizer),
             scheduler=trainer.lr_scheduler,
             scaler=trainer.accelerator.scaler,
-            loader=self._feed,
+            loader=feed,
             warmup=self._warmup,
             trainer=self._progress,
             **self._named,
         )
+        if feed is None:
+            session.close()  # it has checked the state
+        else:
+            self._feed, self._session = feed, session
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **now: Any
@@ -184,10 +189,9 @@ class FtrunCallback(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **now: Any
     ) -> None:
-        if self._session is None or self._progress is None:
-            return
-        self._progress.is_finished = True
-        if state.global_step > self._session.step:
+        if self._progress is not None:
+            self._progress.is_finished = True
+        if self._session is not None and state.global_step > self._session.step:
             self._session.snapshot()
             self._session.step_done()
 
@@ -296,7 +300,8 @@ def refusal(trainer: Any, batches_done: int) -> str | None:
 
     Args:
         trainer: about to train.
-        batches_done: of the epoch in which the checkpoint was taken that the script resumes from.
+        batches_done: of the epoch in which the checkpoint was taken that the script resumes from;
+            0 where a restore of ftrun takes its place.
     """
     accelerator = trainer.accelerator
     is_fsdp2 = getattr(accelerator, "is_fsdp2", False)

@@ -20,6 +20,14 @@ trainer = Trainer(""",
     "callbacks=[": "data_collator=mask, callbacks=[",
 }
 
+SAVED = {
+    "dataloader_num_workers=0": "dataloader_num_workers=0,\n    ignore_data_skip=True",
+    'save_strategy="no"': 'save_strategy="steps",\n    save_steps=2',
+    "trainer.train()": """found = "out/checkpoint-2"
+trainer.train(resume_from_checkpoint=found if os.path.isdir(found) else None)""",
+}
+"""Each restart finds a checkpoint of the script's own, of a step within the first epoch."""
+
 
 @each_of(
     {
@@ -29,6 +37,7 @@ trainer = Trainer(""",
         "told to ignore the place in the data": {
             "dataloader_num_workers=0": "dataloader_num_workers=0,\n    ignore_data_skip=True"
         },
+        "told so, with a checkpoint of its own": SAVED,
     }
 )
 def test_a_rank_that_dies_within_an_accumulation_and_in_a_later_epoch(

@@ -1,7 +1,6 @@
 """From words to a spec: what counts before what, and what is refused before anything starts."""
 
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -27,6 +26,7 @@ from ftrun.cli.run import (
 from ftrun.config import Profile, RunSpec
 from ftrun.errors import RunIdTaken, UsageError
 from ftrun.ids import RunId
+from ftrun.wire.channel import listen
 from ftrun.wire.run_folder import RunFolder, run_folder
 
 
@@ -176,9 +176,7 @@ def test_orphan_is_adopted_by_its_own_script_only() -> None:
     folder, lock_fd = take_folder(RunId("mine"), script="/a.py")
     folder.spec.write_text('{"script": "/a.py"}')
     os.close(lock_fd)
-    with socket.socket(socket.AF_UNIX) as smp:
-        smp.bind(str(folder.smp_socket))
-        smp.listen()
+    with listen(folder.smp_socket):
         with pytest.raises(RunIdTaken) as caught:
             take_folder(RunId("mine"), script="/b.py")
         assert "/a.py" in str(caught.value)
@@ -272,12 +270,19 @@ def test_what_is_to_be_resumed_is_looked_for_before_anything_starts(place: Path)
         check_resume(spec(f"--resume {right} train.py"))
 
 
-def test_a_temporary_folder_in_which_loader_workers_hang_is_named(tmp_path: Path) -> None:
-    fits = tmp_path / ("x" * (MAX_TEMPORARY_BYTES - len(str(tmp_path)) - 1))
+@pytest.fixture
+def short() -> Iterator[Path]:
+    """A folder whose path leaves room below the limit, wherever pytest has its own."""
+    with tempfile.TemporaryDirectory(prefix="ftrun-", dir="/tmp") as folder:
+        yield Path(folder)
+
+
+def test_a_temporary_folder_in_which_loader_workers_hang_is_named(short: Path) -> None:
+    fits = short / ("x" * (MAX_TEMPORARY_BYTES - len(str(short)) - 1))
     assert temporary_folder_warning(str(fits)) == ""
     warning = temporary_folder_warning(f"{fits}x")
     assert "76 bytes" in warning
-    script = tmp_path / "loader.py"
+    script = short / "loader.py"
     script.write_text(
         "import socket, sys, tempfile\n"
         "from multiprocessing import connection\n"
