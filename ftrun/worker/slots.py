@@ -84,14 +84,14 @@ class Slots:
 class _Refusal:
     """Memory that was refused, and when it is asked for again."""
 
-    def __init__(self, error: MemoryTooSmall, shape: Shape, plain_bytes: int) -> None:
+    def __init__(self, error: MemoryTooSmall | OSError, shape: Shape, plain_bytes: int) -> None:
         self.error = error
         self._shape = shape
         self._plain_bytes = plain_bytes
         self._pause_s = _RETRY_S
         self._refused_s = clock.now_s()
 
-    def again(self, error: MemoryTooSmall) -> None:
+    def again(self, error: MemoryTooSmall | OSError) -> None:
         """The same was asked for once more."""
         self.error = error
         self._pause_s = min(2 * self._pause_s, _LONGEST_RETRY_S)
@@ -104,10 +104,13 @@ class _Refusal:
     def is_over(self) -> bool:
         """Whether to ask again."""
         since_s = clock.now_s() - self._refused_s
+        if since_s >= self._pause_s:
+            return True
         error = self.error
-        if since_s < _RECHECK_S or error.available_bytes >= error.needed_bytes:
-            return since_s >= self._pause_s
-        return since_s >= self._pause_s or available_memory().num_bytes >= error.needed_bytes
+        if since_s < _RECHECK_S or isinstance(error, OSError):
+            return False
+        is_free = available_memory().num_bytes >= error.needed_bytes
+        return is_free and error.available_bytes < error.needed_bytes
 
 
 class SlotStore:
@@ -136,7 +139,7 @@ class SlotStore:
             is_last: this rank is about to stop, and has time.
 
         Raises:
-            MemoryTooSmall, PeerError: there is none to be had.
+            MemoryTooSmall, PeerError, OSError: there is none to be had.
         """
         if is_last and self._maker is not None:
             self._maker.join(_LAST_WAIT_S)
@@ -185,7 +188,7 @@ class SlotStore:
             self.current.forget_copies()
 
     def _raise_if_refused(self, shape: Shape, plain_bytes: int, *, is_last: bool) -> None:
-        """Raises: MemoryTooSmall: the same was refused a short while ago."""
+        """Raises: MemoryTooSmall, OSError: the same was refused a short while ago."""
         refusal = self._refusal
         if refusal is None:
             return
@@ -205,9 +208,10 @@ class SlotStore:
             except Exception as error:  # noqa: BLE001 - raised again in the training thread
                 self._made = error
 
-        self._maker = threading.Thread(target=work, name="ftrun-memory", daemon=True)
-        self._maker.start()
-        return self._maker
+        maker = threading.Thread(target=work, name="ftrun-memory", daemon=True)
+        maker.start()  # where there is no thread to be had, the next boundary tries again
+        self._maker = maker
+        return maker
 
     def _take_made(self) -> bool:
         """Use what has been made since the last look; whether there was something."""
@@ -215,7 +219,7 @@ class SlotStore:
             return False
         self._maker.join()
         made, self._made, self._maker = self._made, None, None
-        if isinstance(made, MemoryTooSmall):
+        if isinstance(made, MemoryTooSmall | OSError):
             if self._refusal is None:
                 self._refusal = _Refusal(made, *self._wanted)
             else:

@@ -6,6 +6,7 @@ Each test trains in this process against a real SMP, as `test_capture_and_restor
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from threading import Lock
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from torch.utils.data import DataLoader
 
 import ftrun
 from ftrun.errors import UsageError
+from ftrun.wire.pages import Beat
 from ftrun.worker.context import SnapshotSettings
 from ftrun.worker.session import Session
 from tests.integration.in_process_worker import PATIENCE_S, Run
@@ -347,3 +349,27 @@ def test_until_goes_on_in_the_same_pass_after_a_restart_as_without_one(
     assert loop(*begin(run), first)[:first] == expected[:first]
     assert run.saved()[0] == first
     assert loop(*begin(run)) == expected[first:]
+
+
+@pytest.mark.parametrize("error", ["value", "state_dict"])
+def test_a_value_that_cannot_be_stored_costs_the_snapshots_while_it_is_there(
+    run: Run, error: str
+) -> None:
+    counter = Counter()
+    session, model, optimizer = begin(run, counter=counter)
+    notes: list[str] = []
+    for step in session.steps(9):
+        notes.append(run.page.note if run.page.get(Beat.UNPROTECTED) else "")
+        train(model, optimizer)
+        if step in (3, 6):
+            bad = step == 3
+            if error == "value":
+                session.state.update(lock=Lock() if bad else None)
+            else:
+                counter.values = None if bad else {"count": step}
+    assert run.saved()[0] == 9
+    assert [bool(note) for note in notes[:7]] == [False] * 4 + [True] * 3
+    named = {"value": "session.state.lock holds a _thread.lock", "state_dict": "Counter.state_dict"}
+    assert all(named[error] in note for note in notes[4:7])
+    assert not run.page.get(Beat.UNPROTECTED)
+    assert run.page.get(Beat.SKIPPED_COUNT) == 3
