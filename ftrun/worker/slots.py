@@ -153,7 +153,7 @@ class SlotStore:
         reused = self._reuse(shape, plain_bytes)
         if reused is not None:
             return self._use(reused)
-        maker = self._begin_making(shape, plain_bytes)
+        maker = self._begin_making(shape, plain_bytes, frozen_bytes(state))
         maker.join(_LAST_WAIT_S if is_last else self._context.settings.commit_wait_s)
         return self.current if self._take_made() else None
 
@@ -171,11 +171,12 @@ class SlotStore:
         self._is_size_known = not optimizers or any(one.state for one in optimizers)
         if not self._is_size_known:
             return
-        needed = needed_bytes(tree, collect())
+        state = collect()
+        needed = needed_bytes(tree, state)
         if needed <= link.reserved_bytes:
             return
         try:
-            link.reserve(needed, is_between_steps=True)
+            link.reserve(needed, frozen_bytes=frozen_bytes(state), is_between_steps=True)
         except MemoryTooSmall as error:
             self._context.unprotected.add("memory", str(error))
             if self._context.settings.required:
@@ -197,13 +198,13 @@ class SlotStore:
         elif not is_last and not refusal.is_over():
             raise refusal.error
 
-    def _begin_making(self, shape: Shape, plain_bytes: int) -> threading.Thread:
+    def _begin_making(self, shape: Shape, plain_bytes: int, frozen_bytes: int) -> threading.Thread:
         layout, layout_id = self._layout(shape, plain_bytes)
         self._wanted = (shape, plain_bytes)
 
         def work() -> None:
             try:
-                arena = self._make_arena(layout, layout_id)
+                arena = self._make_arena(layout, layout_id, frozen_bytes)
                 self._made = Slots(arena, layout, layout_id, shape)
             except Exception as error:  # noqa: BLE001 - raised again in the training thread
                 self._made = error
@@ -283,12 +284,15 @@ class SlotStore:
             return None
         return Slots(arena, layout, layout_id, shape)
 
-    def _make_arena(self, layout: Layout, layout_id: int) -> Arena:
+    def _make_arena(self, layout: Layout, layout_id: int, frozen_bytes: int) -> Arena:
         # A line of its own: a boundary must not wait for this answer to say something else.
         link = MemoryLink(self._context)
         try:
             fd = link.request_arena(
-                image_bytes=layout.image_bytes, num_pieces=len(layout.pieces), layout_id=layout_id
+                image_bytes=layout.image_bytes,
+                num_pieces=len(layout.pieces),
+                layout_id=layout_id,
+                frozen_bytes=frozen_bytes,
             )
         finally:
             link.close()
@@ -333,9 +337,26 @@ def needed_bytes(tree: StateTree, state: State) -> int:
     return layout.image_bytes + to_come
 
 
+def frozen_bytes(state: State) -> int:
+    """Of a state, the bytes of parameters that no attached optimizer updates."""
+    lasting = state.lasting
+    sizes = {entry.name: entry.num_bytes for entry in lasting.entries}
+    owned = set(map(id, lasting.parameters))
+    return sum(sizes.get(name, 0) for name, one in lasting.learned if id(one) not in owned)
+
+
 def _state_copies(optimizer: torch.optim.Optimizer) -> int:
-    """How many tensors of a parameter's size an optimizer probably keeps for it."""
+    """How many tensors of a parameter's size an optimizer probably keeps for it.
+
+    Told by the options that it has, so that it also holds for one of the same kind by others.
+    """
     defaults = optimizer.defaults
-    if "betas" in defaults:
+    if "betas" in defaults:  # Adam and its like
         return 3 if defaults.get("amsgrad") else 2
+    if defaults.keys() & {"etas", "rho"}:  # Rprop, Adadelta
+        return 2
+    if "centered" in defaults:  # RMSprop
+        return 1 + bool(defaults["momentum"]) + bool(defaults["centered"])
+    if "beta2_decay" in defaults:  # Adafactor: rows and columns only
+        return 0
     return 1 if defaults.get("momentum", 1) else 0

@@ -299,6 +299,7 @@ def test_what_will_not_fit_is_told_at_attach_and_protected_when_there_is_room(ru
         note = run.page.note
         assert str(group.folder) in note
         assert "two slots for 1 rank" in note
+        assert "--nproc-per-node" in note
 
         def act(at: int) -> None:
             if at == 3:

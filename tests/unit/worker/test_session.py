@@ -342,3 +342,70 @@ def test_the_index_of_a_batch_is_that_in_its_pass(session: Session) -> None:
     assert seen == [0, 1, 2, 0, 1, 2]
     with pytest.raises(UsageError):
         _ = session.batch_index
+
+
+class Wrapper(torch.optim.Optimizer):
+    """An optimizer around another, without groups and state of its own, as Accelerate's."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner = inner
+
+    def step(self) -> None:  # type: ignore[override]
+        self.inner.step()
+
+
+def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records]
+
+
+def test_a_wrapper_around_an_optimizer_is_checked_under_plain_python_too(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = Wrapper(torch.optim.SGD(model.parameters(), 0.1))
+    with attached(model, optimizer) as session:
+        for _ in session.steps(3):
+            trained(session, model, optimizer)
+    assert messages(caplog) == []
+
+
+def test_an_optimizer_that_cannot_be_captured_is_refused_under_plain_python_too() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    optimizer._overlap_with_ddp = True
+    with pytest.raises(UsageError, match="overlap_with_ddp"):
+        ftrun.attach(model, optimizer)
+    assert not session_module.is_attached()
+
+
+def add_module(model: nn.Module) -> torch.optim.Optimizer | None:
+    model.add_module("extra", nn.Linear(2, 2))
+    return None
+
+
+def use_another_optimizer(model: nn.Module) -> torch.optim.Optimizer | None:
+    return torch.optim.SGD(model.parameters(), 0.1)
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        (add_module, "parameter model.extra.weight was added after attach"),
+        (use_another_optimizer, "optimizer SGD, which updates model.0.weight and 1 more, is not"),
+    ],
+)
+def test_what_would_be_unprotected_is_said_under_plain_python(
+    caplog: pytest.LogCaptureFixture,
+    change: Callable[[nn.Module], torch.optim.Optimizer | None],
+    found: str,
+) -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with attached(model, optimizer) as session:
+        other = None
+        for step in session.steps(3):
+            other = other if step else change(model)
+            trained(session, model, other or optimizer)
+    [line] = messages(caplog)
+    assert line.startswith("under ftrun, this script would be UNPROTECTED: ")
+    assert found in line
