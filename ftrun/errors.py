@@ -188,11 +188,16 @@ class ValueNotStorable(SnapshotError):
     def __init__(self, *, key: str, kind: str) -> None:
         self.key = key
         self.kind = kind
-        super().__init__(
-            f"{key} holds a {kind}, which a snapshot cannot store: tensors, arrays, numbers, text, "
-            "bytes, None, lists, tuples and dicts of these can. Leave it out by "
-            f"attach(skip=['{key}'])"
+        self.can_skip = True
+        """`attach(skip=...)` takes the key: it is no parameter that an optimizer updates."""
+        super().__init__(key, kind)
+
+    def __str__(self) -> str:
+        text = (
+            f"{self.key} holds a {self.kind}, which a snapshot cannot store: tensors, arrays, "
+            "numbers, text, bytes, None, lists, tuples and dicts of these can"
         )
+        return f"{text}. Leave it out by attach(skip=[{self.key!r}])" if self.can_skip else text
 
 
 class StateDictFailed(SnapshotError):

@@ -5,6 +5,7 @@ Takes in: an `Attached`; step boundaries.
 Gives:    the state of each boundary; reasons for which it could not be restored.
 """
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,8 @@ from ftrun.worker.inner_optimizers import InnerOptimizers
 from ftrun.worker.optimizer_watch import OptimizerWatch
 from ftrun.worker.state_tree import State, StateTree
 from ftrun.worker.unprotected import UnprotectedReasons
+
+_log = logging.getLogger(__name__)
 
 _CHECKED_BOUNDARIES = 2
 """Checked without an agent: the first with the state of optimizers, and one more."""
@@ -40,6 +43,7 @@ class CheckedState:
         self.inner = InnerOptimizers(attached)
         self.tree = StateTree(attached)
         self._reasons = reasons
+        self._has_collected = False
         self._watch = OptimizerWatch(
             self.inner.every(), lambda: self.tree.lasting().names, reasons, before_first_step
         )
@@ -65,6 +69,12 @@ class CheckedState:
             SnapshotError: it cannot be stored, or not be restored.
         """
         state = self.tree.collect(extra)
+        if not self._has_collected and (unmatched := self.tree.attached.skip.unmatched):
+            _log.warning(
+                "attach(skip=...): %s has matched nothing up to the first snapshot",
+                ", ".join(unmatched),
+            )
+        self._has_collected = True
         if self.tree.lost:
             raise StructureChanged(self.tree.lost)
         self._reasons.remove("structure")

@@ -3,6 +3,7 @@
 Each test trains in this process against a real SMP, as `test_capture_and_restore.py` does.
 """
 
+import collections
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -191,9 +192,66 @@ def test_what_is_skipped_is_in_no_snapshot_and_keeps_the_scripts_own_value(run: 
     assert again["counter"].values == {"count": 1, "start": 7}
 
 
-def test_a_pattern_that_matches_nothing_is_refused_in_a_run_too(run: Run) -> None:
+def test_skipped_values_of_optimizers_modules_and_lists_stay_as_the_script_has_them(
+    run: Run,
+) -> None:
+    class Noted(nn.Linear):
+        def get_extra_state(self) -> dict[str, object]:
+            return self.extra  # type: ignore[return-value]
+
+        def set_extra_state(self, state: dict[str, object]) -> None:
+            self.extra = state  # type: ignore[assignment]
+
+    def made(value: int) -> dict[str, object]:
+        model = Noted(3, 3)
+        model.extra = {"lock": Lock(), "seen": value}  # type: ignore[assignment]
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        optimizer.param_groups[0].update(cache=Lock(), notes=[value, value])
+        optimizer.state[model.weight].update(lock=Lock(), seen=value)
+        skip = ["optimizer[0].cache", "optimizer[0].notes[1]", "optimizer.state.*.lock",
+                "model._extra_state.lock", "progress.notes[0]", "gone", "history"]  # fmt: skip
+        return {"model": model, "optimizer": optimizer, "skip": skip,
+                "progress": {"notes": [Lock(), value]}, "gone": {"at": value},
+                "history": Counter()}  # fmt: skip
+
+    given = made(1)
+    session = run.attach(**given)
+    for _ in session.steps(2):
+        train(given["model"], given["optimizer"])
+
+    given = made(7)
+    model, optimizer = given["model"], given["optimizer"]
+    group, state = optimizer.param_groups[0], optimizer.state[model.weight]
+    own = (model.extra["lock"], group["cache"], state["lock"], given["progress"]["notes"][0])
+    session = run.attach(**given)
+    assert session.restored
+    group, state = optimizer.param_groups[0], optimizer.state[model.weight]
+    assert own == (
+        model.extra["lock"], group["cache"], state["lock"], given["progress"]["notes"][0]
+    )  # fmt: skip
+    assert (model.extra["seen"], group["notes"], state["seen"]) == (1, [1, 7], 1)
+    assert given["progress"]["notes"][1] == 1
+    assert given["gone"] == {"at": 7}
+
+
+def test_types_of_the_state_come_back_or_are_refused_by_name(run: Run) -> None:
+    session, model, optimizer = begin(run, progress={"count": collections.Counter("aab")})
+    session.state["seen"] = collections.defaultdict(list, a=[1])
+    for step in session.steps(2):
+        train(model, optimizer)
+        session.state["batch"] = collections.UserDict(x=1) if step == 0 else {"x": 1}
+        if step:
+            assert "session.state.batch holds a collections.UserDict" in run.page.note
+    progress: dict[str, object] = {}
+    session, *_ = begin(run, progress=progress)
+    session.state["seen"]["b"].append(2)
+    assert session.state["seen"] == {"a": [1], "b": [2]}
+    assert progress["count"].most_common(1) == [("a", 2)]
+
+
+def test_a_pattern_that_begins_with_nothing_attached_is_refused_in_a_run_too(run: Run) -> None:
     with pytest.raises(UsageError, match="typo"):
-        begin(run, progress={"best": 1}, skip=["progress.typo"])
+        begin(run, progress={"best": 1}, skip=["typo.progress"])
 
 
 def test_the_first_restore_of_a_run_says_what_is_not_restored(

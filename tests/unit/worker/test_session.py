@@ -218,10 +218,20 @@ def test_an_exception_in_the_scripts_own_state_dict_is_named_as_the_scripts() ->
     assert not session_module.is_attached()
 
 
-@pytest.mark.parametrize("pattern", ["model.nothing", "state.x"])
-def test_a_pattern_to_skip_that_matches_nothing_is_an_error(pattern: str) -> None:
-    with pytest.raises(UsageError, match=pattern):
-        ftrun.attach(nn.Linear(2, 2), skip=[pattern])
+def test_a_pattern_to_skip_that_matches_nothing_is_an_error() -> None:
+    with pytest.raises(UsageError, match=r"state\.x"):
+        ftrun.attach(nn.Linear(2, 2), skip=["state.x"])
+
+
+def test_a_pattern_that_may_match_later_is_named_if_it_does_not(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    skip = ["model.nothing", "session.state.lock"]
+    with attached(nn.Linear(2, 2), skip=skip) as session:
+        for _ in session.steps(3):
+            session.state["lock"] = Lock()
+    [line] = [record.getMessage() for record in caplog.records]
+    assert "model.nothing has matched nothing" in line
 
 
 def test_a_parameter_that_is_trained_is_not_skipped() -> None:
