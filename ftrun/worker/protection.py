@@ -325,6 +325,11 @@ class Protection:
         collect = lambda: self._collect(extra())  # noqa: E731
         capture.boundary(step, collect=collect, force=True, allowed=True)
 
+    @property
+    def newest_step(self) -> int | None:
+        """The step of the newest snapshot of this rank; -1: it has none; None: there are none."""
+        return None if self._capture is None else self._capture.newest_step
+
     def _report_waiting(self) -> None:
         """Report gradients that no snapshot holds, and those that keep any from being taken."""
         accumulation, reasons = self._accumulation, self._context.unprotected

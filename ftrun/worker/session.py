@@ -415,6 +415,9 @@ class Session(Loops):
         if self._protection is not None:
             self._protection.keep(self._step, self._own_state)
 
+    def _newest_kept(self) -> int | None:
+        return None if self._protection is None else self._protection.newest_step
+
     def _enter(self, driver: str) -> None:
         super()._enter(driver)
         if self._context is not None and self._context.page.phase == BETWEEN_LOOPS:

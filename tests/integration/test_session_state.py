@@ -272,12 +272,26 @@ def test_the_first_restore_of_a_run_says_what_is_not_restored(
     assert "random generators" in said[0]
 
 
+class Bar:
+    """A progress bar, as tqdm: a generator around what it was given."""
+
+    def __init__(self, iterable: Iterator[int]) -> None:
+        self.iterable = iterable
+        self.count = 0
+
+    def __iter__(self) -> Iterator[int]:
+        for one in self.iterable:
+            self.count += 1
+            yield one
+
+
+@pytest.mark.parametrize("in_bar", [False, True])
 def test_a_loop_left_by_break_has_its_last_step_in_a_snapshot_and_no_turn_after_a_restart(
-    run: Run,
+    run: Run, in_bar: bool
 ) -> None:
     run.settings = EVERY_THIRD
     session, model, optimizer = begin(run)
-    for step in session.steps(9):
+    for step in Bar(session.steps(9)) if in_bar else session.steps(9):
         train(model, optimizer)
         if step == 4:
             break
@@ -336,6 +350,22 @@ def test_the_steps_before_a_break_at_the_top_of_a_turn_are_in_a_snapshot(run: Ru
     session, model, _ = begin(run)
     assert [*session.steps(9)] == []
     assert torch.equal(model.weight, weight)
+
+
+def test_a_loop_that_is_closed_later_says_which_step_is_kept(
+    run: Run, caplog: pytest.LogCaptureFixture
+) -> None:
+    run.settings = EVERY_THIRD
+    session, model, optimizer = begin(run)
+    loop = iter(session.steps(9))
+    for step in loop:
+        train(model, optimizer)
+        if step == 4:
+            break
+    del loop
+    assert run.saved()[0] == 3
+    lines = [record.getMessage() for record in caplog.records]
+    assert any("step 5 was reached, and the newest snapshot is of step 3" in one for one in lines)
 
 
 def test_an_exception_takes_no_snapshot_of_half_a_turn(run: Run) -> None:
@@ -431,3 +461,50 @@ def test_a_value_that_cannot_be_stored_costs_the_snapshots_while_it_is_there(
     assert all(named[error] in note for note in notes[4:7])
     assert not run.page.get(Beat.UNPROTECTED)
     assert run.page.get(Beat.SKIPPED_COUNT) == 3
+
+
+def test_the_index_of_a_batch_goes_on_in_the_middle_of_a_pass(run: Run) -> None:
+    loader = DataLoader(torch.arange(5), shuffle=True)
+
+    def loop(
+        session: Session, model: nn.Module, optimizer: torch.optim.Optimizer, end: int = 99
+    ) -> list[object]:
+        seen: list[object] = []
+        for epoch in session.epochs(2):
+            for batch in session.batches(loader):
+                if session.step == end:
+                    raise TimeoutError(seen)
+                seen.append((epoch, session.batch_index, int(batch)))
+                train(model, optimizer)
+        return seen
+
+    expected = undisturbed(loop)
+    torch.manual_seed(3)
+    with pytest.raises(TimeoutError):
+        loop(*begin(run), end=3)
+    run.saved()
+    assert loop(*begin(run)) == expected[3:]
+
+
+def test_optimizers_given_as_a_list_come_back_each_with_its_own_state(run: Run) -> None:
+    def made() -> tuple[Session, nn.Sequential, list[torch.optim.Optimizer]]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        optimizers = [
+            torch.optim.SGD(model[0].parameters(), 0.1, momentum=0.9),
+            torch.optim.Adam(model[1].parameters(), 0.2),
+        ]
+        return run.attach(model=model, optimizer=optimizers), model, optimizers
+
+    session, model, optimizers = made()
+    for _ in session.steps(2):
+        model(torch.rand(2, 2)).square().sum().backward()
+        for one in optimizers:
+            one.step()
+    session, again, others = made()
+    assert session.restored
+    for one, its in zip(optimizers, others, strict=True):
+        its_state = list(its.state.values())
+        for state, other in zip(one.state.values(), its_state, strict=True):
+            assert all(torch.equal(value, other[key]) for key, value in state.items())
+    assert all(map(torch.equal, model.parameters(), again.parameters()))

@@ -4,6 +4,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import islice
 from threading import Lock
 
 import pytest
@@ -172,6 +173,17 @@ def test_model_optimizer_and_scheduler_may_be_given_by_position() -> None:
         assert list(session.steps(1)) == [0]
 
 
+def test_several_optimizers_may_be_given_as_a_list(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    optimizers = [torch.optim.SGD(part.parameters(), 0.1, momentum=0.9) for part in model]
+    with attached(model, optimizer=optimizers) as session:
+        for _ in session.steps(3):
+            model(torch.ones(1, 2)).sum().backward()
+            for one in optimizers:
+                one.step()
+    assert [record.getMessage() for record in caplog.records] == []
+
+
 def test_a_loader_in_the_place_of_a_scheduler_is_refused_by_name() -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -300,20 +312,96 @@ def test_a_turn_left_by_an_exception_is_no_step_although_an_optimizer_has_steppe
         assert session.step == 3
 
 
-def test_a_loop_that_something_else_holds_is_not_taken_for_left() -> None:
-    """It is closed later, when the state may be another."""
+class Bar:
+    """A progress bar, as tqdm: a generator around what it was given, which it keeps."""
+
+    def __init__(self, iterable: Iterator[int]) -> None:
+        self.iterable = iterable
+        self.count = 0
+
+    def __iter__(self) -> Iterator[int]:
+        iterable = self.iterable
+        try:
+            for one in iterable:
+                self.count += 1
+                yield one
+        finally:
+            self.count = -1
+
+
+AROUND = [iter, Bar, handed_on, changed, lambda loop: Bar(Bar(loop)), lambda loop: loop]
+
+
+@pytest.mark.parametrize(
+    ("around", "is_held"),
+    [*((one, False) for one in AROUND), (Bar, True), (lambda loop: loop, True)],
+)
+def test_a_turn_left_by_break_is_a_step_inside_a_progress_bar_too(
+    around: Callable[[Iterator[int]], Iterator[int]], is_held: bool
+) -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
 
     def train(session: Session) -> None:
-        loop = session.steps(9)
+        bar = around(session.steps(9)) if is_held else None
+        for _ in bar or around(session.steps(9)):
+            trained(session, model, optimizer)
+            if session.step == 3:
+                break
+        assert session.step == 4
+
+    with attached(model, optimizer) as session:
+        train(session)
+
+
+def test_a_turn_left_by_break_is_a_step_although_an_old_traceback_is_held() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    errors: list[Exception] = []
+    with attached(model, optimizer) as session:
+        for _ in session.steps(9):
+            trained(session, model, optimizer)
+            try:
+                raise KeyError  # noqa: TRY301 - its traceback refers to this frame
+            except KeyError as error:
+                errors.append(error)
+            if session.step == 3:
+                break
+        assert session.step == 4
+
+
+def test_a_loop_that_ends_with_what_is_around_it_has_its_last_turn() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with attached(model, optimizer) as session:
+        for _ in islice(session.steps(9), 3):
+            trained(session, model, optimizer)
+        assert session.step == 3
+
+
+def test_a_loop_that_the_next_item_of_another_iterator_ends_by_an_exception_is_not_left() -> None:
+    def failing() -> Iterator[int]:
+        yield 0
+        raise TimeoutError
+
+    with attached(nn.Linear(2, 2)) as session:
+        with pytest.raises(TimeoutError):
+            for _ in zip(session.steps(9), failing(), strict=False):
+                pass
+        assert not session._steps_left
+
+
+def test_a_loop_that_something_else_holds_is_not_taken_for_left() -> None:
+    """It is closed later, when the state may be another."""
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with attached(model, optimizer) as session:
+        loop = iter(session.steps(9))
         for _ in loop:
             trained(session, model, optimizer)
             break
         model.weight.data.zero_()
-
-    with attached(model, optimizer) as session:
-        train(session)
+        del loop  # by the same frame
         assert session.step == 0
 
 
