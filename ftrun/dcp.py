@@ -36,6 +36,7 @@ import os
 import re
 import uuid
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path, PurePath
 from typing import Any, ClassVar
 
@@ -46,7 +47,7 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from ftrun import clock
-from ftrun.errors import SnapshotError, UsageError
+from ftrun.errors import SnapshotError, UsageError, ValueNotStorable
 from ftrun.ids import Version
 from ftrun.wire.pages import Beat
 from ftrun.worker import session
@@ -179,7 +180,8 @@ class Writer(_InMemory, StorageWriter):
         # A planner that caches its plans may hand out an old one, with the step of an older save.
         if isinstance(plan.storage_data, int):
             self._step = saver.begin(max(self._step, plan.storage_data), is_new=False)
-        items = self._items = ItemsToSave(plan, planner, rank)
+        with _naming_no_skip():
+            items = self._items = ItemsToSave(plan, planner, rank)
         # What is known in the end has to fit where this is now.
         packed = items.packed(bytes(saver.room_bytes) if rank == COORDINATOR else b"")
         saver.copy(self._step, items.sources, packed, give_up_s=self._give_up_s)
@@ -196,7 +198,8 @@ class Writer(_InMemory, StorageWriter):
         places = {one.index: one.storage_data for some in results for one in some}
         # As torch's own writers do: the planner leaves these two to the storage.
         metadata.storage_data, metadata.storage_meta = places, self._meta
-        described = packed_metadata(metadata, places)
+        with _naming_no_skip():
+            described = packed_metadata(metadata, places)
         self._saver.room_bytes = max(self._saver.room_bytes, len(described))
         packed, self._items = self._items.packed(described), None
         sealed = self._saver.seal(packed)
@@ -352,3 +355,13 @@ def _check_world(context: WorkerContext, count: int) -> None:
 def _name(label: str) -> str:
     """The last part of a label that looks like a path."""
     return PurePath(label).name
+
+
+@contextlib.contextmanager
+def _naming_no_skip() -> Iterator[None]:
+    """There is no `attach(skip=...)` that an error could advise."""
+    try:
+        yield
+    except ValueNotStorable as error:
+        error.can_skip = False
+        raise

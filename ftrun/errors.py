@@ -138,6 +138,7 @@ class MemoryTooSmall(SnapshotError):
         state_bytes: one slot of the rank that asked; 0: no single rank asked.
         num_ranks: ranks that `needed_bytes` is for.
         parity_bytes: what parity of other nodes needs besides, at most.
+        frozen_bytes: of that slot, for parameters that no optimizer updates.
     """
 
     def __init__(
@@ -149,6 +150,7 @@ class MemoryTooSmall(SnapshotError):
         state_bytes: int = 0,
         num_ranks: int = 0,
         parity_bytes: int = 0,
+        frozen_bytes: int = 0,
     ) -> None:
         self.needed_bytes = needed_bytes
         self.available_bytes = available_bytes
@@ -156,13 +158,19 @@ class MemoryTooSmall(SnapshotError):
         self.state_bytes = state_bytes
         self.num_ranks = num_ranks
         self.parity_bytes = parity_bytes
-        details, help_ = "", "Raise this limit or start fewer ranks per node"
+        details = ""
+        help_ = "Raise this limit, start fewer ranks per node (--nproc-per-node)"
         if num_ranks:
             ranks = "1 rank" if num_ranks == 1 else f"each of {num_ranks} ranks"
             details = f": two slots for {ranks}, {_mb(state_bytes)} of state in the one that asked"
         if parity_bytes:
             details += f"; parity for other nodes needs up to {_mb(parity_bytes)} besides"
             help_ += ", or use --erasure K+M with a larger K or a smaller M"
+        if frozen_bytes:
+            help_ += (
+                f", or leave out parameters that no optimizer updates ({_mb(frozen_bytes)} of this "
+                "state) by attach(skip=['model.PART.*']) if the script loads them itself"
+            )
         super().__init__(
             f"snapshots need {_mb(needed_bytes)} more on this node and {_mb(available_bytes)} are "
             f"free ({limit}){details}. {help_}. Without snapshot.required the run trains without "
@@ -180,11 +188,16 @@ class ValueNotStorable(SnapshotError):
     def __init__(self, *, key: str, kind: str) -> None:
         self.key = key
         self.kind = kind
-        super().__init__(
-            f"{key} holds a {kind}, which a snapshot cannot store: tensors, arrays, numbers, text, "
-            "bytes, None, lists, tuples and dicts of these can. Leave it out by "
-            f"attach(skip=['{key}'])"
+        self.can_skip = True
+        """`attach(skip=...)` takes the key: it is no parameter that an optimizer updates."""
+        super().__init__(key, kind)
+
+    def __str__(self) -> str:
+        text = (
+            f"{self.key} holds a {self.kind}, which a snapshot cannot store: tensors, arrays, "
+            "numbers, text, bytes, None, lists, tuples and dicts of these can"
         )
+        return f"{text}. Leave it out by attach(skip=[{self.key!r}])" if self.can_skip else text
 
 
 class StateDictFailed(SnapshotError):

@@ -6,14 +6,18 @@ Takes in: None, bool, int, float, str, bytes, complex, numpy scalars, and lists,
 Gives:    msgpack; every other value is a `ValueNotStorable` that names the whole path to it.
 
 Scalars stand for themselves; everything else is a list whose first item is a one-letter tag.
-OrderedDict, defaultdict and other dicts come back as dict, subclasses of int, float and str as
-their base. Long runs of numbers (the 625 of Python's random state) are packed without a visit
-to each, because that visit would cost more than everything else at a step boundary.
+OrderedDict, Counter, bytearray, and defaultdict with a factory such as list, come back as they
+were. A value of another subclass of dict, list, int, float or str comes back as its base, or is
+refused where the caller wants exact types. Long runs of numbers (the 625 of Python's random
+state) are packed without a visit to each, because that visit would cost more than everything
+else at a step boundary.
 """
 
-from collections.abc import Callable, Mapping
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 import msgspec
 
@@ -46,16 +50,43 @@ Refer = Callable[[object, str], TensorRef | None]
 Deref = Callable[[TensorRef], object]
 
 
-def encode(value: object, *, root: str = "", refer: Refer | None = None) -> bytes:
+class Skips(Protocol):
+    """Says by its path whether a value is left out; an item of a list becomes None."""
+
+    @property
+    def has_items(self) -> bool:
+        """Whether items of lists, tuples and sets may be meant."""
+        ...
+
+    def __call__(self, path: str, /) -> bool: ...
+
+
+def encode(
+    value: object,
+    *,
+    root: str = "",
+    refer: Refer | None = None,
+    skip: Skips | None = None,
+    is_exact: bool = False,
+) -> bytes:
     """The bytes of a tree of plain values.
+
+    Args:
+        value: the tree.
+        root: path of it.
+        refer: gives a reference for what is not plain.
+        skip: what to leave out; None: nothing.
+        is_exact: refuse what would come back as another type.
 
     Raises:
         ValueNotStorable: a value is neither plain nor known to `refer`.
     """
-    return msgspec.msgpack.encode(_pack(value, root, refer))
+    return msgspec.msgpack.encode(_Packer(refer, skip, is_exact).pack(value, root))
 
 
-def encode_each(values: Mapping[str, object], suffix: str, *, refer: Refer) -> bytes:
+def encode_each(
+    values: Mapping[str, object], suffix: str, *, refer: Refer, skip: Skips | None = None
+) -> bytes:
     """As `encode` of the mapping, but the path of each value is its key with a suffix.
 
     A module's extra state may use the names of its parameters, so it needs paths of its own.
@@ -63,9 +94,12 @@ def encode_each(values: Mapping[str, object], suffix: str, *, refer: Refer) -> b
     Raises:
         ValueNotStorable: a value is neither plain nor known to `refer`.
     """
+    packer = _Packer(refer, skip, is_exact=False)
     items: list[object] = ["d"]
     for key, value in values.items():
-        items += (key, _pack(value, f"{key}{suffix}", refer))
+        path = f"{key}{suffix}"
+        if skip is None or not skip(path):
+            items += (key, packer.pack(value, path))
     return msgspec.msgpack.encode(items)
 
 
@@ -81,52 +115,105 @@ def decode(data: bytes | memoryview, *, deref: Deref | None = None) -> Any:  # t
         raise LayoutUnknown(f"the plain values of a shard are not readable: {error!r}") from error
 
 
-def _pack(value: object, path: str, refer: Refer | None) -> object:
-    kind = type(value)
-    if kind in _SELF_TYPES:
-        return value
-    if kind is int:
-        return _pack_int(value)  # type: ignore[arg-type]
-    if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
-        return _pack_sequence(value, path, refer)
-    if isinstance(value, Mapping):
+@dataclass(frozen=True, slots=True)
+class _Packer:
+    refer: Refer | None
+    skip: Skips | None
+    is_exact: bool
+
+    def pack(self, value: object, path: str) -> object:
+        kind = type(value)
+        if kind in _SELF_TYPES:
+            return value
+        if kind is int:
+            return _pack_int(value)  # type: ignore[arg-type]
+        if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
+            return self._pack_sequence(value, path)
+        if isinstance(value, Mapping):
+            return self._pack_mapping(value, path)
+        return self._pack_rare(value, path)
+
+    def _pack_mapping(self, value: Mapping[Any, object], path: str) -> list[object]:
+        kind = type(value)
         items: list[object] = ["d"]
+        if kind is not dict:
+            name = _mapping_name(value)
+            if name is not None:
+                items = ["m", name]
+            elif self.is_exact:
+                raise _changes(value, dict, path)
         for key, item in value.items():
-            items += (_pack(key, f"{path} key {key!r}", refer), _pack(item, join(path, key), refer))
+            to = join(path, key)
+            key_path = f"{path} key {key!r}"
+            if self.skip is not None and (
+                self.skip(to) or (not isinstance(key, str) and self.skip(key_path))
+            ):
+                continue
+            items += (self.pack(key, key_path), self.pack(item, to))
         return items
-    return _pack_rare(value, path, refer)
 
+    def _pack_sequence(self, value: list[object] | tuple[object, ...], path: str) -> list[object]:
+        tag, base = ("l", list) if isinstance(value, list) else ("t", tuple)
+        if self.is_exact and type(value) is not base:
+            raise _changes(value, base, path)
+        if self.skip is not None and self.skip.has_items:
+            paths = [f"{path}[{at}]" for at in range(len(value))]
+            pairs = zip(value, paths, strict=True)
+            return [tag, *(None if self.skip(to) else self.pack(one, to) for one, to in pairs)]
+        kinds = set(map(type, value))
+        if kinds <= _SELF_TYPES or (
+            kinds == {int} and min(value) >= _INT_MIN and max(value) <= _INT_MAX  # type: ignore[type-var, operator]
+        ):
+            return [tag.upper(), list(value)]
+        return [tag, *(self.pack(item, f"{path}[{at}]") for at, item in enumerate(value))]
 
-def _pack_sequence(
-    value: list[object] | tuple[object, ...], path: str, refer: Refer | None
-) -> list[object]:
-    tag = "l" if isinstance(value, list) else "t"
-    kinds = set(map(type, value))
-    if kinds <= _SELF_TYPES or (
-        kinds == {int} and min(value) >= _INT_MIN and max(value) <= _INT_MAX  # type: ignore[type-var, operator]
-    ):
-        return [tag.upper(), list(value)]
-    return [tag, *(_pack(item, f"{path}[{at}]", refer) for at, item in enumerate(value))]
+    def _pack_rare(self, value: object, path: str) -> object:
+        if isinstance(value, TensorRef):
+            return _pack_ref(value)
+        if self.refer is not None and (ref := self.refer(value, path)) is not None:
+            return _pack_ref(ref)
+        if _is_numpy_scalar(value):
+            return ["n", value.dtype.str, value.tobytes()]  # type: ignore[attr-defined]
+        if isinstance(value, (set, frozenset)):
+            return self._pack_set(value, f"{path}{{}}")
+        if isinstance(value, complex):
+            return ["c", value.real, value.imag]
+        if isinstance(value, bytearray):
+            return ["b", bytes(value)]
+        return self._pack_subclass(value, path)
 
-
-def _pack_rare(value: object, path: str, refer: Refer | None) -> object:
-    if isinstance(value, TensorRef):
-        return _pack_ref(value)
-    if refer is not None and (ref := refer(value, path)) is not None:
-        return _pack_ref(ref)
-    if _is_numpy_scalar(value):
-        return ["n", value.dtype.str, value.tobytes()]  # type: ignore[attr-defined]
-    if isinstance(value, (set, frozenset)):
+    def _pack_set(self, value: Collection[object], path: str) -> list[object]:
         tag = "s" if isinstance(value, set) else "f"
-        return [tag, *(_pack(item, f"{path}{{}}", refer) for item in value)]
-    if isinstance(value, complex):
-        return ["c", value.real, value.imag]
-    if isinstance(value, bytearray):
-        return bytes(value)
-    for base in (str, float, int):
-        if isinstance(value, base):
-            return _pack(base(value) if base is not str else str.__str__(value), path, None)
-    raise ValueNotStorable(key=path or "the value", kind=_kind_name(value))
+        if self.skip is not None and self.skip.has_items and self.skip(path):
+            return [tag]
+        return [tag, *(self.pack(item, path) for item in value)]
+
+    def _pack_subclass(self, value: object, path: str) -> object:
+        for base in (str, float, int):
+            if isinstance(value, base):
+                if self.is_exact:
+                    raise _changes(value, base, path)
+                return self.pack(base(value) if base is not str else str.__str__(value), path)
+        raise ValueNotStorable(key=path or "the value", kind=_kind_name(value))
+
+
+def _mapping_name(value: Mapping[Any, object]) -> str | None:
+    """How a dict of another type than `dict` is named; None: it comes back as a dict."""
+    kind = type(value)
+    if kind is OrderedDict or kind is Counter:
+        return kind.__name__
+    if isinstance(value, defaultdict) and kind is defaultdict:
+        name = f"defaultdict {getattr(value.default_factory, '__name__', None)}"
+        made = _MAPPINGS.get(name)
+        return (
+            name if made is not None and made().default_factory is value.default_factory else None
+        )
+    return None
+
+
+def _changes(value: object, base: type, path: str) -> ValueNotStorable:
+    kind = f"{_kind_name(value)} (it would come back as {base.__name__})"
+    return ValueNotStorable(key=path or "the value", kind=kind)
 
 
 def _pack_ref(ref: TensorRef) -> list[object]:
@@ -153,6 +240,11 @@ def _unpack(value: Any, deref: Deref | None) -> Any:
     if tag == "d":
         pairs = (_unpack(item, deref) for item in items)
         return dict(zip(pairs, pairs, strict=True))
+    if tag == "m":
+        pairs = (_unpack(item, deref) for item in items[1:])
+        made = _MAPPINGS[items[0]]()
+        made.update(dict(zip(pairs, pairs, strict=True)))
+        return made
     if tag == "r":
         name, kind, *stride = items
         ref = TensorRef(name, kind, tuple(stride[0]) if stride else ())
@@ -168,8 +260,18 @@ def _numpy_scalar(dtype: str, raw: bytes) -> object:
 
 _BUILD: dict[str, Callable[..., object]] = {"l": list, "t": tuple, "s": set, "f": frozenset}
 _SCALARS: dict[str, Callable[..., object]] = {
-    "L": list, "T": tuple, "i": int, "c": complex, "n": _numpy_scalar,
+    "L": list, "T": tuple, "i": int, "c": complex, "n": _numpy_scalar, "b": bytearray,
 }  # fmt: skip
+
+_FACTORIES = (None, list, dict, set, int, float, str, bool, tuple)
+_MAPPINGS: dict[str, Callable[[], Any]] = {
+    "OrderedDict": OrderedDict,
+    "Counter": Counter,
+    **{
+        f"defaultdict {getattr(one, '__name__', None)}": partial(defaultdict, one)
+        for one in _FACTORIES
+    },
+}
 
 
 def join(path: str, key: object) -> str:

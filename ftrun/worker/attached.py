@@ -6,9 +6,11 @@ Gives:    an `Attached`: modules, optimizers, objects with a state_dict, tensors
           generators, each under the name that its part of a snapshot carries.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+import copy
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
+from fnmatch import translate
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -37,18 +39,23 @@ SESSION_STATE = "session.state"
 
 
 class Skip:
-    """Names that the script leaves out of its snapshots: `attach(skip=[...])`."""
+    """Names that the script leaves out of its snapshots: `attach(skip=[...])`.
+
+    Args:
+        patterns: exact names, or patterns in which `*` stands for any text, dots included.
+    """
 
     def __init__(self, patterns: Iterable[str] = ()) -> None:
-        self._patterns = tuple(patterns)
+        self._patterns = {one: _matcher_of(one) for one in patterns}
         self._matched: set[str] = set()
+        self.has_items = any("[" in one or "{" in one for one in self._patterns)
 
     def __bool__(self) -> bool:
         return bool(self._patterns)
 
     def __call__(self, name: str) -> bool:
         """Whether a pattern matches this name."""
-        found = [pattern for pattern in self._patterns if fnmatchcase(name, pattern)]
+        found = [pattern for pattern, matches in self._patterns.items() if matches(name)]
         self._matched.update(found)
         return bool(found)
 
@@ -57,25 +64,50 @@ class Skip:
         """Patterns that have matched nothing yet."""
         return [pattern for pattern in self._patterns if pattern not in self._matched]
 
-    def without(self, tree: Any, path: str = "") -> Any:
-        """A tree of plain values without the keys that are skipped."""
-        if not self or not isinstance(tree, Mapping):
-            return tree
-        paths = {key: join(path, key) for key in tree}
-        return {k: self.without(v, paths[k]) for k, v in tree.items() if not self(paths[k])}
-
     def completed(self, saved: Any, present: Any, path: str) -> Any:
-        """A saved tree with the skipped keys of the tree that is there now."""
-        if not isinstance(saved, Mapping) or not isinstance(present, Mapping):
+        """A saved tree with the skipped values of the tree that is there now."""
+        if isinstance(saved, Mapping) and isinstance(present, Mapping):
+            found = copy.copy(saved)
+            for key, value in present.items():
+                name = join(path, key)
+                if self(name):
+                    found[key] = value  # type: ignore[index]
+                elif key in found:
+                    found[key] = self.completed(found[key], value, name)  # type: ignore[index]
+            return found
+        if not (
+            self.has_items and isinstance(saved, list | tuple) and type(present) is type(saved)
+        ):
             return saved
-        found = dict(saved)
-        for key, value in present.items():
-            name = join(path, key)
-            if self(name):
-                found[key] = value
-            elif key in found:
-                found[key] = self.completed(found[key], value, name)
-        return found
+        its = [*present, *[None] * len(saved)]
+        return type(saved)(
+            its[at] if self(name := f"{path}[{at}]") else self.completed(one, its[at], name)
+            for at, one in enumerate(saved)
+        )
+
+
+class SkipWithin:
+    """The same without the names that a part of a snapshot cannot do without.
+
+    Args:
+        skip: of the script.
+        needed: matches these names as a whole.
+    """
+
+    def __init__(self, skip: Skip, needed: str) -> None:
+        self._skip = skip
+        self._needed = re.compile(needed)
+        self.has_items = skip.has_items
+
+    def __call__(self, name: str) -> bool:
+        return self._needed.fullmatch(name) is None and self._skip(name)
+
+
+def _matcher_of(pattern: str) -> Callable[[str], object]:
+    # A key such as notes[3] has brackets of its own, which in a pattern are a set of characters.
+    literal = pattern.replace("[", "[[]")
+    expressions = {re.escape(pattern), *map(translate, (pattern, literal))}
+    return re.compile("|".join(f"(?:{one})" for one in sorted(expressions))).fullmatch
 
 
 @dataclass

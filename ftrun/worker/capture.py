@@ -18,7 +18,9 @@ Rule 3: a slot is overwritten only once what it holds is committed and supersede
         withdrawn by this rank or by another that has none of that step.
 Rule 4: nothing is waited for while the SMPs protect the last snapshot across nodes, nor after a
         restore before the restored version is committed again: what falls due then is skipped.
-Rule 5: a fault in here costs protection, never the run: no exception reaches the script.
+Rule 5: a fault in here costs protection, never the run: no exception reaches the script. A state
+        that cannot be taken costs the snapshot of this step, and later boundaries are tried; a
+        fault of a copy or of its check ends protection.
 
 Source: the lazy copy behind forward and backward is DataStates-LLM's (arXiv 2406.10707).
 """
@@ -36,7 +38,6 @@ from ftrun.errors import (
     FtrunError,
     MemoryTooSmall,
     PeerError,
-    StateDictFailed,
     StructureChanged,
 )
 from ftrun.wire.arena import NUM_SLOTS, Arena, SlotHeader, SlotState, table_digest
@@ -115,23 +116,19 @@ class Capture:
             self._learn(began_ns)
             self._link.tell_again()
             self._is_asked |= self._cadence.was_asked()
-            if force or (allowed and (self._is_asked or self._cadence.is_due(step))):
-                self._is_asked = False
-                self._take(step, collect, is_last=force)
-                if force:
-                    self._thread.wait()
-            else:
-                self._store.check_size(self._tree, collect, self._link)
+            is_due = force or (allowed and (self._is_asked or self._cadence.is_due(step)))
+            self._is_asked &= not is_due
+            self._try(step, collect, is_due=is_due, is_last=force)
         except PeerError as error:
             # The agent starts another SMP; until then there is no memory to ask for.
             self._page.add(Beat.SKIPPED_COUNT, 1)
             if str(error) != self._trouble:  # said once, not at each step
                 self._trouble = str(error)
                 _log.warning("no snapshot of step %d, nor until that is over: %s", step, error)
-        except (StructureChanged, StateDictFailed) as error:
-            self._go_without(step, "state", error)
+        except StructureChanged as error:
+            self._go_without(step, "structure", str(error))
         except MemoryTooSmall as error:
-            self._go_without(step, "memory", error)
+            self._go_without(step, "memory", str(error))
             if self._context.settings.required:
                 raise
         except Exception as error:  # noqa: BLE001 - rule 5
@@ -222,6 +219,24 @@ class Capture:
         self._turn = Turn.QUIET if self._settling.is_free else Turn.PROTECT
         self._is_typical = True
         self._blocked_ns = 0
+
+    def _try(self, step: int, collect: Callable[[], State], *, is_due: bool, is_last: bool) -> None:
+        """Take a snapshot, or see whether there is memory for one.
+
+        Raises:
+            PeerError, StructureChanged, MemoryTooSmall: there is none of this step.
+        """
+        try:
+            if is_due:
+                self._take(step, collect, is_last=is_last)
+                if is_last:
+                    self._thread.wait()
+            else:
+                self._store.check_size(self._tree, collect, self._link)
+        except (PeerError, StructureChanged, MemoryTooSmall):
+            raise
+        except Exception as error:  # noqa: BLE001 - rule 5
+            self._fail(step, error)
 
     def _take(self, step: int, collect: Callable[[], State], *, is_last: bool) -> None:
         if not self._may_overwrite(is_last=is_last):
@@ -315,7 +330,8 @@ class Capture:
             slots.arena.write_header(slot, self._header(slots, SlotState.SEALED, step, digest))
             crash_point("worker.capture.sealed")
             self._settling.sealed(step)
-            self._context.unprotected.remove("memory")
+            for key in ("memory", "value"):
+                self._context.unprotected.remove(key)
             self._page.set(Beat.SEALED_GENERATION, self._context.generation)
             self._page.set(Beat.SEALED_STEP, step)
             self._page.set(Beat.SEALED_NS, clock.now_ns())
@@ -340,18 +356,27 @@ class Capture:
             self._page.note = text
         _log.warning("%s", text)
 
-    def _go_without(self, step: int, key: str, error: FtrunError) -> None:
+    def _go_without(self, step: int, key: str, reason: str) -> None:
         """No snapshot of this step; the slots stay as they are, and later ones are tried."""
         self._page.add(Beat.SKIPPED_COUNT, 1)
-        self._context.unprotected.add(key, str(error))
+        self._context.unprotected.add(key, reason)
         self._settling.skipped(step)
         self._link.withdraw(step)
 
+    def _fail(self, step: int, error: Exception) -> None:
+        """No snapshot of this step, for a reason that may pass: a value that is removed again."""
+        self._check = self._verified = None
+        kind = "" if isinstance(error, FtrunError) else f"{type(error).__name__}: "
+        is_new = "value" not in self._context.unprotected
+        text = f"no snapshots until this is over: {kind}{error}"
+        self._go_without(step, "value", text)
+        if is_new and (kind or error.__cause__ is not None):
+            _log.warning("rank %d: %s", self._context.rank, text, exc_info=error)
+
     def _give_up(self, error: Exception) -> None:
-        """No more snapshots from this process; training goes on."""
+        """No more snapshots from this process, because its checks cannot be relied on."""
         self._is_off = True
         kind = "" if isinstance(error, FtrunError) else f"a bug in ftrun: {type(error).__name__}: "
         text = f"no more snapshots: {kind}{error}"
         self._context.unprotected.add("capture", text)
-        if kind or error.__cause__ is not None:
-            _log.warning("rank %d: %s", self._context.rank, text, exc_info=error)
+        _log.warning("rank %d: %s", self._context.rank, text, exc_info=error)

@@ -219,8 +219,9 @@ class CopyThread:
     def start(self, job: Callable[[], None]) -> None:
         """Begin a job; the last one has been waited for. What it raises is logged."""
         if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="ftrun-copy", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._work, name="ftrun-copy", daemon=True)
+            thread.start()
+            self._thread = thread
         self._idle.clear()
         self._jobs.put(job)
 

@@ -183,7 +183,8 @@ def tensors_outside_state(optimizer: Optimizer) -> list[str]:
 
     ZeroRedundancyOptimizer keeps none: its buckets are the memory of parameters.
     """
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    groups = getattr(optimizer, "param_groups", None) or []
+    parameters = [p for group in groups for p in group["params"]]
     shapes = {p.shape for p in parameters if p.numel() > 1}
     held = _tensors_in(list(getattr(optimizer, "state", {}).values()))
     known = {_address(tensor) for tensor in (*parameters, *held)}

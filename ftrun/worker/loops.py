@@ -11,6 +11,7 @@ further turn after a restart, because only the script knows why it left.
 """
 
 import logging
+import sys
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
@@ -21,7 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ftrun.errors import UsageError
 from ftrun.worker.batches import Feed
-from ftrun.worker.leaving import frame_of_loop, is_left_by_break
+from ftrun.worker.leaving import frames_of_loop, is_left_by_break
 
 _log = logging.getLogger(__name__)
 
@@ -29,6 +30,25 @@ _log = logging.getLogger(__name__)
 def left_pass(loader: str) -> str:
     """How a snapshot names the loop over a loader's batches, where that was left early."""
     return f"batches({loader})"
+
+
+class _Loop(Iterator[Any]):
+    """A loop that each `for` begins for itself and holds alone, so that a `break` closes it.
+
+    A progress bar keeps what it was given, and a variable does.
+    """
+
+    def __init__(self, begin: Callable[[], Iterator[Any]]) -> None:
+        self._begin = begin
+        self._begun: Iterator[Any] | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._begin() if self._begun is None else self._begun
+
+    def __next__(self) -> Any:
+        if self._begun is None:
+            self._begun = self._begin()
+        return next(self._begun)
 
 
 class Loops(ABC):
@@ -74,8 +94,11 @@ class Loops(ABC):
         Args:
             total: steps of the whole run, those before a restart included.
         """
+        return _Loop(lambda: self._steps(total))
+
+    def _steps(self, total: int) -> Iterator[int]:
         self._enter("steps()")
-        frame = 0
+        frames: tuple[int, ...] = ()
         place = self._steps_loops
         self._steps_loops += 1
         try:
@@ -84,15 +107,17 @@ class Loops(ABC):
                 self._warn_of_left("steps()")
                 return
             while self._step < total:
-                frame = frame_of_loop()
+                frames = frames_of_loop()
                 yield self._step
                 # The end of the run is what a last checkpoint should hold.
                 self._force |= self._step + 1 == total
                 self._boundary(allowed=True)
         except GeneratorExit:
-            if is_left_by_break(frame):
+            if is_left_by_break(frames):
                 self._steps_left.add(place)
                 self._leave_early("steps()")
+            else:
+                self._warn_of_closed("steps()")
             raise
         finally:
             self._leave()
@@ -103,17 +128,20 @@ class Loops(ABC):
         Args:
             total: epochs of the whole run; None: only `batches(until=...)` ends them.
         """
+        return _Loop(lambda: self._epochs(total))
+
+    def _epochs(self, total: int | None) -> Iterator[int]:
         self._ends_epochs = False
         self._left = ""
         first = self._steps_loops
         while (total is None or self._epoch < total) and not self._was_left("epochs()"):
-            frame = frame_of_loop()
+            frames = frames_of_loop()
             self._in_epoch = True
             self._in_last_epoch = self._epoch + 1 == total
             try:
                 yield self._epoch
             except GeneratorExit:
-                if is_left_by_break(frame):
+                if is_left_by_break(frames):
                     self._leave_early("epochs()")
                 raise
             finally:
@@ -135,6 +163,9 @@ class Loops(ABC):
             until: steps of the whole run: once they are done the loop ends, and a loop over
                 `epochs()` around it. Another call continues the same pass.
         """
+        return _Loop(lambda: self._batches(loader, until))
+
+    def _batches(self, loader: Any, until: int | None) -> Iterator[Any]:
         feed = self._feed_of(loader)
         if self._driver is not None:
             if until is not None:
@@ -142,7 +173,7 @@ class Loops(ABC):
             yield from self._from(feed)
             return
         self._enter("batches()")
-        frame = 0
+        frames: tuple[int, ...] = ()
         try:
             if self._was_left(left_pass(feed.name)):
                 feed.end_pass()
@@ -153,7 +184,7 @@ class Loops(ABC):
                 self._begin()
                 return
             for batch in self._from(feed):
-                frame = frame_of_loop()
+                frames = frames_of_loop()
                 yield batch
                 self._ends_epochs = self._step + 1 == until
                 self._force |= self._ends_epochs or (self._in_last_epoch and feed.is_at_end)
@@ -162,8 +193,10 @@ class Loops(ABC):
                     feed.pause()
                     return
         except GeneratorExit:
-            if is_left_by_break(frame):
+            if is_left_by_break(frames):
                 self._leave_early(left_pass(feed.name))
+            else:
+                self._warn_of_closed(left_pass(feed.name))
             raise
         finally:
             self._leave()
@@ -181,6 +214,10 @@ class Loops(ABC):
     @abstractmethod
     def _keep(self) -> None:
         """See that a snapshot holds the steps done, in the middle of a turn."""
+
+    @abstractmethod
+    def _newest_kept(self) -> int | None:
+        """The step of this rank's newest snapshot, -1: it has none; None: none are taken."""
 
     @abstractmethod
     def _feed_of(self, loader: Any) -> Feed:
@@ -216,6 +253,20 @@ class Loops(ABC):
             self._boundary(allowed=True)
         elif self._step:
             self._keep()
+
+    def _warn_of_closed(self, driver: str) -> None:
+        """Report the steps that no snapshot holds of a loop that is closed in a turn."""
+        newest = None if sys.is_finalizing() else self._newest_kept()
+        reached = self._step + self._has_stepped
+        if newest is not None and newest < reached:
+            _log.warning(
+                "the loop over session.%s was left by an exception, or something else has held it "
+                "and closed it later, so no snapshot is taken there: step %d was reached, and the "
+                "newest snapshot is of %s",
+                driver,
+                reached,
+                f"step {newest}" if newest >= 0 else "no step",
+            )
 
     def _was_left(self, driver: str) -> bool:
         """Whether this loop was left by `break` before the restart; true once."""

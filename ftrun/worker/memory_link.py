@@ -67,11 +67,14 @@ class MemoryLink:
         self.reserved_bytes = 0
         """Of one slot, in the last question whether two fit."""
 
-    def reserve(self, image_bytes: int, *, is_between_steps: bool = False) -> None:
+    def reserve(
+        self, image_bytes: int, *, frozen_bytes: int = 0, is_between_steps: bool = False
+    ) -> None:
         """Ask whether two slots of this size fit.
 
         Args:
             image_bytes: of one slot.
+            frozen_bytes: of these, for parameters that no optimizer updates.
             is_between_steps: the training waits for the answer.
 
         Raises:
@@ -81,9 +84,11 @@ class MemoryLink:
         self.reserved_bytes = image_bytes
         body = ReserveMemory(self._context.rank, image_bytes)
         deadline_s = _WITHDRAW_S if is_between_steps else _RESERVE_S
-        _raise_if_refused(self._ask(body, deadline_s=deadline_s))
+        _raise_if_refused(self._ask(body, deadline_s=deadline_s), frozen_bytes)
 
-    def request_arena(self, *, image_bytes: int, num_pieces: int, layout_id: int) -> int:
+    def request_arena(
+        self, *, image_bytes: int, num_pieces: int, layout_id: int, frozen_bytes: int = 0
+    ) -> int:
         """The descriptor of a new arena, the caller's to close.
 
         Waits for as long as a slow node may take to allocate such arenas for all its ranks.
@@ -96,7 +101,7 @@ class MemoryLink:
             RequestArena(context.rank, context.world_size, image_bytes, num_pieces, layout_id),
             deadline_s=allocation_limit_s(arena_bytes(image_bytes, num_pieces)),
         )
-        _raise_if_refused(received)
+        _raise_if_refused(received, frozen_bytes)
         if not isinstance(received.body, ArenaGranted) or len(received.fds) != 1:
             raise ProtocolError(f"the SMP answered {received.body!r} to a request for memory")
         return received.fds[0]
@@ -267,7 +272,7 @@ def allocation_limit_s(total_bytes: int) -> float:
     return _ANSWER_S + num_ranks * total_bytes / _SLOWEST_BYTES_S
 
 
-def _raise_if_refused(received: Received) -> None:
+def _raise_if_refused(received: Received, frozen_bytes: int) -> None:
     body = received.body
     if isinstance(body, MemoryRefused):
         raise MemoryTooSmall(
@@ -277,6 +282,7 @@ def _raise_if_refused(received: Received) -> None:
             state_bytes=body.state_bytes,
             num_ranks=body.num_ranks,
             parity_bytes=body.parity_bytes,
+            frozen_bytes=frozen_bytes,
         )
     if not isinstance(body, (Done, ArenaGranted)):
         raise ProtocolError(f"the SMP answered {body!r} to a question about memory")

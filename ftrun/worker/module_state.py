@@ -15,8 +15,8 @@ import torch
 import xxhash
 from torch import nn
 
-from ftrun.errors import ShapeChanged, StateDictFailed
-from ftrun.snapshot.plain import TensorRef, encode
+from ftrun.errors import ShapeChanged, StateDictFailed, ValueNotStorable
+from ftrun.snapshot.plain import Skips, TensorRef, encode, join
 from ftrun.worker.tensors import byte_view, described, local_tensor
 
 EXTRA_STATE = "._extra_state"
@@ -97,8 +97,17 @@ def takes_own_keys(part: nn.Module) -> bool:
     )
 
 
-def put_back_own_keys(saved: Mapping[str, Mapping[str, Any]], submodules: Submodules) -> None:
+def put_back_own_keys(
+    saved: Mapping[str, Mapping[str, Any]],
+    submodules: Submodules,
+    completed: Callable[[Any, Any, str], Any],
+) -> None:
     """Through `load_state_dict()` of each module whose own keys are not as they were.
+
+    Args:
+        saved: by the module's path.
+        submodules: get them.
+        completed: adds to a saved tree what the script leaves out of its snapshots.
 
     Raises:
         ShapeChanged: a module does not take its own keys back.
@@ -108,9 +117,14 @@ def put_back_own_keys(saved: Mapping[str, Mapping[str, Any]], submodules: Submod
         part = parts.get(path)
         if part is None:
             continue  # another stage has it
-        if _differing(part, values):
-            _load(part, {**_state_dict(part), **values})
-        if differing := _differing(part, values):
+        present = _state_dict(part)
+        values = {
+            key: completed(value, present.get(key), join(path + OWN_KEYS, key))
+            for key, value in values.items()
+        }
+        if _differing(part, values, unknown=True):
+            _load(part, {**present, **values})
+        if differing := _differing(part, values, unknown=False):
             raise ShapeChanged(
                 key=f"{path}.{differing[0]}",
                 saved="a key of the module's own state_dict()",
@@ -169,15 +183,25 @@ def _load(part: nn.Module, state: Mapping[str, Any]) -> None:
         part.load_state_dict(state)
 
 
-def _differing(part: nn.Module, saved: Mapping[str, Any]) -> list[str]:
+def _differing(part: nn.Module, saved: Mapping[str, Any], *, unknown: bool) -> list[str]:
+    """Keys whose values are not those saved; `unknown` says whether one with a skipped value is."""
     present = _state_dict(part)
-    return [
-        key for key in saved if key not in present or content(saved[key]) != content(present[key])
-    ]
+
+    def differs(key: str) -> bool:
+        try:
+            return key not in present or content(saved[key]) != content(present[key])
+        except ValueNotStorable:
+            return unknown
+
+    return list(filter(differs, saved))
 
 
-def content(value: object) -> bytes:
-    """Equal for values that are equal in every bit, tensors included."""
+def content(value: object, path: str = "", skip: Skips | None = None) -> bytes:
+    """Equal for values that are equal in every bit, tensors included.
+
+    Raises:
+        ValueNotStorable: a value is neither a tensor nor plain; its key begins with the path.
+    """
 
     def refer(leaf: object, _: str) -> TensorRef | None:
         if isinstance(leaf, np.ndarray):
@@ -188,4 +212,4 @@ def content(value: object) -> bytes:
         digest = xxhash.xxh3_128_hexdigest(byte_view(local).numpy().data)
         return TensorRef(f"{described(local)} {digest}")
 
-    return encode(value, refer=refer)
+    return encode(value, root=path, refer=refer, skip=skip)

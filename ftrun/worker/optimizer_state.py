@@ -7,13 +7,14 @@ Gives:    groups and state with names in place of parameters; optimizers that ho
 
 import functools
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 
 from ftrun.errors import ShapeChanged, ValueNotStorable
+from ftrun.worker.attached import Skip
 from ftrun.worker.tensors import Sharded
 
 Groups = list[dict[str, Any]]
@@ -43,7 +44,10 @@ class GroupReader:
         self._at_attach: dict[tuple[str, int, str], object] | None = None
 
     def read(
-        self, optimizers: Mapping[str, torch.optim.Optimizer], names: Mapping[int, str]
+        self,
+        optimizers: Mapping[str, torch.optim.Optimizer],
+        names: Mapping[int, str],
+        skip: Callable[[str], bool],
     ) -> dict[str, Groups]:
         """The groups of all optimizers, with names instead of parameters.
 
@@ -60,7 +64,8 @@ class GroupReader:
                     if key == "params":
                         kept[key] = [names[id(parameter)] for parameter in value]
                     elif type(value) not in _SCALARS and is_identity(value):
-                        left_out[name, at, key] = value
+                        if not skip(f"{name}[{at}].{key}"):
+                            left_out[name, at, key] = value
                     else:
                         kept[key] = value
                 found[name].append(kept)
@@ -80,7 +85,7 @@ class GroupReader:
             default = optimizers[name].defaults.get(key)  # for groups that were added later
             if value != self._at_attach.get((name, at, key), default):
                 raise ValueNotStorable(
-                    key=f"{name}.param_groups[{at}].{key}",
+                    key=f"{name}[{at}].{key}",
                     kind=f"{type(value).__qualname__} that is not the one there at attach",
                 )
 
@@ -94,20 +99,30 @@ def is_identity(value: object) -> bool:
     )
 
 
-def state_of(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
+def state_of(
+    name: str,
+    optimizer: torch.optim.Optimizer,
+    names: Mapping[int, str],
+    skip: Callable[[str], bool],
+) -> dict[str, Any]:
     """The state, by name of the parameter. Other keys belong to the optimizer as a whole.
 
     Raises:
         ValueNotStorable: it is state of a tensor that has no name.
     """
+    found: dict[Any, Any] = {}
     key: Any
-    for key in optimizer.state:
+    for key, state in optimizer.state.items():
         if isinstance(key, torch.Tensor) and id(key) not in names:
+            path = f"{name}.state[a tensor of shape {list(key.shape)}]"
+            if skip(path):
+                continue
             raise ValueNotStorable(
-                key=f"{type(optimizer).__name__}.state[a tensor of shape {list(key.shape)}]",
+                key=path,
                 kind="state of a tensor that is in no parameter group and no attached module",
             )
-    return {"state": {names.get(id(k), k): state for k, state in optimizer.state.items()}}
+        found[names.get(id(key), key)] = state
+    return {"state": found}
 
 
 def state_values(optimizer: torch.optim.Optimizer) -> list[object]:
@@ -168,6 +183,7 @@ def load_optimizer(
     *,
     names: Mapping[int, str],
     dtypes: Mapping[str, torch.dtype],
+    skip: Skip,
 ) -> None:
     """Hand over groups and state.
 
@@ -178,6 +194,7 @@ def load_optimizer(
         state: by name of the parameter, or by whatever other key.
         names: of parameters, by id.
         dtypes: that parameters had when they were saved, by name.
+        skip: names of values that stay as they are.
 
     Raises:
         ShapeChanged: its groups hold other parameters.
@@ -190,6 +207,7 @@ def load_optimizer(
     # A key that is no parameter belongs to the optimizer as a whole; torch takes an int for one.
     later = {k: values for k, values in state.items() if k not in index and isinstance(k, int)}
     before = [dict(group) for group in optimizer.param_groups]
+    state_before = dict(optimizer.state) if skip else {}
     optimizer.load_state_dict(
         {
             "state": {
@@ -201,10 +219,7 @@ def load_optimizer(
             ],
         }
     )
-    for group, old, saved in zip(optimizer.param_groups, before, groups, strict=True):
-        for key, value in old.items():
-            if key != "params":
-                group[key] = into(value, saved[key]) if key in saved else value
+    _put_back_groups(name, optimizer, before, groups, skip)
     for key, values in state.items():
         parameter = parameters.get(key)
         where = key if parameter is None else parameter
@@ -213,6 +228,37 @@ def load_optimizer(
         elif where in optimizer.state:
             follows = dtypes.get(key, parameter.dtype) if parameter is not None else None
             optimizer.state[where] = _exact(values, optimizer.state[where], follows)
+    _keep_skipped(name, optimizer, state_before, names, skip)
+
+
+def _put_back_groups(
+    name: str, optimizer: torch.optim.Optimizer, before: Groups, groups: Groups, skip: Skip
+) -> None:
+    trios = zip(optimizer.param_groups, before, groups, strict=True)
+    for at, (group, old, saved) in enumerate(trios):
+        for key, value in old.items():
+            if key == "params":
+                continue
+            its = saved.get(key, value)
+            if skip:
+                its = skip.completed(its, value, f"{name}[{at}].{key}")
+            group[key] = into(value, its) if key in saved else value
+
+
+def _keep_skipped(
+    name: str,
+    optimizer: torch.optim.Optimizer,
+    before: Mapping[Any, Any],
+    names: Mapping[int, str],
+    skip: Skip,
+) -> None:
+    """Give an optimizer back what the script leaves out of its snapshots, as it was before."""
+    for where, values in before.items():
+        path = f"{name}.state.{names.get(id(where), where)}"
+        if skip(path):
+            optimizer.state[where] = values
+        elif where in optimizer.state:
+            optimizer.state[where] = skip.completed(optimizer.state[where], values, path)
 
 
 def _check_groups(name: str, saved: Groups, ordered: list[list[str]]) -> None:

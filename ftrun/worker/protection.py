@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ftrun import clock
-from ftrun.errors import MemoryTooSmall, PeerError, StructureChanged
+from ftrun.errors import MemoryTooSmall, PeerError
 from ftrun.ids import Version
 from ftrun.wire.arena import Arena
 from ftrun.wire.pages import Beat, Command
@@ -24,14 +24,14 @@ from ftrun.worker.attached import Attached
 from ftrun.worker.boundary_digests import BoundaryDigests
 from ftrun.worker.buckets import WrapperWatch, is_needed, ready_order, warm_buckets
 from ftrun.worker.capture import Capture
+from ftrun.worker.checked_state import CheckedState
 from ftrun.worker.context import WorkerContext
-from ftrun.worker.inner_optimizers import InnerOptimizers
 from ftrun.worker.memory_link import MemoryLink
-from ftrun.worker.optimizer_watch import OptimizerWatch, shown
+from ftrun.worker.optimizer_watch import shown
 from ftrun.worker.overwritten import RestoredMarks, RestoredSettings
 from ftrun.worker.reload import Restorable, SavedState
-from ftrun.worker.slots import needed_bytes
-from ftrun.worker.state_tree import State, StateTree
+from ftrun.worker.slots import frozen_bytes, needed_bytes
+from ftrun.worker.state_tree import State
 
 _POLL_S = 0.02
 _STOP_WAIT_S = 600.0
@@ -49,18 +49,12 @@ class Protection:
         self._context = context
         self._attached = attached
         self._warmup = warmup
-        self._inner = InnerOptimizers(attached)
-        self._tree = StateTree(attached)
+        self._checked = CheckedState(attached, context.unprotected, self._check_overwritten)
+        self._inner, self._tree = self._checked.inner, self._checked.tree
         self._link = MemoryLink(context)
         stepping = [*attached.optimizers.values(), *self._inner.covered]
         self._accumulation = Accumulation(
             stepping, attached.stateful.values(), context.unprotected.guarded
-        )
-        self._optimizers = OptimizerWatch(
-            self._inner.every(),
-            self._tree.names,
-            context.unprotected,
-            self._check_overwritten,
         )
         self._watch = WrapperWatch()
         self.digests = BoundaryDigests(context.page, attached)
@@ -156,8 +150,7 @@ class Protection:
         context = self._context
         if not context.settings.enabled:
             return
-        state = self._tree.collect(extra())  # an error for what cannot be stored comes now
-        self._tree.check_skip()
+        state = self._checked.begin(extra())  # an error for what cannot be stored comes now
         if self._inherited is None:
             self._reserve(state)
         self._capture = Capture(context, self._tree, self._link)
@@ -210,7 +203,7 @@ class Protection:
         """
         context = self._context
         try:
-            self._link.reserve(needed_bytes(self._tree, state))
+            self._link.reserve(needed_bytes(self._tree, state), frozen_bytes=frozen_bytes(state))
         except MemoryTooSmall as error:
             context.unprotected.add("memory", str(error))
             if context.settings.required:
@@ -322,7 +315,7 @@ class Protection:
         is_good = self._is_good()
         allowed, force = allowed and is_good, force and is_good
         is_between = not self._accumulation.boundary()
-        self._optimizers.boundary()
+        self._checked.boundary()
         self._report_waiting()
         stops = is_between and self._context.commands.get(Command.STOP_AFTER_STEP) <= step
         if self._capture is not None:
@@ -336,11 +329,7 @@ class Protection:
             self._halt(step)
 
     def _collect(self, extra: dict[str, Any]) -> State:
-        state = self._tree.collect({**extra, "orders": self._known_orders()})
-        if self._tree.lost:
-            raise StructureChanged(self._tree.lost)
-        self._context.unprotected.remove("state")
-        return state
+        return self._checked.collect({**extra, "orders": self._known_orders()})
 
     def keep(self, step: int, extra: Callable[[], dict[str, Any]]) -> None:
         """Take a snapshot of the steps done, unless this step has one; no boundary is passed."""
@@ -349,6 +338,11 @@ class Protection:
             return
         collect = lambda: self._collect(extra())  # noqa: E731
         capture.boundary(step, collect=collect, force=True, allowed=True)
+
+    @property
+    def newest_step(self) -> int | None:
+        """The step of the newest snapshot of this rank; -1: it has none; None: there are none."""
+        return None if self._capture is None else self._capture.newest_step
 
     def _report_waiting(self) -> None:
         """Report gradients that no snapshot holds, and those that keep any from being taken."""
@@ -402,7 +396,7 @@ class Protection:
     def close(self) -> None:
         self._watch.close()
         self._accumulation.close()
-        self._optimizers.close()
+        self._checked.close()
         if self._capture is not None:
             self._capture.close()
             atexit.unregister(self._capture.finish)

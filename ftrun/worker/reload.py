@@ -23,7 +23,7 @@ from ftrun.snapshot.layout import Entry
 from ftrun.wire.crash_points import crash_point
 from ftrun.wire.pages import Beat
 from ftrun.worker import module_state, rng
-from ftrun.worker.attached import SESSION_STATE, Attached
+from ftrun.worker.attached import SESSION_STATE, Attached, Skip
 from ftrun.worker.context import WorkerContext
 from ftrun.worker.gradients import put_back_gradients
 from ftrun.worker.optimizer_state import groups_for, load_optimizer
@@ -236,7 +236,15 @@ def _load_optimizers(saved: Loadable, tree: StateTree, lasting: Lasting) -> None
         held = {key: e for key in lasting.names.values() if (e := saved.entry(key)) is not None}
         dtypes = {key: DTYPES[entry.dtype] for key, entry in held.items()}
         state = all_states[name]["state"]
-        load_optimizer(name, optimizer, groups, state, names=lasting.names, dtypes=dtypes)
+        load_optimizer(
+            name,
+            optimizer,
+            groups,
+            state,
+            names=lasting.names,
+            dtypes=dtypes,
+            skip=tree.attached.skip,
+        )
 
 
 def load_objects(saved: Parts, attached: Attached, lasting: Lasting) -> None:
@@ -251,19 +259,27 @@ def load_objects(saved: Parts, attached: Attached, lasting: Lasting) -> None:
     dicts = saved.part("dicts")
     holders = {**attached.dicts, SESSION_STATE: attached.state}
     dicts.setdefault(SESSION_STATE, {})
-    _check_names(stateful, attached.stateful)
-    _check_names(dicts, holders)
+    skip = attached.skip
+    _check_names(stateful, attached.stateful, skip)
+    _check_names(dicts, holders, skip)
     for name, thing in attached.stateful.items():
+        if skip(name):
+            continue
         thing.load_state_dict(_completed(stateful[name], thing.state_dict, name, attached))
     for name, holder in holders.items():
+        if skip(name):
+            continue
         its = _completed(dicts[name], partial(dict, holder), name, attached)
         holder.clear()
         holder.update(its)
     extra = saved.part("extra_state")
     for path, part in dict(lasting.submodules).items():
         if path in extra:
-            part.set_extra_state(extra[path])
-    module_state.put_back_own_keys(saved.optional_part("own_keys") or {}, lasting.submodules)
+            at = f"{path}{module_state.EXTRA_STATE}"
+            part.set_extra_state(_completed(extra[path], part.get_extra_state, at, attached))
+    module_state.put_back_own_keys(
+        saved.optional_part("own_keys") or {}, lasting.submodules, skip.completed
+    )
     put_back_flags(saved.optional_part, lasting)
 
 
@@ -272,8 +288,8 @@ def _completed(saved: Any, present: Callable[[], Any], name: str, attached: Atta
     return attached.skip.completed(saved, present(), name) if attached.skip else saved
 
 
-def _check_names(saved: Iterable[str], present: Iterable[str]) -> None:
-    saved, present = set(saved), set(present)
+def _check_names(saved: Iterable[str], present: Iterable[str], skip: Skip) -> None:
+    saved, present = ({name for name in names if not skip(name)} for names in (saved, present))
     for name in sorted(saved - present):
         raise ShapeChanged(key=name, saved="something", present=_NOTHING)
     for name in sorted(present - saved):

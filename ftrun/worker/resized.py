@@ -143,7 +143,13 @@ def reload_resized(saved: SavedWorld, tree: StateTree, context: WorkerContext) -
     for name, optimizer in tree.attached.optimizers.items():
         own = groups_for(name, optimizer, groups)
         load_optimizer(
-            name, optimizer, own, states[name], names=lasting.names, dtypes=wanted.dtypes
+            name,
+            optimizer,
+            own,
+            states[name],
+            names=lasting.names,
+            dtypes=wanted.dtypes,
+            skip=tree.attached.skip,
         )
     load_objects(saved, tree.attached, lasting)
     saved.check_all_used()

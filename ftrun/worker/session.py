@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import DataLoader
 
-from ftrun.errors import FtrunError, UsageError
+from ftrun.errors import UsageError
 from ftrun.worker.attached import Attached, Skip, by_name
 from ftrun.worker.batches import Feed
+from ftrun.worker.checked_state import PlainCheck
 from ftrun.worker.context import WorkerContext, worker_context
 from ftrun.worker.loops import Loops, left_pass
-from ftrun.worker.state_tree import StateTree
 
 if TYPE_CHECKING:
     from ftrun.worker.declared_layout import Declared
@@ -154,7 +154,7 @@ class Session(Loops):
         self._last_loss: tuple[int, torch.Tensor] | None = None
         """Copied from a device: the step it belongs to, and where it arrives."""
         self._protection: Protection | None = None
-        self._checked: StateTree | None = None
+        self._check: PlainCheck | None = None
         self._explained_in = ""
         self._fresh_id = uuid.uuid4().hex[:12]
         self.is_closed = False
@@ -163,7 +163,8 @@ class Session(Loops):
         if context is not None:
             self._protect(context, attached, warmup)
         else:
-            self._check(attached)
+            self._check = PlainCheck(attached, self._own_state())
+            weakref.finalize(self, self._check.close)
 
     # --- what the script may ask -----------------------------------------------------------
 
@@ -265,6 +266,8 @@ class Session(Loops):
         if self._protection is not None:
             self._protection.close()
             self._protection = None
+        if self._check is not None:
+            self._check.close()
 
     # --- inside ----------------------------------------------------------------------------
 
@@ -348,30 +351,6 @@ class Session(Loops):
             names,
         )
 
-    def _check(self, attached: Attached) -> None:
-        """Without an agent: find what a snapshot could not store, here and at the first boundary.
-
-        Raises:
-            SnapshotError, UsageError: as under an agent.
-        """
-        tree = StateTree(attached)
-        try:
-            tree.collect(self._own_state())
-            tree.check_skip()
-        except FtrunError:
-            raise
-        except Exception as error:  # noqa: BLE001 - no fault of ours ends a script
-            _log.warning("the state could not be checked: a bug in ftrun: %r", error)
-        else:
-            self._checked = tree
-
-    def _check_again(self, tree: StateTree) -> None:
-        # Optimizers have made their state by now.
-        try:
-            tree.collect(self._own_state())
-        except Exception as error:  # noqa: BLE001 - no fault of ours ends a script
-            _log.warning("under ftrun, this script would be UNPROTECTED: %s", error)
-
     def _own_state(self) -> dict[str, Any]:
         more = {
             "left": self._left,
@@ -407,13 +386,12 @@ class Session(Loops):
     def _boundary(self, *, allowed: bool) -> None:
         self._step += 1
         self._has_stepped = False
-        if self._checked is not None:
-            tree, self._checked = self._checked, None
-            self._check_again(tree)
+        self._boundaries += 1
+        if self._check is not None:
+            self._check.boundary(self._own_state)
         if self._protection is None:
             return
         force, self._force = self._force, False
-        self._boundaries += 1
         self._watch_loaders()
         if self._recording is not None:
             allowed = self._recording.boundary(self._step) and allowed
@@ -442,6 +420,9 @@ class Session(Loops):
     def _keep(self) -> None:
         if self._protection is not None:
             self._protection.keep(self._step, self._own_state)
+
+    def _newest_kept(self) -> int | None:
+        return None if self._protection is None else self._protection.newest_step
 
     def _enter(self, driver: str) -> None:
         super()._enter(driver)

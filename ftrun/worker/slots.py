@@ -84,14 +84,14 @@ class Slots:
 class _Refusal:
     """Memory that was refused, and when it is asked for again."""
 
-    def __init__(self, error: MemoryTooSmall, shape: Shape, plain_bytes: int) -> None:
+    def __init__(self, error: MemoryTooSmall | OSError, shape: Shape, plain_bytes: int) -> None:
         self.error = error
         self._shape = shape
         self._plain_bytes = plain_bytes
         self._pause_s = _RETRY_S
         self._refused_s = clock.now_s()
 
-    def again(self, error: MemoryTooSmall) -> None:
+    def again(self, error: MemoryTooSmall | OSError) -> None:
         """The same was asked for once more."""
         self.error = error
         self._pause_s = min(2 * self._pause_s, _LONGEST_RETRY_S)
@@ -104,10 +104,13 @@ class _Refusal:
     def is_over(self) -> bool:
         """Whether to ask again."""
         since_s = clock.now_s() - self._refused_s
+        if since_s >= self._pause_s:
+            return True
         error = self.error
-        if since_s < _RECHECK_S or error.available_bytes >= error.needed_bytes:
-            return since_s >= self._pause_s
-        return since_s >= self._pause_s or available_memory().num_bytes >= error.needed_bytes
+        if since_s < _RECHECK_S or isinstance(error, OSError):
+            return False
+        is_free = available_memory().num_bytes >= error.needed_bytes
+        return is_free and error.available_bytes < error.needed_bytes
 
 
 class SlotStore:
@@ -136,7 +139,7 @@ class SlotStore:
             is_last: this rank is about to stop, and has time.
 
         Raises:
-            MemoryTooSmall, PeerError: there is none to be had.
+            MemoryTooSmall, PeerError, OSError: there is none to be had.
         """
         if is_last and self._maker is not None:
             self._maker.join(_LAST_WAIT_S)
@@ -150,7 +153,7 @@ class SlotStore:
         reused = self._reuse(shape, plain_bytes)
         if reused is not None:
             return self._use(reused)
-        maker = self._begin_making(shape, plain_bytes)
+        maker = self._begin_making(shape, plain_bytes, frozen_bytes(state))
         maker.join(_LAST_WAIT_S if is_last else self._context.settings.commit_wait_s)
         return self.current if self._take_made() else None
 
@@ -168,11 +171,12 @@ class SlotStore:
         self._is_size_known = not optimizers or any(one.state for one in optimizers)
         if not self._is_size_known:
             return
-        needed = needed_bytes(tree, collect())
+        state = collect()
+        needed = needed_bytes(tree, state)
         if needed <= link.reserved_bytes:
             return
         try:
-            link.reserve(needed, is_between_steps=True)
+            link.reserve(needed, frozen_bytes=frozen_bytes(state), is_between_steps=True)
         except MemoryTooSmall as error:
             self._context.unprotected.add("memory", str(error))
             if self._context.settings.required:
@@ -185,7 +189,7 @@ class SlotStore:
             self.current.forget_copies()
 
     def _raise_if_refused(self, shape: Shape, plain_bytes: int, *, is_last: bool) -> None:
-        """Raises: MemoryTooSmall: the same was refused a short while ago."""
+        """Raises: MemoryTooSmall, OSError: the same was refused a short while ago."""
         refusal = self._refusal
         if refusal is None:
             return
@@ -194,20 +198,21 @@ class SlotStore:
         elif not is_last and not refusal.is_over():
             raise refusal.error
 
-    def _begin_making(self, shape: Shape, plain_bytes: int) -> threading.Thread:
+    def _begin_making(self, shape: Shape, plain_bytes: int, frozen_bytes: int) -> threading.Thread:
         layout, layout_id = self._layout(shape, plain_bytes)
         self._wanted = (shape, plain_bytes)
 
         def work() -> None:
             try:
-                arena = self._make_arena(layout, layout_id)
+                arena = self._make_arena(layout, layout_id, frozen_bytes)
                 self._made = Slots(arena, layout, layout_id, shape)
             except Exception as error:  # noqa: BLE001 - raised again in the training thread
                 self._made = error
 
-        self._maker = threading.Thread(target=work, name="ftrun-memory", daemon=True)
-        self._maker.start()
-        return self._maker
+        maker = threading.Thread(target=work, name="ftrun-memory", daemon=True)
+        maker.start()  # where there is no thread to be had, the next boundary tries again
+        self._maker = maker
+        return maker
 
     def _take_made(self) -> bool:
         """Use what has been made since the last look; whether there was something."""
@@ -215,7 +220,7 @@ class SlotStore:
             return False
         self._maker.join()
         made, self._made, self._maker = self._made, None, None
-        if isinstance(made, MemoryTooSmall):
+        if isinstance(made, MemoryTooSmall | OSError):
             if self._refusal is None:
                 self._refusal = _Refusal(made, *self._wanted)
             else:
@@ -279,12 +284,15 @@ class SlotStore:
             return None
         return Slots(arena, layout, layout_id, shape)
 
-    def _make_arena(self, layout: Layout, layout_id: int) -> Arena:
+    def _make_arena(self, layout: Layout, layout_id: int, frozen_bytes: int) -> Arena:
         # A line of its own: a boundary must not wait for this answer to say something else.
         link = MemoryLink(self._context)
         try:
             fd = link.request_arena(
-                image_bytes=layout.image_bytes, num_pieces=len(layout.pieces), layout_id=layout_id
+                image_bytes=layout.image_bytes,
+                num_pieces=len(layout.pieces),
+                layout_id=layout_id,
+                frozen_bytes=frozen_bytes,
             )
         finally:
             link.close()
@@ -329,9 +337,26 @@ def needed_bytes(tree: StateTree, state: State) -> int:
     return layout.image_bytes + to_come
 
 
+def frozen_bytes(state: State) -> int:
+    """Of a state, the bytes of parameters that no attached optimizer updates."""
+    lasting = state.lasting
+    sizes = {entry.name: entry.num_bytes for entry in lasting.entries}
+    owned = set(map(id, lasting.parameters))
+    return sum(sizes.get(name, 0) for name, one in lasting.learned if id(one) not in owned)
+
+
 def _state_copies(optimizer: torch.optim.Optimizer) -> int:
-    """How many tensors of a parameter's size an optimizer probably keeps for it."""
+    """How many tensors of a parameter's size an optimizer probably keeps for it.
+
+    Told by the options that it has, so that it also holds for one of the same kind by others.
+    """
     defaults = optimizer.defaults
-    if "betas" in defaults:
+    if "betas" in defaults:  # Adam and its like
         return 3 if defaults.get("amsgrad") else 2
+    if defaults.keys() & {"etas", "rho"}:  # Rprop, Adadelta
+        return 2
+    if "centered" in defaults:  # RMSprop
+        return 1 + bool(defaults["momentum"]) + bool(defaults["centered"])
+    if "beta2_decay" in defaults:  # Adafactor: rows and columns only
+        return 0
     return 1 if defaults.get("momentum", 1) else 0

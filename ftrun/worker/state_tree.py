@@ -10,6 +10,7 @@ walk's result is kept and only checked at a boundary: same objects in the same d
 same addresses. Objects with a state_dict are asked each time; what they give is small.
 """
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,12 +25,13 @@ from torch.nn.parameter import is_lazy
 from ftrun.errors import UsageError, ValueNotStorable
 from ftrun.snapshot.boxes import Part
 from ftrun.snapshot.layout import Entry, When
-from ftrun.snapshot.plain import TensorRef, encode, encode_each
+from ftrun.snapshot.plain import Skips, TensorRef, encode, encode_each, join
 from ftrun.worker import module_state, rng
 from ftrun.worker.attached import (
     SESSION_STATE,
     Attached,
     Held,
+    SkipWithin,
     every_name,
     held_by,
     named_parts,
@@ -40,6 +42,12 @@ from ftrun.worker.optimizer_state import GroupReader, state_of, state_values
 from ftrun.worker.parts import part_of
 from ftrun.worker.structure import Structure, structure_of
 from ftrun.worker.tensors import described, is_sharded, kind_of, local_tensor, stride_of
+
+_GROUP_KEYS = r"[^\[\]]*(\[\d+\](\.params(\[\d+\])?)?)?"
+"""An optimizer, a group of it, and the parameters of that; `skip` does not leave these out."""
+
+_LOADER_KEYS = r"((?!\.own[.\[]).)*"
+"""All of a loader's position but what is in its own state_dict()."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +129,18 @@ class StateTree:
         self._lasting: Lasting | None = None
         self._built: Structure | None = None
         self._groups = GroupReader()
-        self._not_taken_back: dict[str, bytes] = {}
+        self._not_taken_back: dict[str, dict[str, bytes]] = {}
+        skip = attached.skip
+        self._skips: dict[str, Skips] = {}
+        if skip:
+            self._skips = {
+                "groups": SkipWithin(skip, _GROUP_KEYS),
+                "stateful": skip,
+                "dicts": skip,
+                "loaders": SkipWithin(skip, _LOADER_KEYS),
+            }
+        self._roots = {SESSION_STATE}
+        """Names of what is attached, under which keys may appear later."""
 
     def collect(self, extra: dict[str, Any]) -> State:
         """The state as it is now.
@@ -136,9 +155,9 @@ class StateTree:
         fresh = _References(When.BOUNDARY)
         attached = self.attached
         parts = {
-            "groups": self._groups.read(attached.optimizers, lasting.names),
-            "stateful": attached.skip.without(dict(_states(attached))),
-            "dicts": attached.skip.without(_dicts(attached)),
+            "groups": self._groups.read(attached.optimizers, lasting.names, attached.skip),
+            "stateful": dict(_states(attached)),
+            "dicts": _dicts(attached),
             "generators": {n: rng.generator_state(g) for n, g in attached.generators.items()},
             "frozen": [name for name, tensor in lasting.learned if not tensor.requires_grad],
             "learned_others": [name for name, tensor in lasting.others if tensor.requires_grad],
@@ -150,11 +169,21 @@ class StateTree:
         if attached.layout is not None:
             parts["layout"] = attached.layout.saved
         # Part by part, so that the path in an error starts at the name given to attach.
-        packed = {key: encode(part, refer=fresh) for key, part in parts.items()}
+        skips = self._skips
+        packed = {
+            key: encode(part, refer=fresh, skip=skips.get(key), is_exact=key == "dicts")
+            for key, part in parts.items()
+        }
+        self._roots.update(extra.get("loaders", ()))
+        skip = attached.skip or None
         extra_states = module_state.extra_states(lasting.submodules)
-        packed["extra_state"] = encode_each(extra_states, module_state.EXTRA_STATE, refer=fresh)
+        packed["extra_state"] = encode_each(
+            extra_states, module_state.EXTRA_STATE, refer=fresh, skip=skip
+        )
         if own_keys := self._own_keys(lasting):
-            packed["own_keys"] = encode_each(own_keys, module_state.OWN_KEYS, refer=fresh)
+            packed["own_keys"] = encode_each(
+                own_keys, module_state.OWN_KEYS, refer=fresh, skip=skip
+            )
         packed["optimizer_state"] = lasting.optimizer_state
         packed["modules"] = lasting.modules
         return State(lasting, tuple(fresh.sources), encode(packed))
@@ -190,14 +219,10 @@ class StateTree:
         for name, _ in uninitialized:
             del found[name]
         owned = {id(parameter) for parameter in self._parameters()}
-        sources = [
-            source_of(name, t, When.LAZY if id(t) in owned else When.BOUNDARY)
-            for name, t in found.items()
-        ]
+        sources = [self._source_of(name, t, is_owned=id(t) in owned) for name, t in found.items()]
         originals = list(found.values())
         references = _References(When.LAZY)
-        state = {name: state_of(o, names) for name, o in self.attached.optimizers.items()}
-        packed = encode(state, refer=references)
+        packed = self._optimizer_state(names, references)
         originals += references.originals
         return Lasting(
             sources=(*sources, *references.sources),
@@ -231,11 +256,28 @@ class StateTree:
             found[name] = parameter
         return found
 
+    def _optimizer_state(self, names: dict[int, str], refer: "_References") -> bytes:
+        optimizers, skip = self.attached.optimizers, self.attached.skip
+        state = {name: state_of(name, o, names, skip) for name, o in optimizers.items()}
+        needed = "|".join(re.escape(name) + r"(\.state)?" for name in optimizers)
+        return encode(state, refer=refer, skip=SkipWithin(skip, needed) if skip else None)
+
+    @staticmethod
+    def _source_of(name: str, tensor: torch.Tensor, *, is_owned: bool) -> Source:
+        try:
+            return source_of(name, tensor, When.LAZY if is_owned else When.BOUNDARY)
+        except ValueNotStorable as error:
+            error.can_skip = not is_owned
+            raise
+
     def check_skip(self) -> None:
         """Check the patterns of `attach(skip=...)`, after `collect`.
 
+        A key may appear later: in the state of an optimizer, in `session.state`.
+
         Raises:
-            UsageError: one matches nothing, or a tensor that an optimizer owns.
+            UsageError: one begins with no attached name, or matches a tensor that an optimizer
+                owns.
         """
         skip = self.attached.skip
         owned = {id(parameter) for parameter in self._parameters()}
@@ -245,12 +287,22 @@ class StateTree:
                     f"attach(skip=...) matches {held.name}, which an attached optimizer updates. "
                     "Only what no optimizer owns can be left out of a snapshot"
                 )
-        if skip.unmatched:
+        if wrong := [one for one in skip.unmatched if not self._may_match(one)]:
             raise UsageError(
-                f"attach(skip=...): {', '.join(skip.unmatched)} matches nothing. Patterns match "
+                f"attach(skip=...): {', '.join(wrong)} matches nothing. Patterns match "
                 "the names of tensors and keys in a snapshot, such as model.rope.cos, "
                 "progress.history or model.*.cache"
             )
+
+    def _may_match(self, pattern: str) -> bool:
+        attached = self.attached
+        literal = re.split(r"[*?\[]", pattern)[0]
+        groups = (attached.modules, attached.optimizers, attached.stateful, attached.tensors,
+                  attached.dicts, self._roots)  # fmt: skip
+        names = (name for group in groups for name in group)
+        return any(
+            one.startswith(literal) or re.match(rf"{re.escape(one)}\W", literal) for one in names
+        )
 
     def _modules(self, held: tuple[Held, ...], names: dict[int, str]) -> dict[str, Any]:
         buffers = [(one.name, one.tensor is None) for one in held if one.is_buffer]
@@ -277,13 +329,20 @@ class StateTree:
         """
         found: dict[str, object] = {}
         for path, part in module_state.with_own_code(lasting.submodules):
-            if keys := module_state.own_keys(part, path, lasting.names):
-                found[path] = keys
-            if not module_state.takes_own_keys(part):
-                content = module_state.content(keys)
-                if content != self._not_taken_back.setdefault(path, content):
+            keys = module_state.own_keys(part, path, lasting.names)
+            root = path + module_state.OWN_KEYS
+            named = {name: key for key in keys if not self.attached.skip(name := join(root, key))}
+            if named:
+                found[path] = {key: keys[key] for key in named.values()}
+            if module_state.takes_own_keys(part):
+                continue
+            skip = self.attached.skip or None
+            contents = {n: module_state.content(keys[k], n, skip) for n, k in named.items()}
+            first = self._not_taken_back.setdefault(path, contents)
+            for name in {**first, **contents}:
+                if first.get(name) != contents.get(name):
                     raise ValueNotStorable(
-                        key=f"{path}.{next(iter(keys), 'state_dict()')}",
+                        key=name,
                         kind=f"key of {type(part).__qualname__}.state_dict() that changes and that "
                         "load_state_dict() does not take back",
                     )
@@ -387,7 +446,9 @@ def _states(attached: Attached) -> Iterator[tuple[str, object]]:
 
 def _dicts(attached: Attached) -> dict[str, Any]:
     # An empty session.state is left out, so that a snapshot without one is as in 0.2.
-    return {**attached.dicts, **({SESSION_STATE: attached.state} if attached.state else {})}
+    holders = {**attached.dicts, **({SESSION_STATE: attached.state} if attached.state else {})}
+    # A restore fills the holder that is there, so its own type does not matter.
+    return {name: dict(holder) for name, holder in holders.items()}
 
 
 def _reshard(submodules: module_state.Submodules) -> None:

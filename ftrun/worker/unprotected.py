@@ -17,13 +17,19 @@ from ftrun.wire.pages import Beat, Page
 Hook = Callable[..., None]
 """A function that torch calls in each optimizer step; what it returns would replace arguments."""
 
+_SHOWN, _NOT_SHOWN = "UNPROTECTED", "under ftrun, this script would be UNPROTECTED"
+
 _log = logging.getLogger(__name__)
 
 
 class UnprotectedReasons:
-    """The reasons of one process; it is protected when there are none."""
+    """The reasons of one process; it is protected when there are none.
 
-    def __init__(self, page: Page) -> None:
+    Args:
+        page: shows them; None: no agent reads them, and the log says what it would show.
+    """
+
+    def __init__(self, page: Page | None) -> None:
         self._page = page
         self._reasons: dict[str, str] = {}
         self._lock = threading.Lock()
@@ -43,7 +49,7 @@ class UnprotectedReasons:
             self._reasons[key] = reason
             self._publish()
         if is_new:
-            _log.warning("UNPROTECTED: %s", reason)
+            _log.warning("%s: %s", _SHOWN if self._page is not None else _NOT_SHOWN, reason)
 
     def add_bug(self, where: str, error: Exception) -> None:
         """Show a fault of ftrun itself, or an error that explains itself.
@@ -78,6 +84,8 @@ class UnprotectedReasons:
                 self._publish()
 
     def _publish(self) -> None:
+        if self._page is None:
+            return
         if self._reasons:
             self._page.note = "; ".join(self._reasons.values())
         elif self._page.get(Beat.UNPROTECTED):

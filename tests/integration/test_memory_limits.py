@@ -29,6 +29,7 @@ from tests.memory_cgroup import memory_cgroup
 
 WIDTH = 300
 MB = 10**6
+ADDRESSES = 32 * MB
 
 
 @pytest.fixture
@@ -127,6 +128,34 @@ def test_memory_that_is_refused_costs_snapshots_until_it_is_there(
 
     again = Training(run, is_grown=True)  # what was sealed after the pause comes back
     assert_same(training.model, training.optimizer, again.model, again.optimizer)
+
+
+def test_an_arena_that_cannot_be_mapped_costs_snapshots_until_it_can(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slots, "_RETRY_S", 0.0)
+    training = Training(run)
+    unlimited = resource.getrlimit(resource.RLIMIT_AS)
+    notes: list[str] = []
+
+    def act(at: int) -> None:
+        notes.append(run.page.note if run.page.get(Beat.UNPROTECTED) else "")
+        if at == 3:
+            training.model.register_buffer("large", torch.zeros(ADDRESSES // 4))
+            size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+            # Enough for a thread, and for what a step allocates, but not for two slots.
+            resource.setrlimit(resource.RLIMIT_AS, (size + ADDRESSES, unlimited[1]))
+        if at == 6:
+            resource.setrlimit(resource.RLIMIT_AS, unlimited)
+
+    try:
+        training.steps(9, act)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, unlimited)
+    assert [bool(note) for note in notes[:7]] == [False] * 4 + [True] * 3
+    assert all("Cannot allocate memory" in note for note in notes[4:7])
+    assert run.saved()[0] == 9
+    assert not run.page.get(Beat.UNPROTECTED)
 
 
 def test_refused_memory_is_not_asked_for_at_each_step(run: Run, asked: list[int]) -> None:
@@ -270,6 +299,7 @@ def test_what_will_not_fit_is_told_at_attach_and_protected_when_there_is_room(ru
         note = run.page.note
         assert str(group.folder) in note
         assert "two slots for 1 rank" in note
+        assert "--nproc-per-node" in note
 
         def act(at: int) -> None:
             if at == 3:

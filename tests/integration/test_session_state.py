@@ -3,9 +3,11 @@
 Each test trains in this process against a real SMP, as `test_capture_and_restore.py` does.
 """
 
+import collections
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from threading import Lock
 
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ from torch.utils.data import DataLoader
 
 import ftrun
 from ftrun.errors import UsageError
+from ftrun.wire.pages import Beat
 from ftrun.worker.context import SnapshotSettings
 from ftrun.worker.session import Session
 from tests.integration.in_process_worker import PATIENCE_S, Run
@@ -189,9 +192,66 @@ def test_what_is_skipped_is_in_no_snapshot_and_keeps_the_scripts_own_value(run: 
     assert again["counter"].values == {"count": 1, "start": 7}
 
 
-def test_a_pattern_that_matches_nothing_is_refused_in_a_run_too(run: Run) -> None:
+def test_skipped_values_of_optimizers_modules_and_lists_stay_as_the_script_has_them(
+    run: Run,
+) -> None:
+    class Noted(nn.Linear):
+        def get_extra_state(self) -> dict[str, object]:
+            return self.extra  # type: ignore[return-value]
+
+        def set_extra_state(self, state: dict[str, object]) -> None:
+            self.extra = state  # type: ignore[assignment]
+
+    def made(value: int) -> dict[str, object]:
+        model = Noted(3, 3)
+        model.extra = {"lock": Lock(), "seen": value}  # type: ignore[assignment]
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        optimizer.param_groups[0].update(cache=Lock(), notes=[value, value])
+        optimizer.state[model.weight].update(lock=Lock(), seen=value)
+        skip = ["optimizer[0].cache", "optimizer[0].notes[1]", "optimizer.state.*.lock",
+                "model._extra_state.lock", "progress.notes[0]", "gone", "history"]  # fmt: skip
+        return {"model": model, "optimizer": optimizer, "skip": skip,
+                "progress": {"notes": [Lock(), value]}, "gone": {"at": value},
+                "history": Counter()}  # fmt: skip
+
+    given = made(1)
+    session = run.attach(**given)
+    for _ in session.steps(2):
+        train(given["model"], given["optimizer"])
+
+    given = made(7)
+    model, optimizer = given["model"], given["optimizer"]
+    group, state = optimizer.param_groups[0], optimizer.state[model.weight]
+    own = (model.extra["lock"], group["cache"], state["lock"], given["progress"]["notes"][0])
+    session = run.attach(**given)
+    assert session.restored
+    group, state = optimizer.param_groups[0], optimizer.state[model.weight]
+    assert own == (
+        model.extra["lock"], group["cache"], state["lock"], given["progress"]["notes"][0]
+    )  # fmt: skip
+    assert (model.extra["seen"], group["notes"], state["seen"]) == (1, [1, 7], 1)
+    assert given["progress"]["notes"][1] == 1
+    assert given["gone"] == {"at": 7}
+
+
+def test_types_of_the_state_come_back_or_are_refused_by_name(run: Run) -> None:
+    session, model, optimizer = begin(run, progress={"count": collections.Counter("aab")})
+    session.state["seen"] = collections.defaultdict(list, a=[1])
+    for step in session.steps(2):
+        train(model, optimizer)
+        session.state["batch"] = collections.UserDict(x=1) if step == 0 else {"x": 1}
+        if step:
+            assert "session.state.batch holds a collections.UserDict" in run.page.note
+    progress: dict[str, object] = {}
+    session, *_ = begin(run, progress=progress)
+    session.state["seen"]["b"].append(2)
+    assert session.state["seen"] == {"a": [1], "b": [2]}
+    assert progress["count"].most_common(1) == [("a", 2)]
+
+
+def test_a_pattern_that_begins_with_nothing_attached_is_refused_in_a_run_too(run: Run) -> None:
     with pytest.raises(UsageError, match="typo"):
-        begin(run, progress={"best": 1}, skip=["progress.typo"])
+        begin(run, progress={"best": 1}, skip=["typo.progress"])
 
 
 def test_the_first_restore_of_a_run_says_what_is_not_restored(
@@ -212,12 +272,26 @@ def test_the_first_restore_of_a_run_says_what_is_not_restored(
     assert "random generators" in said[0]
 
 
+class Bar:
+    """A progress bar, as tqdm: a generator around what it was given."""
+
+    def __init__(self, iterable: Iterator[int]) -> None:
+        self.iterable = iterable
+        self.count = 0
+
+    def __iter__(self) -> Iterator[int]:
+        for one in self.iterable:
+            self.count += 1
+            yield one
+
+
+@pytest.mark.parametrize("in_bar", [False, True])
 def test_a_loop_left_by_break_has_its_last_step_in_a_snapshot_and_no_turn_after_a_restart(
-    run: Run,
+    run: Run, in_bar: bool
 ) -> None:
     run.settings = EVERY_THIRD
     session, model, optimizer = begin(run)
-    for step in session.steps(9):
+    for step in Bar(session.steps(9)) if in_bar else session.steps(9):
         train(model, optimizer)
         if step == 4:
             break
@@ -276,6 +350,22 @@ def test_the_steps_before_a_break_at_the_top_of_a_turn_are_in_a_snapshot(run: Ru
     session, model, _ = begin(run)
     assert [*session.steps(9)] == []
     assert torch.equal(model.weight, weight)
+
+
+def test_a_loop_that_is_closed_later_says_which_step_is_kept(
+    run: Run, caplog: pytest.LogCaptureFixture
+) -> None:
+    run.settings = EVERY_THIRD
+    session, model, optimizer = begin(run)
+    loop = iter(session.steps(9))
+    for step in loop:
+        train(model, optimizer)
+        if step == 4:
+            break
+    del loop
+    assert run.saved()[0] == 3
+    lines = [record.getMessage() for record in caplog.records]
+    assert any("step 5 was reached, and the newest snapshot is of step 3" in one for one in lines)
 
 
 def test_an_exception_takes_no_snapshot_of_half_a_turn(run: Run) -> None:
@@ -347,3 +437,74 @@ def test_until_goes_on_in_the_same_pass_after_a_restart_as_without_one(
     assert loop(*begin(run), first)[:first] == expected[:first]
     assert run.saved()[0] == first
     assert loop(*begin(run)) == expected[first:]
+
+
+@pytest.mark.parametrize("error", ["value", "state_dict"])
+def test_a_value_that_cannot_be_stored_costs_the_snapshots_while_it_is_there(
+    run: Run, error: str
+) -> None:
+    counter = Counter()
+    session, model, optimizer = begin(run, counter=counter)
+    notes: list[str] = []
+    for step in session.steps(9):
+        notes.append(run.page.note if run.page.get(Beat.UNPROTECTED) else "")
+        train(model, optimizer)
+        if step in (3, 6):
+            bad = step == 3
+            if error == "value":
+                session.state.update(lock=Lock() if bad else None)
+            else:
+                counter.values = None if bad else {"count": step}
+    assert run.saved()[0] == 9
+    assert [bool(note) for note in notes[:7]] == [False] * 4 + [True] * 3
+    named = {"value": "session.state.lock holds a _thread.lock", "state_dict": "Counter.state_dict"}
+    assert all(named[error] in note for note in notes[4:7])
+    assert not run.page.get(Beat.UNPROTECTED)
+    assert run.page.get(Beat.SKIPPED_COUNT) == 3
+
+
+def test_the_index_of_a_batch_goes_on_in_the_middle_of_a_pass(run: Run) -> None:
+    loader = DataLoader(torch.arange(5), shuffle=True)
+
+    def loop(
+        session: Session, model: nn.Module, optimizer: torch.optim.Optimizer, end: int = 99
+    ) -> list[object]:
+        seen: list[object] = []
+        for epoch in session.epochs(2):
+            for batch in session.batches(loader):
+                if session.step == end:
+                    raise TimeoutError(seen)
+                seen.append((epoch, session.batch_index, int(batch)))
+                train(model, optimizer)
+        return seen
+
+    expected = undisturbed(loop)
+    torch.manual_seed(3)
+    with pytest.raises(TimeoutError):
+        loop(*begin(run), end=3)
+    run.saved()
+    assert loop(*begin(run)) == expected[3:]
+
+
+def test_optimizers_given_as_a_list_come_back_each_with_its_own_state(run: Run) -> None:
+    def made() -> tuple[Session, nn.Sequential, list[torch.optim.Optimizer]]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        optimizers = [
+            torch.optim.SGD(model[0].parameters(), 0.1, momentum=0.9),
+            torch.optim.Adam(model[1].parameters(), 0.2),
+        ]
+        return run.attach(model=model, optimizer=optimizers), model, optimizers
+
+    session, model, optimizers = made()
+    for _ in session.steps(2):
+        model(torch.rand(2, 2)).square().sum().backward()
+        for one in optimizers:
+            one.step()
+    session, again, others = made()
+    assert session.restored
+    for one, its in zip(optimizers, others, strict=True):
+        its_state = list(its.state.values())
+        for state, other in zip(one.state.values(), its_state, strict=True):
+            assert all(torch.equal(value, other[key]) for key, value in state.items())
+    assert all(map(torch.equal, model.parameters(), again.parameters()))

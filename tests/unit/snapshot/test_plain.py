@@ -2,7 +2,7 @@
 
 import enum
 import math
-from collections import OrderedDict, defaultdict, namedtuple
+from collections import Counter, OrderedDict, UserDict, defaultdict, namedtuple
 from typing import Any
 
 import msgspec
@@ -79,33 +79,92 @@ def test_numpy_scalars_keep_their_type(value: Any) -> None:
     assert found == value
 
 
-def test_other_dicts_and_subclasses_come_back_as_their_base() -> None:
-    class Level(enum.IntEnum):
-        HIGH = 3
+class Level(enum.IntEnum):
+    """An int with a name."""
 
-    class Name(str):
-        __slots__ = ()
+    HIGH = 3
 
-    class Share(float):
-        __slots__ = ()
 
+class Name(str):
+    """Text of its own type."""
+
+    __slots__ = ()
+
+
+class Share(float):
+    """A number of its own type."""
+
+    __slots__ = ()
+
+
+class Row(list):  # type: ignore[type-arg]
+    """A list of its own type."""
+
+
+class Settings(dict):  # type: ignore[type-arg]
+    """A dict of its own type."""
+
+
+def test_dicts_of_the_standard_library_and_bytearrays_keep_their_type() -> None:
     tree = {
-        "ordered": OrderedDict(b=1, a=2),
+        "ordered": OrderedDict(b=1, a=[OrderedDict()]),
+        "count": Counter("aab"),
         "default": defaultdict(list, x=[1]),
-        "level": Level.HIGH,
-        "name": Name("n"),
-        "share": Share(0.5),
+        "none": defaultdict(None, x=1),
         "array": bytearray(b"xy"),
     }
-    expected = {
-        "ordered": {"b": 1, "a": 2},
-        "default": {"x": [1]},
-        "level": 3,
-        "name": "n",
-        "share": 0.5,
-        "array": b"xy",
-    }
-    assert same(decode(encode(tree)), expected)
+    for is_exact in (False, True):
+        found = decode(encode(tree, is_exact=is_exact))
+        assert same(found, tree)
+        assert found["default"]["y"] == []
+        assert found["none"].default_factory is None
+
+
+OTHERS = [
+    (Level.HIGH, 3),
+    (Name("n"), "n"),
+    (Share(0.5), 0.5),
+    (Row([1]), [1]),
+    (Settings(a=1), {"a": 1}),
+    (UserDict(a=1), {"a": 1}),
+    (defaultdict(lambda: 1, x=2), {"x": 2}),
+]
+
+
+@pytest.mark.parametrize(("value", "base"), OTHERS, ids=lambda value: type(value).__name__)
+def test_other_subclasses_come_back_as_their_base_or_are_refused(
+    value: object, base: object
+) -> None:
+    assert same(decode(encode([value])), [base])
+    with pytest.raises(ValueNotStorable) as caught:
+        encode({"a": value}, is_exact=True)
+    assert caught.value.key == "a"
+    assert type(value).__name__ in caught.value.kind
+    assert f"come back as {type(base).__name__}" in caught.value.kind
+
+
+class Left:
+    """Skips by exact paths."""
+
+    def __init__(self, *paths: str) -> None:
+        self._paths = paths
+        self.has_items = any("[" in one or "{" in one for one in paths)
+
+    def __call__(self, path: str) -> bool:
+        return path in self._paths
+
+
+def test_what_is_skipped_is_not_packed() -> None:
+    tree = {"a": {"lock": object(), "best": 1}, "b": [1, object(), 3], "c": {object}, "d": {1}}
+    skip = Left("a.lock", "b[1]", "c{}")
+    found = decode(encode(tree, skip=skip))
+    assert found == {"a": {"best": 1}, "b": [1, None, 3], "c": set(), "d": {1}}
+    assert decode(encode({object: 1}, skip=Left(f" key {object!r}"))) == {}
+    with pytest.raises(ValueNotStorable):
+        encode(tree, skip=Left("a.lock"))
+    given = {"m": object(), "n": {"lock": object()}}
+    packed = encode_each(given, ".x", refer=lambda *_: None, skip=Left("m.x", "n.x.lock"))
+    assert decode(packed) == {"n": {}}
 
 
 def test_tensors_are_left_to_the_caller() -> None:

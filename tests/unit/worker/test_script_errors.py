@@ -1,5 +1,8 @@
 """An exception of the script is shown with what ftrun knows about it."""
 
+import subprocess
+import sys
+
 import pytest
 
 from ftrun.wire.pages import Beat, Page, create_page
@@ -30,3 +33,33 @@ def test_other_errors_and_processes_that_made_a_step_are_left_alone(page: Page) 
     explain_missing_name(missing, page)
     assert not hasattr(other, "__notes__")
     assert not hasattr(missing, "__notes__")
+
+
+def test_a_script_whose_loop_had_no_turn_ends_with_the_explanation() -> None:
+    """Through `report`, in a process of its own with the pages of a restored rank."""
+    program = """
+import os
+from ftrun.wire import environment as env
+from ftrun.wire.pages import Beat, Page, create_command_page, create_page
+from ftrun.worker import script_errors
+
+fd = create_page("beat")
+page = Page(fd)
+page.set(Beat.RESTORE_END_NS, 1)
+page.set(Beat.RESTORED_STEP, 20)
+os.environ |= {
+    env.RUN_ID: "test", env.HEARTBEAT_FD: str(fd), env.COMMAND_FD: str(create_command_page()),
+    "RANK": "0", "WORLD_SIZE": "1", env.GENERATION: "1", env.INCARNATION: "1", env.SMP_SOCKET: "x",
+}
+try:
+    for step in ():
+        pass
+    print(step)
+except NameError as error:
+    script_errors.report(error)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
+    )
+    assert "NameError: name 'step' is not defined" in done.stderr, done.stderr
+    assert "ftrun: this process has made no step, because step 20 is restored" in done.stderr

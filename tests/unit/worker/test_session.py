@@ -4,6 +4,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import islice
 from threading import Lock
 
 import pytest
@@ -172,6 +173,17 @@ def test_model_optimizer_and_scheduler_may_be_given_by_position() -> None:
         assert list(session.steps(1)) == [0]
 
 
+def test_several_optimizers_may_be_given_as_a_list(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    optimizers = [torch.optim.SGD(part.parameters(), 0.1, momentum=0.9) for part in model]
+    with attached(model, optimizer=optimizers) as session:
+        for _ in session.steps(3):
+            model(torch.ones(1, 2)).sum().backward()
+            for one in optimizers:
+                one.step()
+    assert [record.getMessage() for record in caplog.records] == []
+
+
 def test_a_loader_in_the_place_of_a_scheduler_is_refused_by_name() -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -218,10 +230,20 @@ def test_an_exception_in_the_scripts_own_state_dict_is_named_as_the_scripts() ->
     assert not session_module.is_attached()
 
 
-@pytest.mark.parametrize("pattern", ["model.nothing", "state.x"])
-def test_a_pattern_to_skip_that_matches_nothing_is_an_error(pattern: str) -> None:
-    with pytest.raises(UsageError, match=pattern):
-        ftrun.attach(nn.Linear(2, 2), skip=[pattern])
+def test_a_pattern_to_skip_that_matches_nothing_is_an_error() -> None:
+    with pytest.raises(UsageError, match=r"state\.x"):
+        ftrun.attach(nn.Linear(2, 2), skip=["state.x"])
+
+
+def test_a_pattern_that_may_match_later_is_named_if_it_does_not(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    skip = ["model.nothing", "session.state.lock"]
+    with attached(nn.Linear(2, 2), skip=skip) as session:
+        for _ in session.steps(3):
+            session.state["lock"] = Lock()
+    [line] = [record.getMessage() for record in caplog.records]
+    assert "model.nothing has matched nothing" in line
 
 
 def test_a_parameter_that_is_trained_is_not_skipped() -> None:
@@ -290,20 +312,96 @@ def test_a_turn_left_by_an_exception_is_no_step_although_an_optimizer_has_steppe
         assert session.step == 3
 
 
-def test_a_loop_that_something_else_holds_is_not_taken_for_left() -> None:
-    """It is closed later, when the state may be another."""
+class Bar:
+    """A progress bar, as tqdm: a generator around what it was given, which it keeps."""
+
+    def __init__(self, iterable: Iterator[int]) -> None:
+        self.iterable = iterable
+        self.count = 0
+
+    def __iter__(self) -> Iterator[int]:
+        iterable = self.iterable
+        try:
+            for one in iterable:
+                self.count += 1
+                yield one
+        finally:
+            self.count = -1
+
+
+AROUND = [iter, Bar, handed_on, changed, lambda loop: Bar(Bar(loop)), lambda loop: loop]
+
+
+@pytest.mark.parametrize(
+    ("around", "is_held"),
+    [*((one, False) for one in AROUND), (Bar, True), (lambda loop: loop, True)],
+)
+def test_a_turn_left_by_break_is_a_step_inside_a_progress_bar_too(
+    around: Callable[[Iterator[int]], Iterator[int]], is_held: bool
+) -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
 
     def train(session: Session) -> None:
-        loop = session.steps(9)
+        bar = around(session.steps(9)) if is_held else None
+        for _ in bar or around(session.steps(9)):
+            trained(session, model, optimizer)
+            if session.step == 3:
+                break
+        assert session.step == 4
+
+    with attached(model, optimizer) as session:
+        train(session)
+
+
+def test_a_turn_left_by_break_is_a_step_although_an_old_traceback_is_held() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    errors: list[Exception] = []
+    with attached(model, optimizer) as session:
+        for _ in session.steps(9):
+            trained(session, model, optimizer)
+            try:
+                raise KeyError  # noqa: TRY301 - its traceback refers to this frame
+            except KeyError as error:
+                errors.append(error)
+            if session.step == 3:
+                break
+        assert session.step == 4
+
+
+def test_a_loop_that_ends_with_what_is_around_it_has_its_last_turn() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with attached(model, optimizer) as session:
+        for _ in islice(session.steps(9), 3):
+            trained(session, model, optimizer)
+        assert session.step == 3
+
+
+def test_a_loop_that_the_next_item_of_another_iterator_ends_by_an_exception_is_not_left() -> None:
+    def failing() -> Iterator[int]:
+        yield 0
+        raise TimeoutError
+
+    with attached(nn.Linear(2, 2)) as session:
+        with pytest.raises(TimeoutError):
+            for _ in zip(session.steps(9), failing(), strict=False):
+                pass
+        assert not session._steps_left
+
+
+def test_a_loop_that_something_else_holds_is_not_taken_for_left() -> None:
+    """It is closed later, when the state may be another."""
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with attached(model, optimizer) as session:
+        loop = iter(session.steps(9))
         for _ in loop:
             trained(session, model, optimizer)
             break
         model.weight.data.zero_()
-
-    with attached(model, optimizer) as session:
-        train(session)
+        del loop  # by the same frame
         assert session.step == 0
 
 
@@ -342,3 +440,70 @@ def test_the_index_of_a_batch_is_that_in_its_pass(session: Session) -> None:
     assert seen == [0, 1, 2, 0, 1, 2]
     with pytest.raises(UsageError):
         _ = session.batch_index
+
+
+class Wrapper(torch.optim.Optimizer):
+    """An optimizer around another, without groups and state of its own, as Accelerate's."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner = inner
+
+    def step(self) -> None:  # type: ignore[override]
+        self.inner.step()
+
+
+def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records]
+
+
+def test_a_wrapper_around_an_optimizer_is_checked_under_plain_python_too(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = Wrapper(torch.optim.SGD(model.parameters(), 0.1))
+    with attached(model, optimizer) as session:
+        for _ in session.steps(3):
+            trained(session, model, optimizer)
+    assert messages(caplog) == []
+
+
+def test_an_optimizer_that_cannot_be_captured_is_refused_under_plain_python_too() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    optimizer._overlap_with_ddp = True
+    with pytest.raises(UsageError, match="overlap_with_ddp"):
+        ftrun.attach(model, optimizer)
+    assert not session_module.is_attached()
+
+
+def add_module(model: nn.Module) -> torch.optim.Optimizer | None:
+    model.add_module("extra", nn.Linear(2, 2))
+    return None
+
+
+def use_another_optimizer(model: nn.Module) -> torch.optim.Optimizer | None:
+    return torch.optim.SGD(model.parameters(), 0.1)
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        (add_module, "parameter model.extra.weight was added after attach"),
+        (use_another_optimizer, "optimizer SGD, which updates model.0.weight and 1 more, is not"),
+    ],
+)
+def test_what_would_be_unprotected_is_said_under_plain_python(
+    caplog: pytest.LogCaptureFixture,
+    change: Callable[[nn.Module], torch.optim.Optimizer | None],
+    found: str,
+) -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with attached(model, optimizer) as session:
+        other = None
+        for step in session.steps(3):
+            other = other if step else change(model)
+            trained(session, model, other or optimizer)
+    [line] = messages(caplog)
+    assert line.startswith("under ftrun, this script would be UNPROTECTED: ")
+    assert found in line

@@ -1,14 +1,19 @@
 """Names and sources of a state do not depend on how the model is wrapped."""
 
+from collections.abc import Callable
+from enum import IntEnum
+from threading import Lock
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from ftrun.errors import ValueNotStorable
+from ftrun.errors import UsageError, ValueNotStorable
 from ftrun.snapshot.layout import When
 from ftrun.snapshot.plain import decode
-from ftrun.worker.attached import Attached, by_name, every_name, unwrapped
+from ftrun.worker.attached import Attached, Skip, by_name, every_name, unwrapped
 from ftrun.worker.state_tree import StateTree
 from ftrun.worker.tensors import at_home, kind_of
 
@@ -201,3 +206,171 @@ def test_a_tensor_among_plain_values_comes_back_on_the_kind_of_device_it_was_on(
     assert at_home(tensor, "tensor") is tensor
     assert kind_of(torch.empty(2, device="meta")) == "tensor@meta"
     assert at_home(tensor, "tensor@meta").is_meta
+
+
+class Noted(nn.Linear):
+    """With extra state, and a key of its own that it does not take back."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.extra: object = {"seen": 1}
+        self.count: object = {"n": 1}
+
+    def get_extra_state(self) -> object:
+        return self.extra
+
+    def set_extra_state(self, state: object) -> None:
+        self.extra = state
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[prefix + "count"] = self.count
+
+
+class Ema:
+    """An object with a state."""
+
+    def __init__(self) -> None:
+        self.state: object = {"decay": 0.9}
+
+    def state_dict(self) -> object:
+        return self.state
+
+    def load_state_dict(self, state: object) -> None:
+        self.state = state
+
+
+class Level(IntEnum):
+    """An int with a name."""
+
+    HIGH = 3
+
+
+class Script:
+    """What a script attaches, and may spoil later."""
+
+    def __init__(self) -> None:
+        self.model = Noted()
+        self.optimizer = torch.optim.SGD(self.model.parameters(), 0.1)
+        self.group = self.optimizer.param_groups[0]
+        self.group["fn"] = abs
+        self.progress: dict[Any, Any] = {"best": 1}
+        self.ema = Ema()
+
+    def attached(self, *skip: str) -> Attached:
+        found = Attached(skip=Skip(skip))
+        for name in ("model", "optimizer", "progress", "ema"):
+            found.add(name, getattr(self, name))
+        return found
+
+
+def set_in(holder: str, key: Any, value: Any) -> Callable[[Script, Attached], None]:
+    def spoil(script: Script, attached: Attached) -> None:
+        getattr(attached if holder == "state" else script, holder)[key] = value
+
+    return spoil
+
+
+def in_state(key: Any, value: object) -> Callable[[Script, Attached], None]:
+    def spoil(script: Script, _: Attached) -> None:
+        script.optimizer.state[script.model.weight if key is None else key] = value
+
+    return spoil
+
+
+def set_attribute(owner: str, name: str, value: object) -> Callable[[Script, Attached], None]:
+    def spoil(script: Script, _: Attached) -> None:
+        setattr(getattr(script, owner), name, value)
+
+    return spoil
+
+
+def add_sparse_buffer(script: Script, _: Attached) -> None:
+    script.model.register_buffer("odd", torch.zeros(2).to_sparse())
+
+
+SPOILT: dict[str, Callable[[Script, Attached], None]] = {
+    "optimizer[0].cache": set_in("group", "cache", Lock()),
+    "optimizer[0].cache.lock": set_in("group", "cache", {"lock": Lock()}),
+    "optimizer[0].fns[1]": set_in("group", "fns", [1, Lock()]),
+    "optimizer[0].fn": set_in("group", "fn", len),
+    "optimizer.state.model.weight.lock": in_state(None, {"lock": Lock()}),
+    "optimizer.state.model.weight": in_state(None, Lock()),
+    "optimizer.state.shared.lock": in_state("shared", {"lock": Lock()}),
+    "optimizer.state[a tensor of shape [3]]": in_state(torch.zeros(3), {"step": 1}),
+    "progress.lock": set_in("progress", "lock", Lock()),
+    "progress.notes[1]": set_in("progress", "notes", [0, Lock()]),
+    "progress.kinds{}": set_in("progress", "kinds", {object}),
+    "progress key <class 'object'>": set_in("progress", object, 1),
+    "progress[3]": set_in("progress", 3, Lock()),
+    "progress.level": set_in("progress", "level", Level.HIGH),
+    "session.state.lock": set_in("state", "lock", Lock()),
+    "ema": set_attribute("ema", "state", Lock()),
+    "ema.lock": set_attribute("ema", "state", {"lock": Lock()}),
+    "model._extra_state": set_attribute("model", "extra", Lock()),
+    "model._extra_state.lock": set_attribute("model", "extra", {"lock": Lock()}),
+    "model.state_dict().count": set_attribute("model", "count", 2),
+    "model.state_dict().count.lock": set_attribute("model", "count", {"n": 1, "lock": Lock()}),
+    "model.odd": add_sparse_buffer,
+}
+
+
+@pytest.mark.parametrize("key", SPOILT)
+def test_every_key_that_cannot_be_stored_can_be_skipped(key: str) -> None:
+    script = Script()
+    attached = script.attached()
+    tree = StateTree(attached)
+    tree.collect({})
+    SPOILT[key](script, attached)
+    with pytest.raises(ValueNotStorable) as caught:
+        tree.collect({})
+    assert caught.value.key == key
+    assert f"attach(skip=[{key!r}])" in str(caught.value)
+
+    script = Script()
+    attached = script.attached(key)
+    tree = StateTree(attached)
+    tree.collect({})
+    tree.check_skip()  # not there yet
+    SPOILT[key](script, attached)
+    tree.collect({})
+    assert attached.skip.unmatched == []
+
+
+def test_a_loaders_own_position_can_be_skipped_in_part() -> None:
+    script = Script()
+    loaders = {"loader": {"pass": 1, "own": {"lock": Lock(), "at": 3}}}
+    with pytest.raises(ValueNotStorable) as caught:
+        StateTree(script.attached()).collect({"loaders": loaders})
+    tree = StateTree(script.attached(caught.value.key, "loader.pass"))
+    state = decode(decode(tree.collect({"loaders": loaders}).plain)["loaders"])
+    assert state == {"loader": {"pass": 1, "own": {"at": 3}}}
+    tree.check_skip()
+
+
+def test_what_a_snapshot_cannot_do_without_is_not_skipped() -> None:
+    script = Script()
+    script.optimizer.state[script.model.weight]["momentum_buffer"] = torch.ones(2, 2)
+    tree = StateTree(script.attached("optimizer*", "optimizer[0]", "*[0]"))
+    plain = decode(tree.collect({}).plain)
+    groups = decode(plain["groups"])["optimizer"]
+    assert groups == [{"params": ["model.weight", "model.bias"]}]
+    assert decode(plain["optimizer_state"]) == {"optimizer": {"state": {}}}
+
+
+def test_a_parameter_that_is_trained_and_cannot_be_stored_gets_no_advice_to_skip_it() -> None:
+    parameter = nn.Parameter(torch.zeros(2).to_sparse())
+    net = nn.Module()
+    net.register_parameter("odd", parameter)
+    with pytest.raises(ValueNotStorable) as caught:
+        tree_of(model=net, optimizer=torch.optim.SGD([parameter], 0.1)).lasting()
+    assert "model.odd holds" in str(caught.value)
+    assert "skip" not in str(caught.value)
+
+
+@pytest.mark.parametrize("pattern", ["state.x", "modl.*", "optimizers"])
+def test_a_pattern_that_begins_with_no_attached_name_is_refused(pattern: str) -> None:
+    tree = StateTree(Script().attached(pattern))
+    tree.collect({})
+    with pytest.raises(UsageError, match=r"matches nothing"):
+        tree.check_skip()
