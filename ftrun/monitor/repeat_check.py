@@ -20,6 +20,9 @@ from ftrun.ids import Version
 KEPT = 4
 """Earlier executions that are kept: the first and the newest."""
 
+LATE_STEPS = 16
+"""Steps after which a value that a device has not given yet is not waited for."""
+
 KEPT_STEPS = 1024
 """Records of one rank in one execution that are kept: the newest."""
 
@@ -129,6 +132,8 @@ class _Compared(NamedTuple):
     """Both executions began at the same version."""
     are_parameters_equal: bool | None = None
     """None: no sampled parameter was compared."""
+    has_loss: bool = False
+    """A loss was compared."""
 
     def __str__(self) -> str:
         return f"first at step {self.step:,} in {self.what} on rank {self.rank}"
@@ -203,7 +208,7 @@ class RepeatCheck:
     def _is_past(self, now: Execution, rank: int, records: RankRecords) -> bool:
         before = [run.ranks[rank] for run in self._comparable(now) if rank in run.ranks]
         last = max((one.last_step for one in before), default=0)
-        if last < now.first_step or records.last_step > last:
+        if last < now.first_step or records.last_step >= last + LATE_STEPS:
             return True
         here = records.steps.get(last)
         there = [one.steps[last] for one in before if last in one.steps]
@@ -267,7 +272,7 @@ def _compared(now: Execution, run: Execution) -> Iterator[_Compared]:
             if one == other and here.names == there.names:  # the usual case, made fast
                 if one.loss is not None or one.has_digest:
                     equal = True if one.has_digest else None
-                    yield _Compared(step, True, rank, "", is_repeat, equal)
+                    yield _Compared(step, True, rank, "", is_repeat, equal, one.loss is not None)
                 continue
             values, before = _values(here.names, one), _values(there.names, other)
             names = [name for name in values if name in before]
@@ -275,7 +280,8 @@ def _compared(now: Execution, run: Execution) -> Iterator[_Compared]:
             if names:
                 others = [values[name] == before[name] for name in names if name != "loss"]
                 equal = all(others) if others else None
-                yield _Compared(step, what != "loss", rank, what, is_repeat, equal)
+                has_loss = "loss" in names
+                yield _Compared(step, what != "loss", rank, what, is_repeat, equal, has_loss)
 
 
 def _values(names: Sequence[str], record: BoundaryRecord) -> Mapping[str, int | bytes]:
@@ -299,7 +305,7 @@ def _judge(
     if found is None:
         outcome = Outcome.EQUAL
         some = "" if count == again else f", {count:,} compared"
-        text = f"repeated {_steps(again)}{some}: bitwise equal"
+        text = f"repeated {_steps(again)}{some}: {_kinds(compared)} bitwise equal"
     elif between is not None:
         outcome = Outcome.NOT_DETERMINISTIC
         text = f"repeated steps differ each time: {found}; the script is not deterministic"
@@ -325,6 +331,13 @@ def _judge(
     if found is None:
         return Repeat(outcome, text, again, count)
     return Repeat(outcome, text, again, count, found.step, found.rank, found.what)
+
+
+def _kinds(compared: Sequence[_Compared]) -> str:
+    """What was compared: less than all that the ranks hold."""
+    losses = ["losses"] if any(one.has_loss for one in compared) else []
+    has_samples = any(one.are_parameters_equal is not None for one in compared)
+    return " and ".join([*losses, *(["parameter samples"] if has_samples else [])])
 
 
 def _has_more(before: BoundaryRecord, here: BoundaryRecord) -> bool:

@@ -43,13 +43,16 @@ BEGUN = "begun"
 BATCH = "batch"
 FORWARD = "forward"
 LOSS = "loss"
-"""A tensor whose `backward()` is called."""
+"""A tensor of which a backward is begun."""
 
 OPTIMIZER = "optimizer"
 """Before an optimizer's step."""
 
 BOUNDARY = "boundary"
 KILLED = "killed"
+
+FAILED = "failed"
+"""An event could not be recorded; `what` says which and why."""
 
 
 class VerifyRecord(msgspec.Struct, omit_defaults=True):

@@ -5,13 +5,17 @@ Takes in: the reported loss, and a few bytes of some parameters.
 Gives:    boundary records in the heartbeat page; the agent compares them, see repeat_check.py.
 Survives: the worker: the agent reads the page of a dead one.
 
-Rule 1: nothing waits for a device. Parameters on a device are not read.
+Rule 1: nothing waits for a device. Bytes of parameters on a CUDA device are queued behind the
+        step, and written to the record of their step once they have arrived.
 Rule 2: an error of this module costs the comparison, never the step.
 """
 
 import logging
 import struct
+from collections import deque
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -19,8 +23,10 @@ import torch
 import xxhash
 
 from ftrun.errors import ValueNotStorable
+from ftrun.monitor.repeat_check import LATE_STEPS
 from ftrun.wire.pages import MAX_SAMPLES, Page
 from ftrun.worker.attached import Attached, every_name
+from ftrun.worker.host_copies import HostCopy
 from ftrun.worker.tensors import is_sharded, local_tensor
 
 SLICE_BYTES = 64
@@ -38,6 +44,42 @@ _WORD = struct.Struct("<q")
 _log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class _Taken:
+    """The slices of one boundary, perhaps on their way from a device."""
+
+    count: int
+    readable: int
+    """Bit i is set if parameter i could be read."""
+    copies: Sequence[tuple[Sequence[int], HostCopy]]
+    """For each device the parameters, and their slices one after the other."""
+
+    @property
+    def has_arrived(self) -> bool:
+        return all(copy.has_arrived for _, copy in self.copies)
+
+    @cached_property
+    def digests(self) -> bytes:
+        """4 bytes for each parameter, once the slices have arrived."""
+        found = np.zeros(self.count, dtype=np.uint32)
+        for indices, copy in self.copies:
+            words = copy.tensor.numpy().view(np.uint32).reshape(-1, _WEIGHTS.size)
+            found[indices] = words @ _WEIGHTS
+        return found.tobytes()
+
+
+@dataclass
+class _Record:
+    """What was noted at one boundary."""
+
+    step: int
+    loss: int | None
+    """Its bits."""
+    taken: _Taken
+    is_whole: bool = False
+    """The page has the digests."""
+
+
 class BoundaryDigests:
     """Writes the boundary records of one worker."""
 
@@ -48,18 +90,18 @@ class BoundaryDigests:
         self._num_groups = -1
         self._loss: tuple[int, int] | None = None
         """Step and bits of the loss of the step that is being done."""
-        self._last: tuple[int, int | None, int, bytes] | None = None
-        """The newest record, as it was written."""
+        self._recent: deque[_Record] = deque(maxlen=LATE_STEPS)
         self._has_failed = False
 
     def take_loss(self, step: int, loss: float) -> None:
-        """A loss that was reported while this step was done; a device's comes a step later."""
+        """A loss that was reported while this step was done; a device's comes steps later."""
         (bits,) = _WORD.unpack(_FLOAT.pack(loss))
-        if self._last is not None and self._last[0] == step:
-            _, _, has_digest, digests = self._last
-            self._write(step, bits, has_digest, digests)
-        else:
+        record = next((one for one in self._recent if one.step == step), None)
+        if record is None:
             self._loss = (step, bits)
+        else:
+            record.loss = bits
+            self._write(record)
 
     def boundary(self, step: int) -> None:
         """Note the state after this step."""
@@ -79,12 +121,17 @@ class BoundaryDigests:
             self._choose()
         loss, self._loss = self._loss, None
         bits = loss[1] if loss is not None and loss[0] == step else None
-        digests = self._samples.digests(step)
-        self._write(step, bits, self._samples.readable, digests)
+        newest = _Record(step, bits, self._samples.take(step))
+        self._recent.append(newest)
+        for record in self._recent:
+            if record is newest or not record.is_whole:
+                self._write(record)
 
-    def _write(self, step: int, loss: int | None, has_digest: int, digests: bytes) -> None:
-        self._last = (step, loss, has_digest, digests)
-        self._page.write_record(step, loss, has_digest, digests)
+    def _write(self, record: _Record) -> None:
+        taken = record.taken
+        record.is_whole = taken.has_arrived
+        known = (taken.readable, taken.digests) if record.is_whole else (0, b"")
+        self._page.write_record(record.step, record.loss, *known)
 
     def _choose(self) -> None:
         """Sample evenly, the first and the last parameter included; equal in every generation."""
@@ -94,6 +141,7 @@ class BoundaryDigests:
         chosen = [known[at * last // max(1, num - 1)] for at in range(num)]
         self._samples = _Samples(chosen)
         self._page.samples = self._samples.names
+        self._recent.clear()  # their digests are of other parameters
 
 
 def _named_parameters(attached: Attached) -> Iterator[tuple[str, torch.Tensor]]:
@@ -116,8 +164,6 @@ class _Samples:
     """Slices of some parameters. Their views are kept for as long as no address changes."""
 
     def __init__(self, chosen: Sequence[tuple[str, torch.Tensor]]) -> None:
-        self.readable = 0
-        """Bit i is set if parameter i can be read."""
         self._plain: list[Any] = [one for _, one in chosen if not is_sharded(one)]
         self._sharded: list[Any] = [one for _, one in chosen if is_sharded(one)]
         ordered = sorted(chosen, key=lambda one: is_sharded(one[1]))
@@ -125,43 +171,47 @@ class _Samples:
         self._seeds = [xxhash.xxh32_intdigest(name.encode()) for name in self.names]
         self._addresses: list[int] = []
         self._memory: list[torch.Tensor] = []
-        self._pieces: list[torch.Tensor] = []
-        """Of each parameter its slice, and zeros if that is shorter than `SLICE_BYTES`."""
-        self._piece_of: list[int] = []
-        self._zeros = _bytes(SLICE_BYTES)
-        self._copy = _bytes(len(chosen) * SLICE_BYTES)
-        self._words = self._copy.numpy().view(np.uint32).reshape(-1, _WEIGHTS.size)
+        self._readable = 0
+        self._of_device: list[tuple[list[int], list[torch.Tensor]]] = []
+        """The parameters of each device, and their slices; after a short one come zeros."""
+        self._place_of: list[tuple[list[torch.Tensor], int]] = []
+        """Where the slice of each parameter is among those of its device."""
         self._step = -1
 
-    def digests(self, step: int) -> bytes:
-        """4 bytes for each parameter."""
+    def take(self, step: int) -> _Taken:
+        """Read the slices, or queue that on their device behind the step."""
         addresses = [one.data_ptr() for one in self._plain]
         addresses += [one._local_tensor.data_ptr() for one in self._sharded]
         if addresses != self._addresses:
             self._addresses = addresses
             self._look()
-        if not self.readable:
-            return b""
         num = len(addresses)
         moved = range(-step % STAYS, num, STAYS) if step == self._step + 1 else range(num)
         for at in moved:
             self._place(at, (step + at) // STAYS)
         self._step = step
-        torch.cat(self._pieces, out=self._copy)
-        return (self._words @ _WEIGHTS).tobytes()
+        copies = [(indices, HostCopy(torch.cat(pieces))) for indices, pieces in self._of_device]
+        return _Taken(num, self._readable, copies)
 
     def _look(self) -> None:
         """Find the memory of each parameter."""
         parts = [*self._plain, *(one._local_tensor for one in self._sharded)]
         found = [_bytes_of(one) for one in parts]
-        self.readable = sum(1 << at for at, one in enumerate(found) if one is not None)
-        self._memory = [self._zeros if one is None else one for one in found]
-        self._pieces, self._piece_of = [], []
-        for memory in self._memory:
-            self._piece_of.append(len(self._pieces))
-            self._pieces.append(memory)
-            if memory.numel() < SLICE_BYTES:
-                self._pieces.append(self._zeros[memory.numel() :])
+        self._readable = sum(1 << at for at, one in enumerate(found) if one is not None)
+        self._memory = [_bytes(0) if one is None else one for one in found]
+        self._place_of = []
+        of_device: dict[torch.device, tuple[list[int], list[torch.Tensor]]] = {}
+        for at, one in enumerate(found):
+            if one is None:
+                self._place_of.append(([_bytes(0)], 0))
+                continue
+            indices, pieces = of_device.setdefault(one.device, ([], []))
+            indices.append(at)
+            self._place_of.append((pieces, len(pieces)))
+            pieces.append(one)
+            if one.numel() < SLICE_BYTES:
+                pieces.append(_bytes(SLICE_BYTES - one.numel(), one.device))
+        self._of_device = list(of_device.values())
         self._step = -1
 
     def _place(self, at: int, turn: int) -> None:
@@ -169,7 +219,8 @@ class _Samples:
         memory = self._memory[at]
         span = max(1, memory.numel() - SLICE_BYTES)
         begin = (self._seeds[at] + turn * _GOLDEN) % span & -_ALIGN
-        self._pieces[self._piece_of[at]] = memory[begin : begin + SLICE_BYTES]
+        pieces, place = self._place_of[at]
+        pieces[place] = memory[begin : begin + SLICE_BYTES]
 
 
 def _has_bytes(parameter: torch.Tensor) -> bool:
@@ -181,16 +232,16 @@ def _has_bytes(parameter: torch.Tensor) -> bool:
 
 
 def _bytes_of(local: torch.Tensor) -> torch.Tensor | None:
-    """The memory of a CPU tensor, in its own order; None if there is none that is only its."""
-    if not local.is_cpu or not local.data_ptr():
+    """The memory of a tensor, in its own order; None if there is none that is only its."""
+    if not (local.is_cpu or local.is_cuda) or not local.data_ptr():
         return None
     plain = local.detach()
     if not torch.ops.aten.is_non_overlapping_and_dense(plain):
         return None
     start, size = plain.storage_offset() * plain.element_size(), plain.nbytes
     # Not by numpy(): that forbids the script to resize the storage.
-    return _bytes(0).set_(plain.untyped_storage(), start, (size,), (1,))
+    return _bytes(0, plain.device).set_(plain.untyped_storage(), start, (size,), (1,))
 
 
-def _bytes(count: int) -> torch.Tensor:
-    return torch.zeros(count, dtype=torch.uint8, device="cpu")
+def _bytes(count: int, device: torch.device | str = "cpu") -> torch.Tensor:
+    return torch.zeros(count, dtype=torch.uint8, device=device)

@@ -23,7 +23,7 @@ from torch import nn
 
 from ftrun.snapshot.plain import TensorRef, decode, encode
 from ftrun.worker.attached import Attached, named_parts
-from ftrun.worker.state_tree import State, StateTree
+from ftrun.worker.state_tree import Lasting, State
 from ftrun.worker.tensors import is_sharded
 
 _MAX_LOCAL_BYTES = 64 << 20
@@ -31,12 +31,8 @@ _MAX_ITEMS = 1000
 _MAX_DEPTH = 4
 _MAX_FRAMES = 8
 _SHOWN_CHARS = 40
-_LIBRARIES = (
-    sysconfig.get_path("stdlib"),
-    sysconfig.get_path("platstdlib"),
-    __file__.rpartition("/worker/")[0],
-    "<",
-)
+_FTRUN = __file__.rpartition("/worker/")[0]
+_LIBRARIES = (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), _FTRUN, "<")
 _POSITIONS = ("session", "loaders", "orders", "modules")
 _REPRS = (itertools.count, itertools.repeat, range, slice)
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
@@ -62,9 +58,17 @@ def state_digests(state: State) -> Digests:
     return found
 
 
-def parameter_digests(tree: StateTree) -> Digests:
-    """Parameters by name, as they are in the modules now."""
-    return {name: tensor_digest(parameter) for name, parameter in tree.lasting().learned}
+def changed_parameters(lasting: Lasting, before: Digests) -> list[str]:
+    """Names of the parameters whose values differ now.
+
+    The tensors are those of the last boundary, because snapshots copy these. The modules may hold
+    others: FSDP2 puts whole parameters into them for a forward.
+    """
+    return [
+        name
+        for name, parameter in lasting.learned
+        if name in before and tensor_digest(parameter) != before[name]
+    ]
 
 
 def module_digests(attached: Attached) -> Iterator[tuple[str, str]]:
@@ -221,11 +225,21 @@ def _state_of(value: object) -> object:
     if isinstance(value, torch.optim.lr_scheduler.LRScheduler):
         return value.state_dict()
     if isinstance(value, types.GeneratorType):
-        frame = value.gi_frame
-        return None if frame is None else [frame.f_lineno, dict(frame.f_locals)]
+        return _position_of(value)
     if (yielded := getattr(value, "_num_yielded", None)) is not None:  # a DataLoader's iterator
         return ["DataLoader iterator", yielded]
     return None
+
+
+def _position_of(generator: "types.GeneratorType[Any, Any, Any]") -> object:
+    """None if it is over, or gives what a loop of the session gives, which is restored."""
+    innermost: object = generator
+    while isinstance(innermost, types.GeneratorType):
+        if innermost.gi_code.co_filename.startswith(_FTRUN):
+            return None
+        innermost = innermost.gi_yieldfrom
+    frame = generator.gi_frame
+    return None if frame is None else [frame.f_lineno, dict(frame.f_locals)]
 
 
 # --- variables of the script ---------------------------------------------------------------------

@@ -2,13 +2,16 @@
 
 Runs in:  worker, training thread, only in a run of `ftrun verify`.
 Takes in: a `VerifyPlan`; calls of the session at its boundaries; hooks on the optimizers, on
-          `Tensor.backward`, on torch's DataLoader and on the attached modules.
+          `torch.autograd.backward`, on torch's DataLoader and on the attached modules.
 Gives:    `VerifyRecord` lines in the plan's folder.
 Survives: SIGKILL: each line is one write to a file opened for appending.
+
+Rule: it observes. An error in here is recorded in place of the event, and never reaches the script.
 
 Without a session the steps are those of the optimizers, and the state is theirs.
 """
 
+import functools
 import os
 import signal
 import sys
@@ -16,7 +19,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec
 
 import msgspec
 import torch
@@ -30,7 +33,7 @@ from ftrun.wire import verify_records as records
 from ftrun.wire.verify_records import VerifyPlan, VerifyRecord, record_path
 from ftrun.worker import record_digests as digests
 from ftrun.worker.attached import Attached, unwrapped
-from ftrun.worker.state_tree import StateTree
+from ftrun.worker.state_tree import Lasting, StateTree
 
 _MAX_FORWARDS = 64
 """Of one step; later ones are not recorded."""
@@ -38,8 +41,29 @@ _MAX_FORWARDS = 64
 _CHECKED_FORWARDS = 4
 """Of one step, before which parameters are compared with those of the last boundary."""
 
+_COPIED_PHASES = ("", "train")
+"""Phases in which a lazy copy may be under way; `Session.phase` waits for it."""
+
 _END_WAIT_S = 60.0
 _POLL_S = 0.005
+
+_P = ParamSpec("_P")
+
+
+def _observing(
+    hook: "Callable[Concatenate[Recording, _P], None]",
+) -> "Callable[Concatenate[Recording, _P], None]":
+    """A hook whose error is recorded in place of its event. See the rule."""
+
+    def call(self: "Recording", /, *args: _P.args, **kwargs: _P.kwargs) -> None:
+        if not self.can_record:
+            return
+        try:
+            hook(self, *args, **kwargs)
+        except Exception as error:  # noqa: BLE001 - objects of the script may raise anything
+            self.failed(hook.__name__.strip("_"), error)
+
+    return call
 
 
 class Recording:
@@ -56,13 +80,15 @@ class Recording:
         kills = plan.kills
         self._kill = kills[context.generation] if context.generation < len(kills) else None
         self._steps = 0
-        self._num_forwards = 0
+        self._num_forwards = self._num_checked = 0
         self._has_variables = False
         self._tree: StateTree | None = None
         self._attached = Attached()
         self._extra: Callable[[], dict[str, Any]] = dict
         self._captured: set[int] = set()
-        self._at_boundary: dict[str, str] | None = None
+        self._lasting: Lasting | None = None
+        """Of the last boundary. Within a step the modules are not read: FSDP2 may be using them."""
+        self._at_boundary: dict[str, str] = {}
         self._hooked: set[int] = set()
         self._first_steps: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._indices: weakref.WeakKeyDictionary[Any, deque[str]] = weakref.WeakKeyDictionary()
@@ -121,7 +147,7 @@ class Recording:
             self._die()  # no optimizer has stepped in this turn
         self._steps = step
         self._write_state(records.BOUNDARY, step)
-        self._num_forwards = 0
+        self._num_forwards = self._num_checked = 0
         return kill is None or not kill.step - kill.without_snapshot < step <= kill.step
 
     def passed(self, step: int) -> None:
@@ -135,12 +161,26 @@ class Recording:
     # --- hooks ---------------------------------------------------------------------------------
 
     @property
-    def _is_own_process(self) -> bool:
-        """False in a process that the script has forked, and while torch compiles."""
-        return not torch.compiler.is_compiling() and os.getpid() == self._pid
+    def can_record(self) -> bool:
+        """False in a process that the script has forked, and while torch compiles.
 
+        Also inside of a torch.func transform, where no tensor has bytes that can be read.
+        """
+        return (
+            not torch.compiler.is_compiling()
+            and torch._C._functorch.peek_interpreter_stack() is None
+            and os.getpid() == self._pid
+        )
+
+    def failed(self, what: str, error: Exception) -> None:
+        """An event could not be recorded."""
+        place = digests.where(digests.script_frame(sys._getframe(1)))
+        text = f"{what}: {type(error).__name__}: {error}"
+        self._write(VerifyRecord(records.FAILED, self._steps + 1, where=place, what=text))
+
+    @_observing
     def before_forward(self, module: torch.nn.Module, given: tuple[object, ...]) -> None:
-        if not self._is_own_process or self._num_forwards >= _MAX_FORWARDS:
+        if self._num_forwards >= _MAX_FORWARDS:
             return
         self._num_forwards += 1
         frame = digests.script_frame(sys._getframe(1))
@@ -148,23 +188,22 @@ class Recording:
             records.FORWARD, self._steps + 1, digests.input_digests("input", given),
             where=digests.where(frame), what=type(module).__name__,
         )  # fmt: skip
-        if self._num_forwards <= _CHECKED_FORWARDS:
+        if self._num_checked < _CHECKED_FORWARDS and self._context.page.phase in _COPIED_PHASES:
+            self._num_checked += 1
             record.notes["changed"] = self._changed()
         self._add_variables(record, frame)
         self._write(record)
 
+    @_observing
     def loss(self, tensor: torch.Tensor) -> None:
-        if not self._is_own_process:
-            return
         frame = digests.script_frame(sys._getframe(1))
         found = {"loss": digests.tensor_digest(tensor)}
         values = {"loss": digests.shown(tensor) or ""}
         record = VerifyRecord(records.LOSS, self._steps + 1, found, values, digests.where(frame))
         self._write(record)
 
+    @_observing
     def batch(self, iterator: Any, batch: object) -> None:
-        if not self._is_own_process:
-            return
         drawn = self._indices.get(iterator)
         found = digests.input_digests("batch", batch)
         if drawn:
@@ -179,20 +218,20 @@ class Recording:
         record = VerifyRecord(records.BATCH, self._steps + 1, found, where=place, notes=notes)
         self._write(record)
 
+    @_observing
     def drawn(self, iterator: Any, indices: object) -> None:
         """A loader has asked its sampler for the indices of one more batch."""
         queue = self._indices.setdefault(iterator, deque())
         queue.append(digests.digest(indices) or "")
 
+    @_observing
     def _before_optimizer(self, optimizer: Any, *_: object) -> None:
-        if not self._is_own_process:
-            return
         kill = self._kill
         is_due = kill is not None and self._is_killed_here and kill.is_in_step
         if kill is not None and is_due and self._steps >= kill.step:
             self._die()
         frame = digests.script_frame(sys._getframe(1))
-        names = self._tree.lasting().names if self._tree is not None else {}
+        names = self._lasting.names if self._lasting is not None else {}
         record = VerifyRecord(
             records.OPTIMIZER, self._steps + 1, digests.gradient_digests(names, optimizer),
             where=digests.where(frame), what=type(optimizer).__name__,
@@ -202,12 +241,13 @@ class Recording:
             # One that is made and used within a step, such as in an inner loop, loses nothing.
             is_new = self._first_steps.setdefault(optimizer, self._steps) == self._steps
             record.notes["is_attached"] = str(int(is_new or id(optimizer) in self._captured))
-        self._at_boundary = None  # from here on parameters change
+        self._at_boundary = {}  # from here on parameters change
         self._add_variables(record, frame)
         self._write(record)
 
+    @_observing
     def _after_optimizer(self, optimizer: Any, *_: object) -> None:
-        if self._tree is not None or not self._is_own_process:
+        if self._tree is not None:
             return
         self._steps += 1
         found = digests.optimizer_digests(optimizer)
@@ -225,22 +265,22 @@ class Recording:
 
     def _changed(self) -> str:
         """Parameters that differ from the last boundary though no optimizer has stepped."""
-        if self._tree is None or self._at_boundary is None:
+        if self._lasting is None or not self._at_boundary:
             return ""
-        now = digests.parameter_digests(self._tree)
-        before = self._at_boundary
-        return " ".join(n for n, found in now.items() if before.get(n, found) != found)
+        return " ".join(digests.changed_parameters(self._lasting, self._at_boundary))
 
     def _write_state(self, event: str, step: int, *, what: str = "") -> None:
-        assert self._tree is not None
-        state = self._tree.collect(self._extra())
-        found = digests.state_digests(state)
-        self._at_boundary = {
-            source.name: found[f"tensor {source.name}"] for source in state.lasting.sources
-        }
-        self._captured |= {id(tensor) for tensor in state.lasting.originals}
         frame = digests.script_frame(sys._getframe(1))
-        notes = {"unprotected": self._context.page.note} if event == records.BOUNDARY else {}
+        unprotected = self._context.page.note if event == records.BOUNDARY else ""
+        try:
+            found = self._state_digests()
+        except Exception as error:  # noqa: BLE001 - such as a value that cannot be stored
+            self._lasting, self._at_boundary = None, {}
+            found = {}
+            for optimizer in self._attached.optimizers.values():
+                found |= digests.optimizer_digests(optimizer)
+            unprotected = unprotected or str(error)
+        notes = {"unprotected": unprotected} if unprotected else {}
         record = VerifyRecord(
             event, step, found, where=digests.where(frame), what=what, notes=notes
         )
@@ -248,6 +288,22 @@ class Recording:
         self._add_variables(record, frame)
         self._has_variables = False
         self._write(record)
+
+    def _state_digests(self) -> dict[str, str]:
+        """All that a snapshot of this boundary would hold.
+
+        Raises:
+            ValueNotStorable: and whatever a `state_dict` of the script's own raises.
+        """
+        assert self._tree is not None
+        state = self._tree.collect(self._extra())
+        found = digests.state_digests(state)
+        self._lasting = state.lasting
+        self._at_boundary = {
+            source.name: found[f"tensor {source.name}"] for source in state.lasting.sources
+        }
+        self._captured |= {id(tensor) for tensor in state.lasting.originals}
+        return found
 
     def _add_variables(self, record: VerifyRecord, frame: Any) -> None:
         """Variables of the script; within a step at the first call of a module or an optimizer."""
@@ -294,13 +350,22 @@ def _before_forward(
 
 
 def _record_backward(recording: Recording) -> None:
-    original = torch.Tensor.backward
+    """What `Tensor.backward` and `torch.autograd.backward` are called for; the one calls the other.
 
-    def backward(self: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        recording.loss(self)
-        original(self, *args, **kwargs)  # type: ignore[no-untyped-call]
+    A backward within a backward, such as that of a reentrant checkpoint, has no loss.
+    """
+    original = torch.autograd.backward
 
-    torch.Tensor.backward = backward  # type: ignore[method-assign]
+    @functools.wraps(original)
+    def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
+        given = (tensors,) if isinstance(tensors, torch.Tensor) else tuple(tensors)
+        if torch._C._current_graph_task_id() == -1:
+            for tensor in given:
+                if isinstance(tensor, torch.Tensor):
+                    recording.loss(tensor)
+        original(given, *args, **kwargs)
+
+    torch.autograd.backward = backward
 
 
 def _record_loaders(recording: Recording) -> None:

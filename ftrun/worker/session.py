@@ -10,6 +10,7 @@ Nothing in here needs Linux; what does is loaded only where an agent has started
 import logging
 import uuid
 import weakref
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -23,6 +24,7 @@ from ftrun.worker.attached import Attached, Skip, by_name
 from ftrun.worker.batches import Feed
 from ftrun.worker.checked_state import PlainCheck
 from ftrun.worker.context import WorkerContext, worker_context
+from ftrun.worker.host_copies import HostCopy
 from ftrun.worker.loops import Loops, left_pass
 
 if TYPE_CHECKING:
@@ -34,6 +36,9 @@ _log = logging.getLogger(__name__)
 
 BETWEEN_LOOPS = "between loops"
 """The phase of a rank that has left its loop: it may evaluate, save, or send its model away."""
+
+_LATE_LOSSES = 64
+"""Steps by which a device may be late before its losses are left out."""
 
 _live: "weakref.ref[Session] | None" = None
 
@@ -151,8 +156,8 @@ class Session(Loops):
         self._has_begun = False
         self._restored = False
         self._waiting: dict[str, Any] = {}
-        self._last_loss: tuple[int, torch.Tensor] | None = None
-        """Copied from a device: the step it belongs to, and where it arrives."""
+        self._losses: deque[tuple[int, HostCopy]] = deque(maxlen=_LATE_LOSSES)
+        """On their way from a device, with the steps they belong to."""
         self._protection: Protection | None = None
         self._check: PlainCheck | None = None
         self._explained_in = ""
@@ -247,17 +252,19 @@ class Session(Loops):
         if self._context is None:
             return
         step = self._step + 1
-        if isinstance(loss, torch.Tensor):
-            loss = loss.detach()
-            if loss.device.type != "cpu":
-                # The copy of the one before has long arrived.
-                last, self._last_loss = self._last_loss, (step, loss.to("cpu", non_blocking=True))
-                if last is None:
-                    return
-                step, loss = last
-        value = self._context.page.loss = float(loss)
+        if isinstance(loss, torch.Tensor) and not loss.is_cpu:
+            self._losses.append((step, HostCopy(loss)))
+            # Other devices than CUDA do not say whether a copy has arrived: one step is enough.
+            while len(self._losses) > 1 and self._losses[0][1].has_arrived:
+                step, copy = self._losses.popleft()
+                self._take_loss(self._context, step, copy.tensor)
+        else:
+            self._take_loss(self._context, step, loss)
+
+    def _take_loss(self, context: WorkerContext, step: int, loss: "float | torch.Tensor") -> None:
+        value = context.page.loss = float(loss)
         if self._protection is not None:
-            self._context.unprotected.guarded(self._protection.digests.take_loss)(step, value)
+            context.unprotected.guarded(self._protection.digests.take_loss)(step, value)
 
     def close(self) -> None:
         """Detach: no more snapshots, and `attach` may be called again."""

@@ -28,6 +28,8 @@ if kind == "bare":
 else:
     session = ftrun.attach(model=model, optimizer=optimizer)
     loop, report = session.steps(20), lambda loss: session.report(loss=loss)
+if kind == "silent":
+    report = lambda loss: None
 running = 0.0
 for step in loop:
     loss = model(torch.randn(4, 6)).square().mean()
@@ -38,6 +40,8 @@ for step in loop:
         loss = loss * (1 + os.urandom(1)[0] / 256)
     optimizer.zero_grad()
     loss.backward()
+    if kind == "silent" and generation == 1 and step == 15:
+        session.snapshot()  # waits for its seal: nothing is repeated after the kill at step 16
     time.sleep(0.02)
     if rank == 0 and generation < len(kills) and step == kills[generation]:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -65,7 +69,8 @@ def test_an_exact_repeat_is_reported_as_equal(train: Callable[..., Run]) -> None
     lines = run.journal("RepeatedSteps")
     assert [line["outcome"] for line in lines] == ["equal"], lines
     count = lines[0]["repeated"]
-    assert lines[0]["text"] == f"repeated {count} steps: bitwise equal"
+    both = "losses and parameter samples bitwise equal"
+    assert lines[0]["text"] == f"repeated {count} steps: {both}"
     assert lines[0]["compared"] == count
     assert "repeated steps differ" not in run.text
     made = subprocess.run(
@@ -76,7 +81,20 @@ def test_an_exact_repeat_is_reported_as_equal(train: Callable[..., Run]) -> None
         check=False,
     )
     pages = "".join(path.read_text() for path in run.folder.rglob("*.html"))
-    assert f"repeated {count} steps: bitwise equal" in pages, made
+    assert f"repeated {count} steps: {both}" in pages, made
+
+
+def test_without_losses_parameters_are_compared_and_without_a_repeat_nothing(
+    train: Callable[..., Run],
+) -> None:
+    run = train("silent", "13,16")
+    first, second = run.journal("RepeatedSteps")
+    count = first["repeated"]
+    assert first["text"] == f"repeated {count} steps: parameter samples bitwise equal", first
+    assert (second["outcome"], second["text"]) == (
+        "not compared",
+        "not compared: no step was repeated",
+    )
 
 
 def test_a_value_that_no_snapshot_has_is_found(start: Start, script: Callable[..., str]) -> None:

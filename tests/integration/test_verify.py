@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -12,6 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from tests.integration.examples import example
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -166,6 +169,61 @@ raise SystemExit("a run of a verification ends after its last step")
     assert "run 3" not in rest
 
 
+@pytest.mark.parametrize(
+    ("title", "words"),
+    [
+        ("EMA evaluation", ()),
+        pytest.param("nanoGPT loop", (), marks=pytest.mark.full),
+        pytest.param("N steps over epochs", ("--nproc-per-node", "2"), marks=pytest.mark.full),
+        pytest.param("LoRA with accumulation", (), marks=pytest.mark.full),
+        pytest.param("GAN", (), marks=pytest.mark.full),
+        pytest.param("Own loop with torch.save", ("--steps", "3"), marks=pytest.mark.full),
+    ],
+)
+def test_a_recipe_is_equal_and_nothing_is_found(
+    tmp_path: Path, script: Script, title: str, words: tuple[str, ...]
+) -> None:
+    name = script(example(title, page="getting-started.md"))
+    document = result(tmp_path, *words, name)
+    assert document["verdict"] == "equal", document["text"]
+    assert document["findings"] == [], document["text"]
+
+
+@pytest.mark.full
+def test_a_checkpoint_of_the_script_that_the_second_run_loads_is_named(
+    tmp_path: Path, script: Script
+) -> None:
+    name = script(example("Own loop with torch.save", page="getting-started.md"))
+    document = result(tmp_path, name)
+    assert document["verdict"] == "not deterministic", document["text"]
+    text = str(finding(document, "not deterministic")["text"])
+    assert "begins after step 0, and the other one after step 8" in text
+
+
+@pytest.mark.full  # two runs of two ranks: over 10 s
+def test_fsdp_parameters_are_left_alone_while_a_forward_runs(
+    tmp_path: Path, script: Script
+) -> None:
+    """The root holds whole parameters of its own then: the last layer's."""
+    name = script(
+        HEAD
+        + """
+from torch.distributed.fsdp import fully_shard
+
+torch.distributed.init_process_group("gloo")
+fully_shard(model[0])
+fully_shard(model)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+session = ftrun.attach(model=model, optimizer=optimizer)
+for step in session.steps(100):
+    learn(loss_of(*draw()))
+"""
+    )
+    document = result(tmp_path, "--nproc-per-node", "2", name)
+    assert document["verdict"] == "equal", document["text"]
+    assert document["findings"] == [], document["text"]
+
+
 @pytest.mark.full  # in the test below as well, in a loop of a session
 def test_prefetched_batch_is_named(tmp_path: Path, script: Script) -> None:
     name = script(HEAD + PREFETCH)
@@ -318,6 +376,26 @@ for epoch in session.epochs(2):
 
 
 @pytest.mark.full
+def test_a_value_that_cannot_be_stored_is_reported_as_a_run_reports_it(
+    tmp_path: Path, script: Script
+) -> None:
+    name = script(
+        HEAD
+        + """
+session = ftrun.attach(model=model, optimizer=optimizer)
+for step in session.steps(100):
+    learn(loss_of(*draw()))
+    if step == 4:
+        session.state["file"] = open(__file__)
+"""
+    )
+    document = result(tmp_path, name)
+    assert document["verdict"] == "equal", document["text"]
+    text = str(finding(document, "reported by ftrun")["text"])
+    assert "ftrun reports: no more snapshots: session.state.file holds a" in text
+
+
+@pytest.mark.full
 def test_script_that_is_not_deterministic(tmp_path: Path, script: Script) -> None:
     name = script(HEAD.replace("torch.manual_seed(3)", "torch.seed()") + PREFETCH)
     document = result(tmp_path, name)
@@ -370,6 +448,22 @@ def test_script_that_fails(tmp_path: Path, script: Script) -> None:
     assert "no such column" in done.stdout
     assert str(tmp_path / "kept" / "run1" / "logs") in done.stdout
     assert "no such column" in (tmp_path / "kept" / "run1" / "output.txt").read_text()
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "said"),
+    [
+        ("--timeout", "5", r"the time of this run is used up \(--timeout\): after \d+ s it has"),
+        ("--max-disk", "1", r"records and logs take \d MiB, and --max-disk allows 1\."),
+    ],
+)
+def test_a_limit_ends_a_run(
+    tmp_path: Path, script: Script, flag: str, value: str, said: str
+) -> None:
+    name = script("import time\nprint('x' * (3 << 20), flush=True)\ntime.sleep(600)\n")
+    done = verify(tmp_path, flag, value, name)
+    assert done.returncode == 3, done.stdout + done.stderr
+    assert re.search(f"NOT COMPARED: {said}", done.stdout), done.stdout
 
 
 @pytest.mark.full

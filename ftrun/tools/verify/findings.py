@@ -21,7 +21,14 @@ from ftrun.tools.verify.compare import (
     word_of,
 )
 from ftrun.tools.verify.source_lines import lines_that_set
-from ftrun.wire.verify_records import BATCH, BOUNDARY, FORWARD, OPTIMIZER, VerifyRecord
+from ftrun.wire.verify_records import (
+    BATCH,
+    BOUNDARY,
+    FAILED,
+    FORWARD,
+    OPTIMIZER,
+    VerifyRecord,
+)
 
 _SHOWN = 4
 
@@ -75,7 +82,23 @@ def random_sources(reference: Trace, trace: Trace, difference: Difference) -> Fi
             }
         )
     )
-    if names:
+    starts = {
+        (before.begun.step, life.begun.step)
+        for rank, life in compared_lives(trace)
+        for before in reference.get(rank, ())[:1]
+        if life.generation == 0 and life.begun is not None and before.begun is not None
+    }
+    first, second = max(starts, default=(0, 0))
+    if first != second:
+        text = (
+            f"the first of them begins after step {first}, and the other one after step {second}: "
+            "the script loads what an earlier run has written, such as its own checkpoint"
+        )
+        remedy = (
+            "let the script load nothing where FTRUN_VERIFY is set in its environment, or end the "
+            "runs before the first file is written, by --steps"
+        )
+    elif names:
         text = f"random states that differ when attach returns: {', '.join(names)}"
         remedy = "seed them at the top of the script, such as torch.manual_seed(0)"
     elif difference.event == BATCH or word_of(difference.keys[0]) == "input":
@@ -351,10 +374,28 @@ def _swaps(trace: Trace) -> Iterator[Finding]:
 
 
 def _reported(trace: Trace) -> Iterator[Finding]:
-    for _, life in compared_lives(trace):
-        for events in life.turns.values():
-            if note := events[-1].notes.get("unprotected"):
-                yield Finding("reported by ftrun", (note,), f"ftrun reports: {note}")
+    """What ftrun reports, the shorter of two texts left out; and what could not be recorded."""
+    every = [
+        record
+        for _, life in compared_lives(trace)
+        for events in life.turns.values()
+        for record in events
+    ]
+    notes = {note for record in every if (note := record.notes.get("unprotected"))}
+    for note in sorted(notes):
+        if not any(note in other for other in notes - {note}):
+            yield Finding("reported by ftrun", (note,), f"ftrun reports: {note}")
+    for record in every:
+        if record.event == FAILED:
+            place = _place(record.where)
+            yield Finding(
+                "not recorded",
+                (record.what,),
+                f"an event at {place} is not compared, because it could not be recorded: "
+                f"{record.what}",
+                "",
+                place,
+            )
 
 
 def _unexplained(difference: Difference, is_attached: bool) -> Finding:

@@ -375,18 +375,18 @@ def test_an_incident_says_what_its_repeated_steps_were() -> None:
     made.begin()
     made.hang(100.0, 400, 3)
     for node in made.nodes:
-        repeated(made, 200.0, "repeated 1 step: bitwise equal", node=node)
+        repeated(made, 200.0, "repeated 1 step: losses bitwise equal", node=node)
     made.hang(300.0, 900, 3)
-    repeated(made, 400.0, "repeated 1 step: bitwise equal", node="node0")
+    repeated(made, 400.0, "repeated 1 step: losses bitwise equal", node="node0")
     repeated(made, 400.0, "repeated steps differ at first sight", node="node1")
     repeated(made, 401.0, "repeated steps differ from <all>", node="node1")
     made.hang(500.0, 1900, 3)
     lines = [json.dumps(line).encode() + b"\n" for line in made.entries]
     facts = run_facts(lines)
     first, second, third = facts.incidents
-    assert first.repeated == ("repeated 1 step: bitwise equal",)
+    assert first.repeated == ("repeated 1 step: losses bitwise equal",)
     assert second.repeated == (
-        "node0: repeated 1 step: bitwise equal",
+        "node0: repeated 1 step: losses bitwise equal",
         "node1: repeated steps differ from <all>",
     )
     assert third.repeated == ()

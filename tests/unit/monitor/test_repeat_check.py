@@ -6,6 +6,7 @@ from ftrun.ids import Version, version
 from ftrun.monitor.repeat_check import (
     KEPT,
     KEPT_STEPS,
+    LATE_STEPS,
     BoundaryRecord,
     Execution,
     Outcome,
@@ -87,10 +88,12 @@ def test_equal_steps(node: Node) -> None:
     assert not node.check.is_over()
     node.steps(11, 11)
     assert not node.check.is_over()
-    assert node.result.text == "repeated 1 step: bitwise equal"
+    assert node.result.text == "repeated 1 step: losses and parameter samples bitwise equal"
     node.steps(12, 12)
     assert node.check.is_over()
-    assert node.result == Repeat(Outcome.EQUAL, "repeated 2 steps: bitwise equal", 2, 2)
+    assert node.result == Repeat(
+        Outcome.EQUAL, "repeated 2 steps: losses and parameter samples bitwise equal", 2, 2
+    )
     assert not node.result.is_warning
     assert node.result.as_json()["outcome"] == "equal"
 
@@ -196,7 +199,7 @@ def test_a_version_of_a_repeat_is_compared_with_that_repeat(node: Node) -> None:
     node.steps(11, 16, extra=1)
     node.start(version(1, 14))
     node.steps(15, 16, extra=1)
-    assert node.result.text == "repeated 2 steps: bitwise equal"
+    assert node.result.text == "repeated 2 steps: losses and parameter samples bitwise equal"
 
 
 def test_steps_before_a_difference_are_not_compared_with_steps_after_it(node: Node) -> None:
@@ -212,7 +215,7 @@ def test_a_version_that_no_known_generation_took_is_compared_with_the_newest(nod
     node.steps(11, 20)
     node.start(version(-1, 15))
     node.steps(16, 20)
-    assert node.result.text == "repeated 5 steps: bitwise equal"
+    assert node.result.text == "repeated 5 steps: losses and parameter samples bitwise equal"
 
 
 @pytest.mark.parametrize(("generation", "text"), [(-1, "no step was repeated"), (1, "no step was")])
@@ -259,7 +262,7 @@ def test_a_repeat_without_left_out_batches_is_compared_with_the_first(node: Node
     node.steps(11, 14, extra=1)
     node.start(version(0, 10))
     node.steps(11, 14)
-    assert node.result.text == "repeated 2 steps: bitwise equal"
+    assert node.result.text == "repeated 2 steps: losses and parameter samples bitwise equal"
 
 
 def test_nothing_attached(node: Node) -> None:
@@ -282,7 +285,7 @@ def test_an_agent_without_a_record_says_so() -> None:
     assert node.result.text == "not compared: this node has no record of earlier steps"
     node.start(version(0, 10))
     node.steps(11, 12)
-    assert node.result.text == "repeated 2 steps: bitwise equal"
+    assert node.result.text == "repeated 2 steps: losses and parameter samples bitwise equal"
 
 
 def test_a_rank_that_was_on_another_node_is_named(node: Node) -> None:
@@ -290,7 +293,8 @@ def test_a_rank_that_was_on_another_node_is_named(node: Node) -> None:
     for rank in (0, 1, 3):
         node.steps(11, 12, rank=rank)
     assert node.result.text == (
-        "repeated 2 steps: bitwise equal; this node has no record of ranks 1, 3"
+        "repeated 2 steps: losses and parameter samples bitwise equal; "
+        "this node has no record of ranks 1, 3"
     )
 
 
@@ -302,7 +306,7 @@ def test_a_rank_that_was_a_step_behind_is_not_missed() -> None:
     node.start(version(0, 10), ranks=(0, 1))
     node.steps(11, 11)
     assert node.check.is_over()
-    assert node.result.text == "repeated 1 step: bitwise equal"
+    assert node.result.text == "repeated 1 step: losses and parameter samples bitwise equal"
 
 
 def test_steps_that_were_not_recorded_twice_are_not_counted() -> None:
@@ -311,7 +315,10 @@ def test_steps_that_were_not_recorded_twice_are_not_counted() -> None:
     node.steps(11, 12)
     node.start(version(0, 8))
     node.steps(9, 12)
-    assert node.result.text == "repeated 4 steps, 2 compared: bitwise equal"
+    assert (
+        node.result.text
+        == "repeated 4 steps, 2 compared: losses and parameter samples bitwise equal"
+    )
 
 
 def test_values_that_only_one_side_knows_are_not_compared() -> None:
@@ -323,23 +330,34 @@ def test_values_that_only_one_side_knows_are_not_compared() -> None:
     node.put({1: nothing, 2: record(5)})
     assert node.result.text == "not compared: no value of the 2 steps was recorded twice"
     node.put({3: record(5), 4: record(6)})
-    assert node.result.text == "repeated 4 steps, 2 compared: bitwise equal"
+    assert node.result.text == "repeated 4 steps, 2 compared: parameter samples bitwise equal"
 
 
-def test_a_late_value_is_awaited_for_one_step(node: Node) -> None:
+def test_losses_alone_are_named_as_such() -> None:
+    node = Node()
+    node.start()
+    node.put({1: BoundaryRecord(5), 2: BoundaryRecord(6)})
+    node.start()
+    node.put({1: BoundaryRecord(5), 2: BoundaryRecord(6)})
+    assert node.result.text == "repeated 2 steps: losses bitwise equal"
+
+
+def test_a_late_value_is_awaited_for_some_steps(node: Node) -> None:
     node.start(version(0, 11))
     node.put({12: record(None)})
     assert not node.check.is_over()
     node.put({12: BoundaryRecord(1200, 0b01, bytes(8))})
     assert not node.check.is_over()
-    node.put({13: record(None)})
+    node.put({11 + LATE_STEPS: record(None)})
+    assert not node.check.is_over()
+    node.put({12 + LATE_STEPS: record(None)})
     assert node.check.is_over()
 
 
 def test_only_parameters_with_the_same_name_are_compared(node: Node) -> None:
     node.start(version(0, 10))
     node.put({11: record(1100), 12: record(1200)}, names=("model.last", "model.new"))
-    assert node.result.text == "repeated 2 steps: bitwise equal"
+    assert node.result.text == "repeated 2 steps: losses and parameter samples bitwise equal"
     node.put({12: record(1200, 9)}, names=("model.last", "model.new"))
     assert "first at step 12 in model.last on rank 0" in node.result.text
 

@@ -7,10 +7,11 @@ import pytest
 import torch
 from torch import nn
 
-from ftrun.monitor.repeat_check import BoundaryRecord
+from ftrun.monitor.repeat_check import LATE_STEPS, BoundaryRecord
 from ftrun.wire.pages import MAX_SAMPLES, Page, create_page
 from ftrun.worker.attached import Attached
 from ftrun.worker.boundary_digests import STAYS, BoundaryDigests
+from ftrun.worker.host_copies import HostCopy
 
 
 class Watched:
@@ -165,11 +166,34 @@ def test_the_loss_belongs_to_the_step_that_is_done() -> None:
 
 def test_a_loss_that_comes_much_too_late_is_left_out() -> None:
     watched = Watched(mlp(1))
-    watched.at(1)
-    watched.at(2)
+    for step in range(1, LATE_STEPS + 2):
+        watched.at(step)
     watched.digests.take_loss(1, 0.5)
-    assert watched.at(3).loss is None
+    watched.digests.take_loss(2, 0.5)
+    assert watched.at(LATE_STEPS + 2).loss is None
     assert watched.page.records()[1].loss is None
+    assert watched.page.records()[2].loss == bits(0.5)
+
+
+def test_digests_of_a_device_that_is_behind_come_to_their_own_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """There is no device here: host copies that have not arrived stand in for one."""
+    expected, watched = Watched(mlp()), Watched(mlp())
+    before = expected.at(1)
+    with monkeypatch.context() as behind:
+        behind.setattr(HostCopy, "has_arrived", False)
+        assert watched.at(1) == BoundaryRecord(None, 0, bytes(len(before.digests)))
+        watched.model[0].weight.data.add_(1)
+        watched.digests.take_loss(1, 0.5)
+        assert watched.page.records()[1].has_digest == 0
+        assert watched.at(2).has_digest == 0
+    watched.digests.boundary(3)
+    first, second, third = watched.page.records().values()
+    assert first == before._replace(loss=bits(0.5))
+    assert second.has_digest == third.has_digest == 0b111111
+    assert second.digests[:4] != first.digests[:4]
+    assert second.digests[4:] == first.digests[4:]
 
 
 def test_an_error_ends_the_records_and_not_the_step(

@@ -10,6 +10,7 @@ from ftrun.wire.verify_records import (
     ATTACHED,
     BATCH,
     BOUNDARY,
+    FAILED,
     FORWARD,
     LOSS,
     OPTIMIZER,
@@ -29,7 +30,7 @@ from ftrun.worker.attached import Attached
 from ftrun.worker.recording import Recording
 
 def recording(folder, steps=100):
-    page = SimpleNamespace(note="")
+    page = SimpleNamespace(note="", phase="")
     context = SimpleNamespace(rank=0, world_size=1, generation=0, page=page, restore=None)
     context.recording = found = Recording(context, VerifyPlan(folder, steps))
     contexts.worker_context = lambda: context
@@ -95,6 +96,94 @@ def test_the_last_step_ends_the_process(tmp_path: Path) -> None:
     said = run(tmp_path, "train(recording(sys.argv[1], steps=3)); print('too far')")
     assert said == ""
     assert read_records(tmp_path / "rank0.0.jsonl")[-1].step == 3
+
+
+_TRAINED = """
+found = recording(sys.argv[1])
+model = nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+attached = Attached()
+attached.add("model", model)
+attached.add("optimizer", optimizer)
+found.attached(attached, lambda: {"session": {"step": 0}}, (), 0)
+
+def learn():
+    loss = model(torch.ones(2, 3)).sum()
+    torch.autograd.backward(loss)
+    optimizer.step()
+"""
+
+
+def test_what_forwards_and_backwards_may_do(tmp_path: Path) -> None:
+    run(
+        tmp_path,
+        _TRAINED
+        + """
+from torch.utils.checkpoint import checkpoint
+
+learn()
+found.boundary(1)
+
+weights = {name: p * 2 for name, p in model.named_parameters()}
+torch.func.functional_call(model, weights, torch.ones(2, 3))  # no weight of the model changes
+own = {name: p.detach() for name, p in model.named_parameters()}
+torch.func.grad(lambda w: torch.func.functional_call(model, w, torch.ones(2, 3)).sum())(own)
+model[1].weight.data.add_(1)
+model(torch.ones(2, 3))
+found._context.page.phase = "eval"
+model(torch.ones(2, 3))
+found.boundary(2)
+
+x = torch.ones(2, 3, requires_grad=True)
+checkpoint(model, x, use_reentrant=True).sum().backward()
+torch.autograd.backward([model(x).sum(), model(x).mean()])
+found.boundary(3)
+""",
+    )
+    records = read_records(tmp_path / "rank0.0.jsonl")
+    assert FAILED not in [record.event for record in records], records
+    turns = [[record for record in records if record.step == step] for step in (1, 2, 3)]
+    assert [record.event for record in turns[0]] == [FORWARD, LOSS, OPTIMIZER, BOUNDARY]
+    changed = [r.notes.get("changed") for r in turns[1] if r.event == FORWARD]
+    assert changed == ["", "model.1.weight", None]
+    assert len([r for r in turns[2] if r.event == LOSS]) == 3
+
+
+def test_what_cannot_be_recorded_is_said_and_does_not_reach_the_script(tmp_path: Path) -> None:
+    run(
+        tmp_path,
+        _TRAINED
+        + """
+import collections
+
+class Columns(collections.UserDict):
+    def items(self):
+        raise RuntimeError("columns are read on demand")
+
+class Wrapper(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = model
+
+    def forward(self, columns):
+        return self.inner(columns["x"])
+
+learn()
+attached.state["file"] = sys.stdout
+assert found.boundary(1)
+whole = Wrapper()
+again = Attached()
+again.add("model", whole)
+found.attached(again, dict, (), 1)
+whole(Columns(x=torch.ones(2, 3)))
+""",
+    )
+    records = read_records(tmp_path / "rank0.0.jsonl")
+    boundary = next(record for record in records if record.event == BOUNDARY)
+    assert "holds a _io.TextIOWrapper, which a" in boundary.notes["unprotected"]
+    assert "tensor SGD.params[0]" in boundary.digests
+    (failed,) = (record for record in records if record.event == FAILED)
+    assert failed.what == "before_forward: RuntimeError: columns are read on demand"
 
 
 @pytest.mark.full
