@@ -113,6 +113,8 @@ class WorkerGroup:
 
     def launched(self, agent: FtrunElasticAgent) -> None:
         self._error_files = dict(agent.error_files)
+        with suppress(OSError):  # a full disk costs the second of two signs
+            process_tree.note_sessions(self._smp.folder.path, self.pids())
 
     def kill(self) -> str:
         """End every worker, and everything that it has started, now.

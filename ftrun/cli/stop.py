@@ -80,7 +80,7 @@ def _free_orphan(run: FoundRun) -> None:
     except BlockingIOError:
         raise ProtocolError(f"run {run.name} has just been resumed; ask again") from None
     else:
-        if stuck := process_tree.end_marked(run.folder.path):
+        if stuck := process_tree.end_left_behind(run.folder.path):
             raise FtrunError(
                 f"run {run.name}: {'; '.join(stuck)}. Its snapshots are kept; ask again when the "
                 "process has ended"

@@ -65,7 +65,7 @@ group.hold(False)
 until(lambda: process_tree.state_of(inner) == "S")
 
 group.kill()
-assert not process_tree.marked("none")
+assert not process_tree.left_behind(Path("none"))
 for pid in (inner, orphan, *group.pids()):
     assert process_tree.state_of(pid) in ("", "Z"), pid
 assert helper.poll() is None, "no rank has started it"
