@@ -190,7 +190,7 @@ def send(pid: int, number: int, *, still: Callable[[int], object]) -> None:
 
 def end_children(
     *, term_first: bool, spare: Collection[str] = (), kill_s: float = _KILL_S
-) -> list[str]:
+) -> list[int]:
     """End every descendant; the children of one that ends become ours, until none is left.
 
     Args:
@@ -199,7 +199,7 @@ def end_children(
         kill_s: seconds to wait for their end after SIGKILL.
 
     Returns:
-        What is to be said of those that the kernel keeps; none of them runs any more code.
+        Those that the kernel keeps (`explain_stuck`); none of them runs any more code.
     """
 
     def find() -> list[int]:
@@ -209,8 +209,8 @@ def end_children(
     return _end(find, _kill, term_first=term_first, kill_s=kill_s)
 
 
-def end_left_behind(folder: Path) -> list[str]:
-    """End what a run has left behind whose stub was killed; what is to be said of the rest.
+def end_left_behind(folder: Path) -> list[int]:
+    """End what a run has left behind whose stub was killed; those that the kernel keeps.
 
     For the holder of the run's lock, before an agent is started.
     """
@@ -240,14 +240,14 @@ def _end(
     *,
     term_first: bool,
     kill_s: float,
-) -> list[str]:
+) -> list[int]:
     patience_s = clock.now_s() + (_TERM_S if term_first else 0.0)
     asked: set[int] = set()
     while True:
         alive = list(find())
         now_s = clock.now_s()
         if not alive or now_s > patience_s + kill_s:
-            return [_stuck(pid) for pid in alive]
+            return alive
         for pid in alive:
             if now_s >= patience_s:
                 kill(pid, signal.SIGKILL)
@@ -258,7 +258,8 @@ def _end(
         clock.sleep(_LOOK_S)
 
 
-def _stuck(pid: int) -> str:
+def explain_stuck(pid: int) -> str:
+    """What to say of a process that has not ended after SIGKILL."""
     return (
         f"process {pid} ({name_of(pid)}, state {state_of(pid)}) has not ended after SIGKILL: a "
         "device or a file system hangs in the kernel. It runs no more code, but keeps its memory. "
