@@ -1,15 +1,21 @@
 """The processes of one run on this machine: how they are found, and how they are ended.
 
 Runs in:  stub, cli, agent. Linux only; standard library only.
-Takes in: a parent, or the mark that the stub puts into the environment of its agent.
+Takes in: a parent, or a run folder whose stub has ended.
 Gives:    process ids; ended processes.
 
 A process that loses its parent becomes a child of the agent, and after the agent's end a child of
 the stub: both are subreapers. So the stub finds every process of its run among its descendants,
-whatever their names, groups and sessions are. After the stub's end only the mark is left.
+whatever their names, groups and sessions are. After the stub's end there are two signs of them:
+the mark in the environment, and the sessions of the ranks, which the agent writes into the run
+folder. A process loses the first one if it overwrites its environment (setproctitle does), and the
+second one if it makes a session of its own. A cgroup would show both, but a job of Slurm or
+Kubernetes may not make one.
 
 Rule 1: a process that is not a child of the caller is named by a pidfd from before it was looked
         at, so a signal never reaches a later process of the same number.
+Rule 2: a session is its leader's pid and start time. The kernel gives the number to no other
+        process while the session has one, so a session without its leader is still the same one.
 """
 
 import contextlib
@@ -27,10 +33,13 @@ LASTING = frozenset({"ftrun-smp", "ftrun-healer", "ftrun-reserve"})
 """Names of processes that outlive their agent: snapshots, what takes a fault back, and what the
 next agents are forked from."""
 
+_SESSIONS = "rank-sessions"
+"""In the run folder: where pids count, then pid and start time of each rank."""
+
 _TERM_S = 3.0
 _KILL_S = 3.0
 _LOOK_S = 0.005
-_STATE, _PARENT, _SESSION = 0, 1, 3
+_STATE, _PARENT, _SESSION, _START = 0, 1, 3, 19
 
 
 def mark_of(folder: Path) -> str:
@@ -72,14 +81,55 @@ def descendants(roots: Collection[int]) -> list[int]:
     return found
 
 
-def marked(mark: str) -> list[int]:
-    """The processes of this user with this mark, except those in `LASTING` and this one."""
-    wanted = f"{MARK}={mark}".encode()
-    return [
-        pid
-        for pid in _all_pids()
-        if pid != os.getpid() and wanted in variables_of(pid) and name_of(pid) not in LASTING
-    ]
+def note_sessions(folder: Path, leaders: Iterable[int]) -> None:
+    """Write down the sessions of the ranks that run now, each named by the pid of its leader."""
+    lines = [_pid_world(), *(f"{pid} {_stat(pid)[_START]}" for pid in leaders)]
+    (folder / _SESSIONS).write_text("\n".join(lines), encoding="ascii")
+
+
+def left_behind(folder: Path) -> list[int]:
+    """The processes of a run whose stub has ended, except those in `LASTING` and this one."""
+    is_left = _left_behind(folder)
+    return [pid for pid in _all_pids() if is_left(pid)]
+
+
+def _left_behind(folder: Path) -> Callable[[int], bool]:
+    """Whether a process is of the run of this folder."""
+    try:
+        wanted = f"{MARK}={mark_of(folder)}".encode()
+    except OSError:  # the folder has gone
+        return lambda _pid: False
+    sessions = _sessions(folder)
+
+    def is_in_session(pid: int) -> bool:
+        stat = _stat(pid)
+        leader = stat[_SESSION]
+        if leader not in sessions:
+            return False
+        start = _stat(int(leader))[_START]
+        return not start or start == sessions[leader]  # Rule 2
+
+    def is_left(pid: int) -> bool:
+        is_ours = wanted in variables_of(pid) or is_in_session(pid)
+        return is_ours and pid != os.getpid() and name_of(pid) not in LASTING
+
+    return is_left
+
+
+def _sessions(folder: Path) -> dict[str, str]:
+    """Start times of the ranks that were written down, by pid; none if pids count elsewhere."""
+    try:
+        where, *lines = (folder / _SESSIONS).read_text(encoding="ascii").splitlines()
+        found = dict(line.split() for line in lines)
+    except (OSError, ValueError):
+        return {}
+    return found if where == _pid_world() else {}
+
+
+def _pid_world() -> str:
+    """This boot of this machine, and the pid namespace."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    return f"{boot} {os.readlink('/proc/self/ns/pid')}"
 
 
 def name_of(pid: int) -> str:
@@ -140,7 +190,7 @@ def send(pid: int, number: int, *, still: Callable[[int], object]) -> None:
 
 def end_children(
     *, term_first: bool, spare: Collection[str] = (), kill_s: float = _KILL_S
-) -> list[str]:
+) -> list[int]:
     """End every descendant; the children of one that ends become ours, until none is left.
 
     Args:
@@ -149,7 +199,7 @@ def end_children(
         kill_s: seconds to wait for their end after SIGKILL.
 
     Returns:
-        What is to be said of those that the kernel keeps; none of them runs any more code.
+        Those that the kernel keeps (`explain_stuck`); none of them runs any more code.
     """
 
     def find() -> list[int]:
@@ -159,21 +209,16 @@ def end_children(
     return _end(find, _kill, term_first=term_first, kill_s=kill_s)
 
 
-def end_marked(folder: Path) -> list[str]:
-    """End what a run has left behind whose stub was killed; what is to be said of the rest.
+def end_left_behind(folder: Path) -> list[int]:
+    """End what a run has left behind whose stub was killed; those that the kernel keeps.
 
     For the holder of the run's lock, before an agent is started.
     """
-    try:
-        mark = mark_of(folder)
-    except OSError:
-        return []
-    wanted = f"{MARK}={mark}".encode()
 
     def kill(pid: int, number: int) -> None:
-        send(pid, number, still=lambda pid: wanted in variables_of(pid))
+        send(pid, number, still=_left_behind(folder))
 
-    return _end(lambda: marked(mark), kill, term_first=False, kill_s=_KILL_S)
+    return _end(lambda: left_behind(folder), kill, term_first=False, kill_s=_KILL_S)
 
 
 def reap_all() -> list[tuple[int, int]]:
@@ -195,14 +240,14 @@ def _end(
     *,
     term_first: bool,
     kill_s: float,
-) -> list[str]:
+) -> list[int]:
     patience_s = clock.now_s() + (_TERM_S if term_first else 0.0)
     asked: set[int] = set()
     while True:
         alive = list(find())
         now_s = clock.now_s()
         if not alive or now_s > patience_s + kill_s:
-            return [_stuck(pid) for pid in alive]
+            return alive
         for pid in alive:
             if now_s >= patience_s:
                 kill(pid, signal.SIGKILL)
@@ -213,7 +258,8 @@ def _end(
         clock.sleep(_LOOK_S)
 
 
-def _stuck(pid: int) -> str:
+def explain_stuck(pid: int) -> str:
+    """What to say of a process that has not ended after SIGKILL."""
     return (
         f"process {pid} ({name_of(pid)}, state {state_of(pid)}) has not ended after SIGKILL: a "
         "device or a file system hangs in the kernel. It runs no more code, but keeps its memory. "

@@ -44,6 +44,7 @@ from ftrun.monitor.deadlines import HangSettings
 from ftrun.recovery.commands import EndRun
 from ftrun.recovery.supervisor import Policy
 from ftrun.urls import without_password
+from ftrun.wire.agent_start import STUCK_PIDS, decode_numbers
 
 _log = logging.getLogger("ftrun")
 
@@ -148,7 +149,12 @@ def _assemble(  # noqa: PLR0913 - the parts of a run
     node: Node,
     kept: KeptState,
 ) -> RunLoop:
-    workers = WorkerGroup(spec, smp=smp, starter=WorkerStarter(zygote, journal))
+    workers = WorkerGroup(
+        spec,
+        smp=smp,
+        starter=WorkerStarter(zygote, journal),
+        stuck_pids=decode_numbers(os.environ.get(STUCK_PIDS, "")),
+    )
     generations = Generations(
         spec, node.card.node_id, journal=journal, smp=smp, stub=stub, workers=workers, kept=kept
     )

@@ -94,6 +94,13 @@ class Child:
         os.close(self.pidfd)
 
 
+def has_ended(pidfd: int) -> bool:
+    """Whether the process of this pidfd, a child or not, has ended with all its threads."""
+    poller = select.poll()
+    poller.register(pidfd, select.POLLIN)
+    return bool(poller.poll(0))
+
+
 def spawn(
     argv: Sequence[str],
     *,

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from ftrun.agent.kept_state import KeptState, decode_state
-from ftrun.wire.agent_start import AGENT_LOST_S, KEPT_FDS, STUB_SOCKET, decode_fds
+from ftrun.wire.agent_start import AGENT_LOST_S, KEPT_FDS, STUB_SOCKET, decode_numbers
 
 
 class StubLink:
@@ -49,7 +49,7 @@ def last_agent_ended_s() -> float | None:
 
 def kept() -> tuple[list[int], KeptState]:
     """What the stub has kept from the last agent: descriptors, now ours, and state."""
-    numbers = decode_fds(os.environ.pop(KEPT_FDS, ""))
+    numbers = decode_numbers(os.environ.pop(KEPT_FDS, ""))
     if not numbers:
         return [], KeptState()
     first, *fds = numbers

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from ftrun.kernel import become_subreaper, die_with_parent, name_process, threads_in_the_way
-from ftrun.wire.agent_start import KEPT_FDS, RESERVE_SOCKET, STUB_PID, STUB_SOCKET, decode_fds
+from ftrun.wire.agent_start import KEPT_FDS, RESERVE_SOCKET, STUB_PID, STUB_SOCKET, decode_numbers
 from ftrun.wire.run_folder import RunFolder
 
 KNOWN_TORCH = ((2, 8), (2, 15))
@@ -135,7 +135,7 @@ def _zygote_link() -> tuple[socket.socket, socket.socket]:
 def _run_zygote(fd: int, agent_pid: int, modules: list[str], reserve_fd: int) -> None:
     """In the fork: what an exec of the zygote's program would do."""
     for name in (STUB_SOCKET, KEPT_FDS):
-        for stubs_fd in decode_fds(os.environ.get(name, "")):
+        for stubs_fd in decode_numbers(os.environ.get(name, "")):
             os.close(stubs_fd)
     if reserve_fd >= 0:
         os.environ[RESERVE_SOCKET] = str(reserve_fd)

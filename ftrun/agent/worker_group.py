@@ -8,7 +8,7 @@ Survives: each worker: pages and error files of the dead are read here.
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from queue import SimpleQueue
@@ -18,7 +18,7 @@ import msgspec
 
 from ftrun import clock, events, process_tree
 from ftrun.agent.elastic import FtrunElasticAgent
-from ftrun.agent.processes import Child
+from ftrun.agent.processes import Child, has_ended
 from ftrun.agent.smp_link import SmpLink
 from ftrun.agent.stacks import as_traceback, parse_dump
 from ftrun.agent.worker_starter import Place, WorkerHandle, WorkerStarter
@@ -51,7 +51,17 @@ _RECORDER_SIZE = "TORCH_FR_BUFFER_SIZE"
 class WorkerGroup:
     """All ranks of one node in one generation."""
 
-    def __init__(self, spec: RunSpec, *, smp: SmpLink, starter: WorkerStarter) -> None:
+    def __init__(
+        self, spec: RunSpec, *, smp: SmpLink, starter: WorkerStarter, stuck_pids: Sequence[int] = ()
+    ) -> None:
+        """Make a group without ranks.
+
+        Args:
+            spec: the run.
+            smp: for arenas.
+            starter: makes processes.
+            stuck_pids: ranks of an earlier agent that have not ended after SIGKILL.
+        """
         self.starter = starter
         self.generation = -1
         self.first_rank = 0
@@ -67,6 +77,11 @@ class WorkerGroup:
         self.is_held = False
         self._stuck: list[Child] = []
         """Processes that have not ended within `KILL_WAIT_S` of SIGKILL."""
+        self._stuck_before: list[tuple[int, int]] = []
+        """The same of an earlier agent, whose pidfds alone show their end: (pid, pidfd)."""
+        for pid in stuck_pids:
+            with suppress(OSError):
+                self._stuck_before.append((pid, os.pidfd_open(pid)))
         self._looked_s = clock.now_s()
         self.unused_fds: SimpleQueue[int] = SimpleQueue()
         """Stack files of ranks that are gone; whoever writes to them closes them."""
@@ -113,6 +128,8 @@ class WorkerGroup:
 
     def launched(self, agent: FtrunElasticAgent) -> None:
         self._error_files = dict(agent.error_files)
+        with suppress(OSError):  # a full disk costs the second of two signs
+            process_tree.note_sessions(self._smp.folder.path, self.pids())
 
     def kill(self) -> str:
         """End every worker, and everything that it has started, now.
@@ -142,9 +159,14 @@ class WorkerGroup:
     def stuck(self) -> str:
         """What has not died of SIGKILL, in words; empty if nothing is left of it."""
         self._stuck = [child for child in self._stuck if not child.reap()]
-        if not self._stuck:
+        for pid, pidfd in [one for one in self._stuck_before if has_ended(one[1])]:
+            self._stuck_before.remove((pid, pidfd))
+            os.close(pidfd)
+        names = [f"{child.name} (pid {child.pid})" for child in self._stuck]
+        names += [f"an earlier rank (pid {pid})" for pid, _ in self._stuck_before]
+        if not names:
             return ""
-        found = ", ".join(f"{child.name} (pid {child.pid})" for child in self._stuck)
+        found = ", ".join(names)
         return (
             f"{found} has not died of SIGKILL: a device or a file system hangs in the kernel. This "
             "node needs attention"

@@ -67,12 +67,7 @@ def look_at(folder: RunFolder) -> FoundRun:
 
 def is_anything_left(folder: RunFolder) -> bool:
     """Whether a run without a stub still has an SMP, or processes that outlived the stub."""
-    if answers(folder.smp_socket):
-        return True
-    try:
-        return bool(process_tree.marked(process_tree.mark_of(folder.path)))
-    except OSError:  # the folder has gone
-        return False
+    return answers(folder.smp_socket) or bool(process_tree.left_behind(folder.path))
 
 
 def choose(name: str | None, *, command: str) -> FoundRun:

@@ -97,8 +97,8 @@ def run(line: CommandLine, *, variables: Mapping[str, str]) -> NoReturn:
     node_id = spec.nodes.node_id if spec.nodes is not None and spec.nodes.is_named else None
     folder, lock_fd = take_folder(RunId(spec.run_id), script=spec.script, node_id=node_id)
     if folder.spec.exists():  # the stub of an earlier life was killed
-        for text in process_tree.end_marked(folder.path):
-            sys.stderr.write(f"ftrun: {text}\n")
+        for pid in process_tree.end_left_behind(folder.path):
+            sys.stderr.write(f"ftrun: {process_tree.explain_stuck(pid)}\n")
     forget_earlier_life(folder, spec, slurm_step(variables))
     spec = with_log_folder(spec, is_given=bool(variables.get(LOG_FOLDER)))
     folder.spec.write_bytes(msgspec.json.format(msgspec.json.encode(spec), indent=1))

@@ -80,10 +80,11 @@ def _free_orphan(run: FoundRun) -> None:
     except BlockingIOError:
         raise ProtocolError(f"run {run.name} has just been resumed; ask again") from None
     else:
-        if stuck := process_tree.end_marked(run.folder.path):
+        if stuck := process_tree.end_left_behind(run.folder.path):
+            found = "; ".join(map(process_tree.explain_stuck, stuck))
             raise FtrunError(
-                f"run {run.name}: {'; '.join(stuck)}. Its snapshots are kept; ask again when the "
-                "process has ended"
+                f"run {run.name}: {found}. Its snapshots are kept; ask again when the process has "
+                "ended"
             )
         if answers(run.folder.smp_socket) and not shut_down_smp(run.folder):
             raise PeerTimeout(peer="the SMP", waited_s=_ANSWER_S)

@@ -40,7 +40,8 @@ from ftrun.wire.agent_start import (
     RESERVE_SOCKET,
     STUB_PID,
     STUB_SOCKET,
-    encode_fds,
+    STUCK_PIDS,
+    encode_numbers,
 )
 from ftrun.wire.run_folder import RunFolder
 
@@ -81,6 +82,7 @@ class Stub:
         self._lost_s = 0.0
         """When the last agent ended, on the monotonic clock; 0: this is the first one."""
         self._starts_s: deque[float] = deque()
+        self._stuck_pids: list[int] = []
         self._asked: signal.Signals | None = None
         self._held: list[signal.Signals] = []
         self._found_memory = False
@@ -129,6 +131,7 @@ class Stub:
             INCARNATION: str(self._incarnation),
             STUB_PID: str(os.getpid()),
             AGENT_LOST_S: str(self._lost_s),
+            STUCK_PIDS: encode_numbers(self._stuck_pids),
         }
         fds = [self._keep_there.fileno(), *self._kept]
         forked = self._reserve.fork_agent(str(self._folder.path), variables, fds)
@@ -143,7 +146,7 @@ class Stub:
                 **os.environ,
                 **variables,
                 STUB_SOCKET: str(self._keep_there.fileno()),
-                KEPT_FDS: encode_fds(self._kept),
+                KEPT_FDS: encode_numbers(self._kept),
                 RESERVE_SOCKET: str(for_reserve.fileno()),
             }
             inherited = [*self._kept, self._keep_there.fileno(), for_reserve.fileno()]
@@ -219,10 +222,11 @@ class Stub:
         if self._is_forked and self._starts_s and now_s - self._starts_s[-1] < TRUSTED_AFTER_S:
             self._reserve.end()
         _say(f"ftrun: the agent {how}; starting another, {self._what_for()}")
-        for text in process_tree.end_children(  # Rule 6
+        self._stuck_pids = process_tree.end_children(  # Rule 6
             term_first=False, spare=process_tree.LASTING, kill_s=_OLD_RANKS_WAIT_S
-        ):
-            _say(f"ftrun: {text}")
+        )
+        for pid in self._stuck_pids:
+            _say(f"ftrun: {process_tree.explain_stuck(pid)}")
         self._pause(pause_s(len(self._starts_s)))
         if self._asked is not None:
             if not self._may_hold_memory:

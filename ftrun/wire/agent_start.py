@@ -18,6 +18,9 @@ KEPT_FDS = "FTRUN_KEPT_FDS"
 RESERVE_SOCKET = "FTRUN_RESERVE_SOCKET"
 """Descriptor on which a reserve takes orders; only in an agent that is to leave one."""
 
+STUCK_PIDS = "FTRUN_STUCK_PIDS"
+"""Processes of earlier ranks that have not ended after SIGKILL, comma-separated."""
+
 MAX_FDS = 253
 """In one message: the kernel's SCM_MAX_FD."""
 
@@ -40,9 +43,9 @@ def decode_order(order: bytes) -> tuple[str, dict[str, str]]:
     return folder, {name: value for name, _, value in (word.partition("=") for word in words)}
 
 
-def encode_fds(fds: list[int]) -> str:
-    return ",".join(str(fd) for fd in fds)
+def encode_numbers(numbers: list[int]) -> str:
+    return ",".join(map(str, numbers))
 
 
-def decode_fds(text: str) -> list[int]:
+def decode_numbers(text: str) -> list[int]:
     return [int(word) for word in text.split(",") if word]

@@ -25,7 +25,7 @@ from ftrun.wire.agent_start import (
     MAX_ORDER_BYTES,
     STUB_SOCKET,
     decode_order,
-    encode_fds,
+    encode_numbers,
 )
 
 _AS_IN_A_NEW_PROCESS = (
@@ -92,7 +92,7 @@ def _become_agent(order: bytes, fds: list[int], variables: dict[str, str]) -> No
     os.environ.clear()
     os.environ.update(variables | changed)
     os.environ[STUB_SOCKET] = str(fds[1])
-    os.environ[KEPT_FDS] = encode_fds(fds[2:])
+    os.environ[KEPT_FDS] = encode_numbers(fds[2:])
     sys.argv = ["", folder]
     runpy._run_module_as_main("ftrun.agent")  # type: ignore[attr-defined]
 

@@ -29,6 +29,11 @@ if "daemon" in sys.argv:
     (here / "daemon").write_text(str(daemon.pid))
 if "renamed" in sys.argv:
     Path("/proc/self/comm").write_text("other")
+if "overwrites" in sys.argv:
+    import ctypes
+
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    ctypes.memset(int(fields[47]), 0, int(fields[48]) - int(fields[47]))
 part = here / f"part-{rank}-{generation}"
 part.write_text(str(os.getpid()))
 part.rename(here / f"alive-{rank}-{generation}")
@@ -348,7 +353,10 @@ print("clean")
 
 
 WRAPPER = """#!/bin/sh
-setsid {python} train.py "$@"
+case "$TORCHELASTIC_RESTART_COUNT" in
+1) {python} train.py "$@" overwrites ;;
+*) setsid {python} train.py "$@" ;;
+esac
 exit $?
 """
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -66,10 +67,10 @@ def test_marked_processes_are_found_under_any_name_and_session(
     inner = int(first_line(shell))
     stranger = start("sh", "-c", "echo up; sleep 600; :", **{process_tree.MARK: f"{mark}2"})
     first_line(stranger)
-    assert sorted(process_tree.marked(mark)) == sorted([shell.pid, inner])
+    assert sorted(process_tree.left_behind(tmp_path)) == sorted([shell.pid, inner])
     assert process_tree.descendants([shell.pid]) == [inner]
-    assert process_tree.end_marked(tmp_path) == []
-    assert process_tree.marked(mark) == []
+    assert process_tree.end_left_behind(tmp_path) == []
+    assert process_tree.left_behind(tmp_path) == []
     assert stranger.poll() is None, "another run's"
 
 
@@ -80,7 +81,52 @@ def test_lasting_processes_are_no_leftovers(start: Start, tmp_path: Path) -> Non
         **{process_tree.MARK: mark},
     )  # fmt: skip
     first_line(smp)
-    assert smp.pid not in process_tree.marked(mark)
+    assert smp.pid not in process_tree.left_behind(tmp_path)
+
+
+OVERWRITES_ITS_ENVIRONMENT = """
+import ctypes, time
+fields = open("/proc/self/stat").read().rpartition(")")[2].split()
+first, end = int(fields[47]), int(fields[48])
+ctypes.memset(first, ord("x"), end - first)
+print("up", flush=True)
+time.sleep(600)
+"""
+
+
+def test_processes_of_a_session_are_found_by_it_alone(start: Start, tmp_path: Path) -> None:
+    python = shlex.join([sys.executable, "-c", OVERWRITES_ITS_ENVIRONMENT])
+    leader = start(
+        "sh",
+        "-c",
+        f"{python} & exec sleep 0.2",
+        **{process_tree.MARK: process_tree.mark_of(tmp_path)},
+    )
+    process_tree.note_sessions(tmp_path, [leader.pid])
+    assert first_line(leader) == b"up\n"
+    leader.wait(WAIT_S)
+    (inner,) = process_tree.left_behind(tmp_path)
+    assert process_tree.session_of(inner) == leader.pid
+    assert process_tree.end_left_behind(tmp_path) == []
+    assert process_tree.left_behind(tmp_path) == []
+
+
+def test_sessions_of_other_processes_with_these_numbers_are_left_alone(
+    start: Start, tmp_path: Path
+) -> None:
+    stranger = start("sh", "-c", "echo up; sleep 600; :")
+    first_line(stranger)
+    process_tree.note_sessions(tmp_path, [stranger.pid])
+    notes = tmp_path / "rank-sessions"
+    where, line = notes.read_text().splitlines()
+    assert process_tree.left_behind(tmp_path)
+    pid, start_time = line.split()
+    notes.write_text(f"{where}\n{pid} {int(start_time) - 1}")
+    assert process_tree.left_behind(tmp_path) == [], "a later process"
+    notes.write_text(f"another boot {where}\n{line}")
+    assert process_tree.left_behind(tmp_path) == [], "an earlier boot"
+    notes.write_text("torn")
+    assert process_tree.left_behind(tmp_path) == []
 
 
 def test_another_folder_of_the_same_name_has_another_mark(tmp_path: Path) -> None:
@@ -101,8 +147,8 @@ def test_process_whose_main_thread_has_ended_counts_until_its_last_thread(
     process = start(sys.executable, "-c", ONLY_A_THREAD, **{process_tree.MARK: mark})
     assert first_line(process) == b"main thread has ended\n"
     assert process_tree.state_of(process.pid) == "Z"
-    assert process_tree.marked(mark) == [process.pid]
-    assert process_tree.end_marked(tmp_path) == []
+    assert process_tree.left_behind(tmp_path) == [process.pid]
+    assert process_tree.end_left_behind(tmp_path) == []
     assert process.wait(WAIT_S) == -signal.SIGKILL
 
 

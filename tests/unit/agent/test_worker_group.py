@@ -27,11 +27,12 @@ from ftrun.wire import environment as env
 from ftrun.wire.pages import Page, create_page
 from ftrun.wire.run_folder import RunFolder
 
-def group_of(*commands):
+def group_of(*commands, stuck_pids=()):
     become_subreaper()
     spec = RunSpec(run_id="r", script="s", torchrun_argv=[], log_folder=".", cwd=".")
     starter = WorkerStarter(None, Journal(Path("."), who="agent"))
-    group = WorkerGroup(spec, smp=SmpLink(RunFolder(Path(".")), 1.0), starter=starter)
+    smp = SmpLink(RunFolder(Path(".")), 1.0)
+    group = WorkerGroup(spec, smp=smp, starter=starter, stuck_pids=stuck_pids)
     variables = {**os.environ, env.AGENT_PID: str(os.getpid())}
     for rank, command in enumerate(commands):
         fd = create_page("rank")
@@ -65,7 +66,7 @@ group.hold(False)
 until(lambda: process_tree.state_of(inner) == "S")
 
 group.kill()
-assert not process_tree.marked("none")
+assert not process_tree.left_behind(Path("none"))
 for pid in (inner, orphan, *group.pids()):
     assert process_tree.state_of(pid) in ("", "Z"), pid
 assert helper.poll() is None, "no rank has started it"
@@ -152,7 +153,24 @@ def output_of(
     )
 
 
-@pytest.mark.parametrize("code", [TREES, GROUP_DIES_FIRST], ids=["trees", "own-end"])
+OF_AN_EARLIER_AGENT = """
+left = subprocess.Popen(["sh", "-c", "sleep 600 & echo $! > left"], start_new_session=True)
+pid = number_in("left")
+left.wait()
+until(lambda: process_tree.parent_of(pid) != left.pid)
+group = group_of(stuck_pids=[pid, left.pid])
+assert f"an earlier rank (pid {pid}) has not died" in group.stuck()
+os.kill(pid, signal.SIGKILL)
+until(lambda: not group.stuck())
+print("clean")
+"""
+
+
+@pytest.mark.parametrize(
+    "code",
+    [TREES, GROUP_DIES_FIRST, OF_AN_EARLIER_AGENT],
+    ids=["trees", "own-end", "earlier-agent"],
+)
 def test_what_ranks_have_started_stops_and_ends_with_them(code: str, tmp_path: object) -> None:
     done = output_of(code, tmp_path)
     assert done.stdout == "clean\n", done.stderr
