@@ -23,6 +23,8 @@ STEPS_AFTER = 15
 FLAP_S = 1.2
 FREEZE_S = 6.0
 SLOW_RATE = "100mbit"
+NAMED_S = 10.0
+"""A cut link between two members is named within this."""
 DELAY_MS, LOSS_PERCENT = 2.0, 1.0
 
 
@@ -175,9 +177,12 @@ def pair_cut(it: Breaking) -> None:
     it.run.wait_for_step(BREAK_AT)
     it.hit("cut", 1, peer=2)
     it.recovered()
-    named = it.run.journals("Verdict")[0]["verdict"]
+    first = it.run.journals("Verdict")[0]
+    named, named_s = first["verdict"], first["mono_s"] - it.hits[0][1] / 1e9
     if named["kind"] != "hang in communication" or named["nodes"] != ["node1", "node2"]:
         raise BenchError(f"the link between node1 and node2 is cut, and the verdict is {named}")
+    if named_s > NAMED_S:
+        raise BenchError(f"the cut link was named after {named_s:.1f} s, more than {NAMED_S:g} s")
     if it.run.generation != 1 or it.run.node_of(1) != 0:
         raise BenchError(f"rank 1 is on node{it.run.node_of(1)}, generation {it.run.generation}")
 
@@ -364,6 +369,12 @@ _ALL = (
     Fault("freeze", "a node stands still; thawed when replaced", freeze),
     Fault("cut", "a node's cable, for good", cut),
     Fault("pair-cut", "the link between the two members, for good", pair_cut),
+    Fault(
+        "pair-cut-unprotected",
+        "the same, without erasure coding",
+        pair_cut,
+        flags=("--erasure", "none"),
+    ),
     Fault("stale-rejoin", "cut, replaced, healed; then its successor is reset", stale_rejoin),
     Fault(
         "one-by-one",

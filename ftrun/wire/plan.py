@@ -104,6 +104,10 @@ class History(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """This version and later ones hold bad numbers, and are not gone on from."""
     skip_to: int = -1
     """The batches up to this step are left out on the way back; -1: all come again."""
+    hung_nodes: list[str] = []
+    """Named by the last hang in communication, while no step was made since."""
+    longest_start_s: float = 0.0
+    """That a generation has needed up to its first step; 0: not known."""
     bad_checkpoints: dict[str, str] = {}
     """Checkpoints that no node loads, because one of them cannot use it: names and reasons."""
 
