@@ -25,6 +25,8 @@ FREEZE_S = 6.0
 SLOW_RATE = "100mbit"
 NAMED_S = 10.0
 """A cut link between two members is named within this."""
+DRAINED_S = 2.0
+"""The longest pause between two steps when a node was asked to leave."""
 DELAY_MS, LOSS_PERCENT = 2.0, 1.0
 
 
@@ -361,6 +363,8 @@ class Fault:
     flags: tuple[str, ...] = ()
     pace: float = 1.0
     """How much slower than usual the job goes, where much has to happen before its end."""
+    most_s: float = 0.0
+    """What it may cost at most; 0: it has no limit."""
 
 
 _ALL = (
@@ -405,8 +409,8 @@ _ALL = (
     Fault("rank-kill", "a rank, by SIGKILL", rank_kill),
     Fault("smp-kill", "a node's SMP, by SIGKILL", smp_kill),
     Fault("agent-kill", "a node's agent, by SIGKILL", agent_kill),
-    Fault("drained", "a node gets SIGTERM", drained),
-    Fault("lead-drained", "the lead's node gets SIGTERM", lead_drained, pace=2.0),
+    Fault("drained", "a node gets SIGTERM", drained, most_s=DRAINED_S),
+    Fault("lead-drained", "the lead's node gets SIGTERM", lead_drained, pace=2.0, most_s=DRAINED_S),
     Fault("agent-stopped", "a node's agent, by SIGSTOP; SIGCONT when replaced", agent_stopped),
 )
 

@@ -36,11 +36,13 @@ class NodeCard(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_li
     domain: str = ""
     """Fault domain, such as a rack."""
     endpoint: bool = False
-    """It listens at the rendezvous endpoint."""
+    """It listens at the rendezvous endpoint, the first of several."""
     switch: str = ""
     """The leaf switch it hangs on, as its scheduler tells."""
     rails: list[Rail] = []
     """By which it can be reached, the one of `host` first; empty: that address is all there is."""
+    further_endpoint: int = 0
+    """Number of the further endpoint that it listens at, from 1; 0: of none."""
 
 
 class PlanNode(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
