@@ -142,7 +142,7 @@ def test_two_nodes_bear_a_dead_etcd_and_then_a_silent_node(make: Make) -> None:
     run.wait_for("word of its return", noted(run, "WitnessBack"))
     run.wait_for("a roster with it", lambda: rosters(run)[-1] == _TWO_AND_IT)
     run.wait_for_more_steps(5)
-    assert run.generation == 0
+    assert run.generation == 0, [line["why"] for line in run.journals("Generation")]
 
     lead = run.lead()
     run.fault("kill", lead)  # its power is cut: silence
