@@ -403,10 +403,7 @@ class NodesSpec(_Section, frozen=True, kw_only=True):
         str, Meta(description="where they meet: a name or an address, as given")
     ]
     endpoint_port: Annotated[int, Meta(ge=1, le=65535)]
-    more_endpoints: Annotated[
-        list[tuple[str, int]],
-        Meta(description="further ones, for a node that does not find the run at the first"),
-    ] = []
+    more_endpoints: Annotated[list[tuple[str, int]], Meta(description="beside that one")] = []
     etcd: Annotated[
         list[str],
         Meta(description="HOST:PORT of each; they meet there, and the endpoint is the first"),
@@ -444,11 +441,6 @@ class NodesSpec(_Section, frozen=True, kw_only=True):
     erasure_parity: Annotated[
         int | None, Meta(description="M; none: ftrun chooses; 0: no parity")
     ] = None
-
-    @property
-    def endpoints(self) -> list[tuple[str, int]]:
-        """All of them, the first one first."""
-        return [(self.endpoint_host, self.endpoint_port), *self.more_endpoints]
 
 
 class RunSpec(_Section, frozen=True, kw_only=True):

@@ -178,7 +178,7 @@ class Node:
     def _say_where(self) -> None:
         nodes = self.spec.nodes
         assert nodes is not None
-        hosts = ", ".join(dict.fromkeys(host for host, _ in nodes.endpoints))
+        hosts = ", ".join(dict.fromkeys(host for host, _ in _endpoints(nodes)))
         role = "the endpoint" if self.card.endpoint else hosts
         role = f"the etcd at {self.register.name}" if self.register is not None else role
         _log.warning(
@@ -250,13 +250,18 @@ def _find_host(nodes: NodesSpec, wait_s: float) -> str:
         clock.sleep(NAME_CHECK_S)
 
 
+def _endpoints(nodes: NodesSpec) -> list[tuple[str, int]]:
+    """All of them, the first one first."""
+    return [(nodes.endpoint_host, nodes.endpoint_port), *nodes.more_endpoints]
+
+
 def _bind_address(nodes: NodesSpec) -> str:
     """By the endpoint that is this node; else by the first one that has an address.
 
     Raises:
         PeerLost: none of them has one, or there is no route.
     """
-    endpoints = nodes.endpoints
+    endpoints = _endpoints(nodes)
     mine = [one for one in endpoints if is_local_address(one[0])][:1]
     lost: PeerLost | None = None
     for host, port in mine or endpoints:
@@ -270,7 +275,7 @@ def _bind_address(nodes: NodesSpec) -> str:
 
 def _endpoint(nodes: NodesSpec, host: str) -> tuple[int, socket.socket | None]:
     """The endpoint that is this node's address and is not taken yet: its number, and a listener."""
-    for number, (endpoint_host, port) in enumerate(nodes.endpoints):
+    for number, (endpoint_host, port) in enumerate(_endpoints(nodes)):
         if is_local_address(endpoint_host):
             with suppress(AddressTaken):
                 return number, listen_tcp(host, port)

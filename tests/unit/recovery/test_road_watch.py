@@ -224,6 +224,8 @@ def test_answers_without_a_survey_change_nothing_and_link_probes_go_to_who_asked
     late = RoadTried(1, RoadFound("a", "b", "eth0", 1e-4, 1e9))
     assert world.roads.told("a", late, world.watching, now_s=1.0) == []
     assert world.roads.told("a", ProbeFound(1, "b"), world.watching, now_s=1.0) == []
+    pair = RoadTried(-1, RoadFound("a", "b", "agents"))
+    assert world.roads.told("a", pair, world.watching, now_s=1.0) == []
 
 
 def test_a_silent_rail_is_tried_and_left_at_once() -> None:
