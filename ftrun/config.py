@@ -403,6 +403,7 @@ class NodesSpec(_Section, frozen=True, kw_only=True):
         str, Meta(description="where they meet: a name or an address, as given")
     ]
     endpoint_port: Annotated[int, Meta(ge=1, le=65535)]
+    more_endpoints: Annotated[list[tuple[str, int]], Meta(description="beside that one")] = []
     etcd: Annotated[
         list[str],
         Meta(description="HOST:PORT of each; they meet there, and the endpoint is the first"),

@@ -23,6 +23,10 @@ STEPS_AFTER = 15
 FLAP_S = 1.2
 FREEZE_S = 6.0
 SLOW_RATE = "100mbit"
+NAMED_S = 10.0
+"""A cut link between two members is named within this."""
+DRAINED_S = 2.0
+"""The longest pause between two steps when a node was asked to leave."""
 DELAY_MS, LOSS_PERCENT = 2.0, 1.0
 
 
@@ -175,9 +179,12 @@ def pair_cut(it: Breaking) -> None:
     it.run.wait_for_step(BREAK_AT)
     it.hit("cut", 1, peer=2)
     it.recovered()
-    named = it.run.journals("Verdict")[0]["verdict"]
+    first = it.run.journals("Verdict")[0]
+    named, named_s = first["verdict"], first["mono_s"] - it.hits[0][1] / 1e9
     if named["kind"] != "hang in communication" or named["nodes"] != ["node1", "node2"]:
         raise BenchError(f"the link between node1 and node2 is cut, and the verdict is {named}")
+    if named_s > NAMED_S:
+        raise BenchError(f"the cut link was named after {named_s:.1f} s, more than {NAMED_S:g} s")
     if it.run.generation != 1 or it.run.node_of(1) != 0:
         raise BenchError(f"rank 1 is on node{it.run.node_of(1)}, generation {it.run.generation}")
 
@@ -356,6 +363,8 @@ class Fault:
     flags: tuple[str, ...] = ()
     pace: float = 1.0
     """How much slower than usual the job goes, where much has to happen before its end."""
+    most_s: float = 0.0
+    """What it may cost at most; 0: it has no limit."""
 
 
 _ALL = (
@@ -364,6 +373,12 @@ _ALL = (
     Fault("freeze", "a node stands still; thawed when replaced", freeze),
     Fault("cut", "a node's cable, for good", cut),
     Fault("pair-cut", "the link between the two members, for good", pair_cut),
+    Fault(
+        "pair-cut-unprotected",
+        "the same, without erasure coding",
+        pair_cut,
+        flags=("--erasure", "none"),
+    ),
     Fault("stale-rejoin", "cut, replaced, healed; then its successor is reset", stale_rejoin),
     Fault(
         "one-by-one",
@@ -394,8 +409,8 @@ _ALL = (
     Fault("rank-kill", "a rank, by SIGKILL", rank_kill),
     Fault("smp-kill", "a node's SMP, by SIGKILL", smp_kill),
     Fault("agent-kill", "a node's agent, by SIGKILL", agent_kill),
-    Fault("drained", "a node gets SIGTERM", drained),
-    Fault("lead-drained", "the lead's node gets SIGTERM", lead_drained, pace=2.0),
+    Fault("drained", "a node gets SIGTERM", drained, most_s=DRAINED_S),
+    Fault("lead-drained", "the lead's node gets SIGTERM", lead_drained, pace=2.0, most_s=DRAINED_S),
     Fault("agent-stopped", "a node's agent, by SIGSTOP; SIGCONT when replaced", agent_stopped),
 )
 

@@ -80,7 +80,7 @@ class Node:
             return cls(spec, NodeCard(name, incarnation, LOOPBACK, 0, num_ranks, endpoint=True))
         register = _register(spec, nodes, kept)
         host = _known_host(nodes, kept) or _find_host(nodes, spec.profile.nodes.join_wait_s)
-        endpoint = _endpoint(nodes, host) if register is None else None
+        number, endpoint = _endpoint(nodes, host) if register is None else (0, None)
         listener = endpoint or _own_port(host, nodes.node_id, kept)
         secret = load_secret(Path(nodes.secret_file)) if nodes.secret_file else None
         network = spec.profile.network
@@ -101,9 +101,10 @@ class Node:
             num_ranks=num_ranks,
             node_rank=nodes.node_rank if nodes.node_rank is not None else -1,
             domain=nodes.domain or "",
-            endpoint=endpoint is not None,
+            endpoint=endpoint is not None and number == 0,
             switch=nodes.switch,
             rails=rails,
+            further_endpoint=number,
         )
         return cls(spec, card, secret, listeners, register)
 
@@ -177,7 +178,8 @@ class Node:
     def _say_where(self) -> None:
         nodes = self.spec.nodes
         assert nodes is not None
-        role = "the endpoint" if self.card.endpoint else f"{nodes.endpoint_host}"
+        hosts = ", ".join(dict.fromkeys(host for host, _ in _endpoints(nodes)))
+        role = "the endpoint" if self.card.endpoint else hosts
         role = f"the etcd at {self.register.name}" if self.register is not None else role
         _log.warning(
             "node %s listens at %s port %d; meets the others at %s",
@@ -225,12 +227,11 @@ def _find_host(nodes: NodesSpec, wait_s: float) -> str:
 
     In Kubernetes a pod may start before its own name, or another pod's, has an address.
     """
-    endpoint = f"{nodes.endpoint_host} port {nodes.endpoint_port}"
     begun_s = clock.now_s()
     is_told = False
     while True:
         try:
-            found = bind_address(nodes.endpoint_host, nodes.endpoint_port)
+            found = _bind_address(nodes)
         except PeerLost as error:
             waited_s = clock.now_s() - begun_s
             if waited_s >= wait_s:
@@ -244,19 +245,41 @@ def _find_host(nodes: NodesSpec, wait_s: float) -> str:
                 _log.warning("%s; looking for it for %.0f s", error, wait_s)
         else:
             if is_told:
-                _log.warning("%s has an address now", endpoint)
+                _log.warning("the endpoint has an address now")
             return nodes.bind or found
         clock.sleep(NAME_CHECK_S)
 
 
-def _endpoint(nodes: NodesSpec, host: str) -> socket.socket | None:
-    """The listening endpoint, where it is this node's address and nobody has it yet."""
-    if not is_local_address(nodes.endpoint_host):
-        return None
-    try:
-        return listen_tcp(host, nodes.endpoint_port)
-    except AddressTaken:
-        return None
+def _endpoints(nodes: NodesSpec) -> list[tuple[str, int]]:
+    """All of them, the first one first."""
+    return [(nodes.endpoint_host, nodes.endpoint_port), *nodes.more_endpoints]
+
+
+def _bind_address(nodes: NodesSpec) -> str:
+    """By the endpoint that is this node; else by the first one that has an address.
+
+    Raises:
+        PeerLost: none of them has one, or there is no route.
+    """
+    endpoints = _endpoints(nodes)
+    mine = [one for one in endpoints if is_local_address(one[0])][:1]
+    lost: PeerLost | None = None
+    for host, port in mine or endpoints:
+        try:
+            return bind_address(host, port)
+        except PeerLost as error:
+            lost = lost or error
+    assert lost is not None
+    raise lost
+
+
+def _endpoint(nodes: NodesSpec, host: str) -> tuple[int, socket.socket | None]:
+    """The endpoint that is this node's address and is not taken yet: its number, and a listener."""
+    for number, (endpoint_host, port) in enumerate(_endpoints(nodes)):
+        if is_local_address(endpoint_host):
+            with suppress(AddressTaken):
+                return number, listen_tcp(host, port)
+    return 0, None
 
 
 def _own_port(host: str, node_id: str, kept: KeptState) -> socket.socket:
@@ -281,6 +304,7 @@ def _settings(spec: RunSpec) -> ClusterSettings:
     return ClusterSettings(
         wishes=Wishes(nodes.min_nodes, nodes.max_nodes, nodes.spares),
         endpoint=("", 0) if nodes.etcd else (nodes.endpoint_host, nodes.endpoint_port),
+        more_endpoints=tuple(nodes.more_endpoints),
         witness=bool(nodes.etcd),
         heartbeat_s=times.heartbeat_s,
         deadline_s=times.deadline_s,

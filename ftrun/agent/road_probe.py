@@ -30,7 +30,7 @@ from contextlib import suppress
 import msgspec
 
 from ftrun import clock
-from ftrun.errors import PeerError
+from ftrun.errors import PeerError, PeerLost
 from ftrun.network.rails import RoadFound
 from ftrun.recovery.commands import TryRoad
 from ftrun.recovery.happenings import Happening, Heard
@@ -135,7 +135,9 @@ def try_road(order: AskRoad, node_id: str, own: PeerIdentity, secret: Secret | N
         tune(sock, bulk=not order.is_short, user_timeout_s=SERVE_S)
         return _measure(sock, found, order, give_up_s)
     except (PeerError, OSError) as error:
-        return msgspec.structs.replace(found, problem=str(error))
+        is_refused = isinstance(error, PeerLost) and error.how == "refused"
+        is_unreached = sock is None and not is_refused
+        return msgspec.structs.replace(found, problem=str(error), is_unreached=is_unreached)
     finally:
         if sock is not None:
             # What is still on its way is of no use to anybody.

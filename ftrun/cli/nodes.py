@@ -69,7 +69,7 @@ def nodes_of(
     _check_times(profile)
     nnodes = f"{least}:{most}" if least < most else str(least)
     etcd = _etcd(given, nnodes)
-    host, port = etcd[0] if etcd else _endpoint(given, step, nnodes)
+    (host, port), *more = etcd or _endpoints(given, step, nnodes)
     node_id, is_named = _node_id(given, step)
     data, parity = profile.erasure.data_and_parity
     path, is_ours, no_secret = _secret_file(profile, step)
@@ -80,6 +80,7 @@ def nodes_of(
         spares=spares,
         endpoint_host=host,
         endpoint_port=port,
+        more_endpoints=[] if etcd else more,
         etcd=[f"{host}:{port}" for host, port in etcd],
         etcd_tls=etcd_tls(given.torchrun("rdzv-conf").text, variables) if etcd else None,
         etcd_life=step.restarts if step is not None else 0,
@@ -227,20 +228,23 @@ def _check_times(profile: Profile) -> None:
         )
 
 
-def _endpoint(given: _Given, step: SlurmStep | None, nnodes: str) -> tuple[str, int]:
+def _endpoints(given: _Given, step: SlurmStep | None, nnodes: str) -> list[tuple[str, int]]:
+    """Where the nodes meet: the first leader is expected at the first one."""
     endpoint, master = given.torchrun("rdzv-endpoint"), given.torchrun("master-addr")
     if endpoint:
-        return parse_endpoint(endpoint.text, source=endpoint.source)
+        texts = [text.strip() for text in endpoint.text.split(",")]
+        return list(dict.fromkeys(parse_endpoint(text, source=endpoint.source) for text in texts))
     if master:
         port = given.torchrun("master-port")
         host = _host(master.text.strip("[]"), master.source)
-        return host, _port(port.text, port.source) if port else MASTER_PORT
+        return [(host, _port(port.text, port.source) if port else MASTER_PORT)]
     if step is not None:
-        return step.first_node, step.port
+        return [(step.first_node, step.port)]
     raise UsageError(
         f"a run over several nodes (--nnodes {nnodes}) needs a place to meet. Name one of the "
         "nodes, the same on all: --rdzv-endpoint HOST, or HOST:PORT where port "
-        f"{RDZV_PORT} is taken. Inside `srun --ntasks-per-node=1` it is found by itself"
+        f"{RDZV_PORT} is taken; or several, with commas between them. Inside "
+        "`srun --ntasks-per-node=1` it is found by itself"
     )
 
 

@@ -78,8 +78,8 @@ TORCHRUN_FLAGS: tuple[Flag, ...] = (
     ),
     Flag(
         "rdzv-endpoint",
-        "one of the nodes, where they meet; or the etcd",
-        "HOST[:PORT]",
+        "one of the nodes, where they meet, or several; or the etcd",
+        "HOST[:PORT],...",
         group=_MEETING,
     ),
     Flag(

@@ -44,6 +44,8 @@ class RoadFound(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """From source to destination."""
     problem: str = ""
     """Why nothing, or no rate, could be found; a road with a problem and no round trip is dead."""
+    is_unreached: bool = False
+    """No connection was made, and no kernel refused one."""
 
 
 class RoadsPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

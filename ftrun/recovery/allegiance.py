@@ -5,8 +5,8 @@ Takes in: who is reached, who refuses, who says that somebody leads, time.
 Gives:    the role of this agent; dials and requests; the decision to propose itself.
 Survives: its lead: the next agent in order takes over, and every agent knows the order.
 
-    JOINING    looks for the run, at the endpoint or at an address it was told
-    GATHERING  listens at the endpoint itself, and knows of no run
+    JOINING    looks for the run, at the endpoints or at an address it was told
+    GATHERING  listens at the first endpoint itself, and knows of no run
     FOLLOWING  has a lead: as a member, as a spare, or beside the generation
     SEEKING    has lost its lead, or was started again, and looks who leads
     LEADING    leads, or proposes itself
@@ -96,6 +96,10 @@ class Allegiance:
         self._since_s = self._apart_s = self._look_s = now_s
         self._lead_lost_s: float | None = None
         """When the lead that was followed last was heard last, where it was lost."""
+        self._turn = -1
+        """Which endpoint was dialled last."""
+        self._is_answered = False
+        """Nodes gather at an agent that has answered since then."""
         if follower.newest_plan is not None:  # an earlier agent of this node had a part in the run
             self.role = Role.SEEKING
         elif me.endpoint:
@@ -199,6 +203,7 @@ class Allegiance:
     def gathers(self, body: Gathering, *, now_s: float) -> list[Command]:
         """Nodes come together at the endpoint for a first generation."""
         self.answer = f"{len(body.here)} of {body.needed} nodes are here"
+        self._is_answered = True
         if self.role is Role.JOINING and self._follower.newest_plan is not None:
             # Nobody at the endpoint knows of the run. We do.
             return self._take_the_lead(now_s)
@@ -303,10 +308,20 @@ class Allegiance:
             for one in self.succession.acquaintances(self._follower.newest_plan):
                 found += self._reach_out(one)
             return found
-        host, port = self._settings.endpoint
         others = [one for one in sorted(self._links) if one != self._me.node_id]
         found += [Send(one, self.join()) for one in others]
-        return found or ([Dial(host, port)] if port else [])
+        return found + self._dial_endpoint(has_others=bool(others))
+
+    def _dial_endpoint(self, *, has_others: bool) -> list[Command]:
+        """The next endpoint in turn, while no agent has answered that nodes gather there."""
+        found = self._settings.endpoints
+        is_answered, self._is_answered = self._is_answered, False
+        if is_answered or not found or (has_others and len(found) == 1):
+            return []
+        self._turn = (self._turn + 1) % len(found)
+        if self._turn and self._turn == self._me.further_endpoint:
+            self._turn = (self._turn + 1) % len(found)
+        return [Dial(*found[self._turn])]
 
     # --- small things -------------------------------------------------------------------------
 

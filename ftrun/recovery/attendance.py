@@ -156,9 +156,11 @@ class Peers:
         self.has_met = True
         peer.heard_s = peer.met_s = now_s
 
-    def knows_endpoint(self) -> bool:
-        """The agent at the rendezvous endpoint is with us."""
-        return any(peer.card.endpoint and not peer.lost for peer in self)
+    def endpoints_without_agent(self) -> list[tuple[str, int]]:
+        """Rendezvous endpoints at which no agent that is here listens."""
+        cards = [peer.card for peer in self if not peer.lost]
+        here = {card.further_endpoint for card in cards if card.endpoint or card.further_endpoint}
+        return [one for at, one in enumerate(self.settings.endpoints) if at not in here]
 
     @property
     def linked(self) -> list[str]:

@@ -10,7 +10,7 @@ Rule 1: a verdict is acted on when two looks after one another give the same.
 Rule 2: once acted on, a generation is not looked at again: its ranks are about to be dead.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import msgspec
@@ -20,6 +20,7 @@ from ftrun.monitor.evidence import RankView
 from ftrun.monitor.hangs import find_hang
 from ftrun.monitor.verdicts import Sure, Verdict, VerdictKind, ranks_in_words
 from ftrun.recovery.lost_links import lost_links, with_lost_links
+from ftrun.recovery.pair_check import Pair
 from ftrun.wire.heartbeats import Beat
 from ftrun.wire.plan import Plan
 
@@ -48,6 +49,8 @@ class HangWatch:
         """What the newest look has given, and the one before it."""
         self._seen: tuple[object, ...] = ()
         self._is_suspected = False
+        self.is_silent = False
+        """Ranks are silent for so long that their stacks are taken."""
 
     @property
     def is_suspicious(self) -> bool:
@@ -56,7 +59,7 @@ class HangWatch:
 
     def begin(self) -> None:
         """A new generation runs."""
-        self._is_over = False
+        self._is_over = self.is_silent = False
         self._forget()
 
     def _forget(self) -> None:
@@ -65,13 +68,19 @@ class HangWatch:
         self._is_suspected = False
 
     def look(
-        self, beats: Mapping[str, Beat], plan: Plan, *, can_replace: bool = False
+        self,
+        beats: Mapping[str, Beat],
+        plan: Plan,
+        *,
+        cut: Collection[Pair] = (),
+        can_replace: bool = False,
     ) -> Finding | None:
         """Judge what is known now; something only where that is news.
 
         Args:
             beats: the newest heartbeats.
             plan: the running generation.
+            cut: pairs of which neither end gets a connection to the other.
             can_replace: another node can take the place of one end of a lost link. If not, a
                 restart would meet the same link, so the link is given time.
         """
@@ -85,11 +94,12 @@ class HangWatch:
             max((beat.p99_s for _, beat in current), default=0.0), self._settings
         )
         silent_s = max((_silence(view) for view in views.values()), default=0.0)
+        self.is_silent = silent_s >= deadlines.look_s
         if silent_s < deadlines.suspect_s:
             self._forget()
             return None
         verdict = find_hang(views, node_of, self._settings, limit_s=deadlines.look_s)
-        lost = lost_links(beats, plan)
+        lost = lost_links(beats, plan, cut)
         has_leave = verdict is not None and verdict.has_leave
         if lost is not None and not has_leave:
             late = [rank for rank, view in sorted(views.items()) if _silence(view)]

@@ -361,8 +361,8 @@ class Lead:
         return self.oversight.lost(untold, now_s=now_s)
 
     def told(self, node_id: str, body: RoadWord, *, now_s: float) -> list[Command]:
-        slow = self.oversight.watching.slow
-        return self.roads.told(node_id, body, slow, now_s=now_s) + self._check(now_s)
+        watching = self.oversight.watching
+        return self.roads.told(node_id, body, watching, now_s=now_s) + self._check(now_s)
 
     # --- a generation -------------------------------------------------------------------------
 

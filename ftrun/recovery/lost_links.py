@@ -1,7 +1,8 @@
 """Which pair of nodes cannot reach each other, by the word of both.
 
 Runs in:  the agent that leads. Pure.
-Takes in: the newest heartbeats: each says which nodes its SMP cannot reach.
+Takes in: the newest heartbeats: each says which nodes its SMP cannot reach; pairs of members that
+          a check has found cut (pair_check.py).
 Gives:    lost links; a hang's verdict with the link named; the node to be replaced for it.
 
 Rule 1: a link counts as lost only where both of its ends report it. A frozen or dead SMP reports
@@ -9,19 +10,18 @@ Rule 1: a link counts as lost only where both of its ends report it. A frozen or
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from ftrun.events import Progress
 from ftrun.monitor.deadlines import HangSettings
 from ftrun.monitor.verdicts import Sure, Verdict, VerdictKind, ranks_in_words
+from ftrun.recovery.pair_check import Pair
 from ftrun.recovery.reports import Reports
 from ftrun.wire.heartbeats import Beat
 from ftrun.wire.plan import Plan
 
 _FIRST_STEP_FACTOR = 3.0
-
-Pair = tuple[str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +45,16 @@ class LostLinks:
         return f"the links between nodes {links} carry nothing"
 
 
-def lost_links(beats: Mapping[str, Beat], plan: Plan) -> LostLinks | None:
-    """The links between members that both ends report as lost; None where there is none."""
+def lost_links(
+    beats: Mapping[str, Beat], plan: Plan, cut: Collection[Pair] = ()
+) -> LostLinks | None:
+    """The links between members that both ends report as lost; None where there is none.
+
+    Args:
+        beats: the newest heartbeats.
+        plan: the running generation.
+        cut: pairs of which neither end gets a connection to the other.
+    """
     members = [node.node_id for node in plan.members]
     unreachable = {
         one: beats[one].unreachable
@@ -57,7 +65,8 @@ def lost_links(beats: Mapping[str, Beat], plan: Plan) -> LostLinks | None:
         (one, other)
         for at, one in enumerate(members)
         for other in members[at + 1 :]
-        if other in unreachable.get(one, ()) and one in unreachable.get(other, ())
+        if (one, other) in cut
+        or (other in unreachable.get(one, ()) and one in unreachable.get(other, ()))
     )
     return LostLinks(pairs, _node_out(pairs, plan.lead)) if pairs else None
 
@@ -89,18 +98,28 @@ class HungLinks:
 
     def __init__(self, settings: HangSettings) -> None:
         self._settings = settings
-        self._nodes: tuple[str, ...] = ()
+        self.nodes: tuple[str, ...] = ()
         """Named by the last hang in communication, while no step was made since."""
+        self.longest_s = 0.0
+        """That a generation has needed up to its first step; 0: not known."""
         self._begun_s: float | None = None
         self._lost_s: float | None = None
-        self._longest_s = 0.0
-        """That a generation has needed up to its first step."""
         self._has_stepped = False
+
+    def succeed(self, nodes: Collection[str], longest_s: float) -> None:
+        """Go on from what the last leader knew."""
+        self.nodes, self.longest_s = tuple(nodes), max(self.longest_s, longest_s)
 
     def begin(self) -> None:
         """A new generation has taken effect."""
         self._begun_s = self._lost_s = None
         self._has_stepped = False
+
+    def for_s(self, *, now_s: float) -> float:
+        """How long the generation has run."""
+        if self._begun_s is None:
+            self._begun_s = now_s
+        return now_s - self._begun_s
 
     def look(
         self,
@@ -108,6 +127,7 @@ class HungLinks:
         reports: Reports,
         progress: Progress,
         *,
+        cut: Collection[Pair] = (),
         can_replace: bool,
         now_s: float,
     ) -> Verdict | None:
@@ -116,23 +136,21 @@ class HungLinks:
         Before a first step there is no deadline, as it may compile. There is one where both ends
         of a link report it lost, and after a hang in communication.
         """
-        if self._begun_s is None:
-            self._begun_s = now_s
-        for_s = now_s - self._begun_s
+        for_s = self.for_s(now_s=now_s)
         if progress.steps_here > 0:
             if not self._has_stepped:
-                self._longest_s = max(self._longest_s, for_s)
-                self._has_stepped, self._nodes = True, ()
+                self.longest_s = max(self.longest_s, for_s)
+                self._has_stepped, self.nodes = True, ()
             return None
         if self._settings.action == "report":
             return None
-        lost = lost_links(reports.beats, plan)
+        lost = lost_links(reports.beats, plan, cut)
         if lost is None:
             self._lost_s = None
-            limit_s = max(self._settings.kill_after_s, _FIRST_STEP_FACTOR * self._longest_s)
-            if not self._nodes or not self._longest_s or for_s < limit_s:
+            limit_s = max(self._settings.kill_after_s, _FIRST_STEP_FACTOR * self.longest_s)
+            if not self.nodes or for_s < limit_s:
                 return None
-            nodes = ", ".join(self._nodes)
+            nodes = ", ".join(self.nodes)
             what = f"the restart after a hang between nodes {nodes} changed nothing"
             return _no_first_step(what, plan, for_s, None)
         if self._lost_s is None:
@@ -142,14 +160,16 @@ class HungLinks:
             return None
         return _no_first_step(lost.words, plan, for_s, lost)
 
-    def node_out(self, verdict: Verdict, plan: Plan, reports: Reports) -> str:
+    def node_out(
+        self, verdict: Verdict, plan: Plan, reports: Reports, cut: Collection[Pair] = ()
+    ) -> str:
         """The node to be replaced for this hang, which is acted on; empty: none is.
 
         A hang without a lost link is met by a restart of the same nodes first. If no step follows,
         one of its nodes is replaced.
         """
-        before, self._nodes = self._nodes, verdict.nodes
-        lost = lost_links(reports.beats, plan)
+        before, self.nodes = self.nodes, verdict.nodes
+        lost = lost_links(reports.beats, plan, cut)
         if lost is not None:
             return lost.node_out
         nodes = [one for one in before if plan.member(one) is not None]
@@ -174,7 +194,8 @@ def _no_first_step(what: str, plan: Plan, for_s: float, lost: LostLinks | None) 
 
 def _verdict(lost: LostLinks, text: str, seen: Sequence[str], ranks: Sequence[int]) -> Verdict:
     said = [
-        f"the SMPs of nodes {one} and {other} cannot reach each other" for one, other in lost.pairs
+        f"nodes {one} and {other} cannot reach each other, as both report"
+        for one, other in lost.pairs
     ]
     nodes = tuple(dict.fromkeys(node for pair in lost.pairs for node in pair))
     return Verdict(

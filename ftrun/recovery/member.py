@@ -428,14 +428,13 @@ class Member:
         return found + (self.lead or self._allegiance).witness_said(event, now_s=now_s)
 
     def _dial_again(self) -> list[Command]:
-        """Keep looking: for the run, for the lead, for a newcomer at the endpoint."""
+        """Keep looking: for the run, for the lead, for newcomers at the endpoints."""
         if self.lead is None:
             return self._allegiance.dial_again()
         newcomer = self.witness.lead
         if newcomer is not None and newcomer.node_id not in self._links:
             return [Dial(newcomer.host, newcomer.port, newcomer.node_id)]
-        host, port = self._settings.endpoint
-        return [Dial(host, port)] if port and not self.lead.known.knows_endpoint() else []
+        return [Dial(host, port) for host, port in self.lead.known.endpoints_without_agent()]
 
     def _tell(self, now_s: float) -> list[Command]:
         if self.lead is not None:

@@ -110,6 +110,7 @@ class Oversight:
         """Go on from what the last lead knew; again, where a later one is found."""
         self.supervisor.succeed(history, now_s=now_s)
         self.incidents.succeed(history.incidents)
+        self.watching.hung.succeed(history.hung_nodes, history.longest_start_s)
         self._failures.succeed(history.node_failures, history.barred, now_s=now_s)
 
     def history(self, *, now_s: float) -> History:
@@ -120,6 +121,8 @@ class Oversight:
             node_failures=self._failures.ages_s(now_s=now_s),
             barred=self._failures.barred_ages_s(now_s=now_s),
             incidents=count,
+            hung_nodes=[*self.watching.hung.nodes],
+            longest_start_s=self.watching.hung.longest_s,
             spoiled=self.watching.spoiled,
             skip_to=self.watching.skip_to,
         )

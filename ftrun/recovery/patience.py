@@ -49,7 +49,9 @@ class Patience:
         )
 
     def _nobody_takes_us(self, waited_s: float, reach: str) -> str:
-        host, port = self._settings.endpoint
+        endpoints = self._settings.endpoints
+        host = " or ".join(host for host, _ in endpoints)
+        port = " or ".join(dict.fromkeys(str(port) for _, port in endpoints))
         if self._settings.witness:
             return _not_met(f"no run has taken this node in within {waited_s:.0f} s", reach)
         return (

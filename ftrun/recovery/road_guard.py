@@ -16,7 +16,8 @@ from ftrun.recovery.places import Assignment
 from ftrun.recovery.road_watch import Roads
 from ftrun.recovery.settings import NetworkSettings
 from ftrun.recovery.slow_watch import SlowWatch
-from ftrun.wire.cluster import ProbeFound, RoadWord
+from ftrun.recovery.watching import Watching
+from ftrun.wire.cluster import ProbeFound, RoadTried, RoadWord
 from ftrun.wire.plan import NodeCard, Plan
 
 T = TypeVar("T")
@@ -60,10 +61,14 @@ class GuardedRoads:
     def begin(self) -> None:
         self._do(self._roads.begin, None)
 
-    def told(self, sender: str, body: RoadWord, slow: SlowWatch, *, now_s: float) -> list[Command]:
+    def told(
+        self, sender: str, body: RoadWord, watching: Watching, *, now_s: float
+    ) -> list[Command]:
         if isinstance(body, ProbeFound):  # the monitor's, with or without a plan of roads
-            slow.probed(body, now_s=now_s)
+            watching.slow.probed(body, now_s=now_s)
             return []
+        if isinstance(body, RoadTried) and body.survey < 0:
+            return [*watching.pairs.tried(sender, body, now_s=now_s)]
         return self._do(lambda: self._roads.told(sender, body, now_s=now_s), [])
 
     def lost(self, node_id: str) -> None:

@@ -40,6 +40,9 @@ class ClusterSettings:
 
     wishes: Wishes
     endpoint: tuple[str, int] = ("", 0)
+    """Where the first leader is expected; port 0: there is none."""
+    more_endpoints: tuple[tuple[str, int], ...] = ()
+    """Where a node looks for the run too."""
     heartbeat_s: float = 0.5
     deadline_s: float = 3.0
     cut_off_s: float = 2.0
@@ -72,6 +75,11 @@ class ClusterSettings:
     """There is an outside witness; nodes find one another there, and it breaks ties."""
     same_boundary_s: float = 1.0
     """How far ahead a common boundary is named: longer than a heartbeat and its way."""
+
+    @property
+    def endpoints(self) -> list[tuple[str, int]]:
+        """All there are."""
+        return [one for one in (self.endpoint, *self.more_endpoints) if one[1]]
 
     @property
     def let_go_s(self) -> float:

@@ -23,6 +23,7 @@ from ftrun.recovery.first_cause import first_cause, hidden_cause
 from ftrun.recovery.hang_watch import HangWatch
 from ftrun.recovery.incidents import Incidents
 from ftrun.recovery.lost_links import HungLinks
+from ftrun.recovery.pair_check import PairCheck
 from ftrun.recovery.reports import Reports
 from ftrun.recovery.settings import ClusterSettings
 from ftrun.recovery.slow_watch import SlowWatch
@@ -49,13 +50,15 @@ class Watching:
         """The node to be replaced for a hang: see `HungLinks`, and `hang.action: evict`."""
         self.can_replace = False
         """The run could do without one of its nodes."""
-        self._hung = HungLinks(settings.hang)
+        self.hung = HungLinks(settings.hang)
+        self.pairs = PairCheck()
+        self._first_step_s = settings.hang.suspect_s
         self._evicts_hung = settings.hang.action == "evict"
         self._bad_numbers = bad_numbers
         self._me = me
         self._hangs = HangWatch(settings.hang)
         self._numbers = NumberWatch()
-        self._is_blind = self._has_told_of_replicas = False
+        self._is_blind = self._has_told_of_replicas = self._is_stuck = False
         self._due_s = 0.0
         self._every_s = settings.heartbeat_s / 2
 
@@ -64,9 +67,10 @@ class Watching:
         self.spoiled = None
         self.skip_to = -1
         self.unwanted = ""
-        self._is_blind = self._has_told_of_replicas = False
+        self._is_blind = self._has_told_of_replicas = self._is_stuck = False
         self._hangs.begin()
-        self._hung.begin()
+        self.hung.begin()
+        self.pairs.begin()
         self._numbers.begin()
         self.slow.begin()
         self.incidents.generation_begins(plan)
@@ -93,25 +97,37 @@ class Watching:
             self.incidents.tell_bug(f"{type(error).__name__}: {error}")
 
     def probes(self, plan: Plan, *, now_s: float) -> list[Send]:
-        return self.slow.probes(plan, self._me, now_s=now_s)
+        """Links to try: slow ones, and all between the members while ranks make no steps."""
+        return [
+            *self.slow.probes(plan, self._me, now_s=now_s),
+            *(self.pairs.look(plan, now_s=now_s) if self._is_stuck else []),
+        ]
 
     def _look_at_first_step(
         self, plan: Plan, reports: Reports, progress: Progress, now_s: float
     ) -> list[WorkerExit]:
         """Ranks to act on because a lost link lets none of them make a first step."""
-        verdict = self._hung.look(
-            plan, reports, progress, can_replace=self.can_replace, now_s=now_s
+        verdict = self.hung.look(
+            plan,
+            reports,
+            progress,
+            cut=self.pairs.cut,
+            can_replace=self.can_replace,
+            now_s=now_s,
         )
         if verdict is None:
             return []
         self.incidents.found(verdict, (), progress, now_s=now_s)
-        self.unwanted = self._hung.node_out(verdict, plan, reports)
+        self.unwanted = self.hung.node_out(verdict, plan, reports, self.pairs.cut)
         return [_hung(verdict, ())]
 
     def _look_at_silence(
         self, plan: Plan, reports: Reports, progress: Progress, now_s: float
     ) -> list[WorkerExit]:
-        finding = self._hangs.look(reports.beats, plan, can_replace=self.can_replace)
+        finding = self._hangs.look(
+            reports.beats, plan, cut=self.pairs.cut, can_replace=self.can_replace
+        )
+        self._look_whether_stuck(progress, now_s)
         if finding is None:
             if not self._hangs.is_suspicious:
                 self.incidents.cleared(progress, now_s=now_s)
@@ -127,8 +143,18 @@ class Watching:
         if self._evicts_hung and len(verdict.nodes) == 1:
             self.unwanted = verdict.nodes[0]
         if verdict.kind is VerdictKind.HANG_IN_COMMUNICATION:
-            self.unwanted = self._hung.node_out(verdict, plan, reports) or self.unwanted
+            node_out = self.hung.node_out(verdict, plan, reports, self.pairs.cut)
+            self.unwanted = node_out or self.unwanted
         return [_hung(verdict, finding.views)]
+
+    def _look_whether_stuck(self, progress: Progress, now_s: float) -> None:
+        """Whether no steps are made, and links may be the reason."""
+        makes_steps = progress.attached or bool(self.hung.nodes)
+        has_none = makes_steps and progress.steps_here == 0
+        is_late = has_none and self.hung.for_s(now_s=now_s) >= self._first_step_s
+        was_stuck, self._is_stuck = self._is_stuck, self._hangs.is_silent or is_late
+        if was_stuck and not self._is_stuck:
+            self.pairs.begin()
 
     def _look_at_numbers(self, plan: Plan, reports: Reports, now_s: float) -> list[WorkerExit]:
         ranks = [

@@ -3,8 +3,8 @@
 Runs in:  agent, SMP; entered in the thread that accepts, left in that of the handshake.
 Takes in: addresses of processes that have connected and proven nothing yet.
 Gives:    the time that each has for its first message; or no room.
-Survives: hosts that connect and send nothing: they fill at most half of the slots for longer than
-          `HELLO_S`, and one address at most a quarter of all.
+Survives: hosts that connect and prove nothing: they fill at most half of the slots for longer than
+          `CROWDED_S`, and one address at most a quarter of all.
 """
 
 import socket
@@ -16,6 +16,10 @@ from ftrun.wire.handshake import HANDSHAKE_S
 HELLO_S = 0.5
 """For the first message where half of the slots are taken. With fewer it is the time of the whole
 handshake: on a busy machine a live peer may need longer than this."""
+
+CROWDED_S = 1.0
+"""For the whole handshake where half of the slots are taken. A first message needs no secret, so it
+must not hold a slot for longer."""
 
 
 class Doors:
@@ -37,7 +41,9 @@ class Doors:
             if count >= self._slots or self._inside[address] >= max(1, self._slots // 4):
                 return None
             self._inside[address] += 1
-        return Door(self, address, HANDSHAKE_S if 2 * count < self._slots else HELLO_S)
+        if 2 * count < self._slots:
+            return Door(self, address, hello_s=HANDSHAKE_S, handshake_s=HANDSHAKE_S)
+        return Door(self, address, hello_s=HELLO_S, handshake_s=CROWDED_S)
 
     def leave(self, address: str) -> None:
         with self._lock:
@@ -52,11 +58,13 @@ class Door:
     Args:
         doors: of which it is one.
         address: of the process that has connected.
-        hello_s: within which its first message must come.
+        hello_s: within which its first message must come, and the first one after the handshake.
+        handshake_s: within which the handshake must end.
     """
 
-    def __init__(self, doors: Doors, address: str, hello_s: float) -> None:
+    def __init__(self, doors: Doors, address: str, *, hello_s: float, handshake_s: float) -> None:
         self.hello_s = hello_s
+        self.handshake_s = handshake_s
         self._doors = doors
         self._address = address
 

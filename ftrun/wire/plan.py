@@ -36,11 +36,13 @@ class NodeCard(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_li
     domain: str = ""
     """Fault domain, such as a rack."""
     endpoint: bool = False
-    """It listens at the rendezvous endpoint."""
+    """It listens at the rendezvous endpoint, the first of several."""
     switch: str = ""
     """The leaf switch it hangs on, as its scheduler tells."""
     rails: list[Rail] = []
     """By which it can be reached, the one of `host` first; empty: that address is all there is."""
+    further_endpoint: int = 0
+    """Number of the further endpoint that it listens at, from 1; 0: of none."""
 
 
 class PlanNode(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
@@ -104,6 +106,10 @@ class History(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """This version and later ones hold bad numbers, and are not gone on from."""
     skip_to: int = -1
     """The batches up to this step are left out on the way back; -1: all come again."""
+    hung_nodes: list[str] = []
+    """Named by the last hang in communication, while no step was made since."""
+    longest_start_s: float = 0.0
+    """That a generation has needed up to its first step; 0: not known."""
     bad_checkpoints: dict[str, str] = {}
     """Checkpoints that no node loads, because one of them cannot use it: names and reasons."""
 

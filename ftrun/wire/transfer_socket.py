@@ -20,6 +20,7 @@ from collections.abc import Sequence
 import msgspec
 import xxhash
 
+from ftrun import clock
 from ftrun.errors import PeerLost, PeerTimeout, ProtocolError
 from ftrun.wire.framing import MAX_FRAME_BYTES, decode_body, encode_body
 from ftrun.wire.handshake import Session
@@ -51,6 +52,7 @@ class TransferSocket:
         self._patience_s = patience_s
         self._sequence = 0
         self._timeout_s: float | None = None
+        self._until_s: float | None = None
         self.num_bytes = 0
         sock.settimeout(None)
 
@@ -103,14 +105,16 @@ class TransferSocket:
             raise self._lost(error) from error
         self.num_bytes += len(head) + size
 
-    def receive(self) -> TransferEnvelope:
+    def receive(self, *, within_s: float | None = None) -> TransferEnvelope:
         """The next message; its bytes, if it has any, are to be read with `receive_raw`.
 
-        Waits for as long as the peer says nothing.
+        Args:
+            within_s: for all of the message; None: waits for as long as the peer says nothing.
 
         Raises:
             PeerLost, PeerTimeout, ProtocolError.
         """
+        self._until_s = None if within_s is None else clock.now_s() + within_s
         prefix = bytearray(PREFIX_BYTES)
         self._read([memoryview(prefix)], may_wait=True)
         length = body_length(prefix, self._sequence, limit_bytes=MAX_FRAME_BYTES)
@@ -118,6 +122,7 @@ class TransferSocket:
         self._read([memoryview(body)])
         check_body(self._session.receive_key, prefix, body)
         self._sequence += 1
+        self._until_s = None
         envelope = decode_body(_DECODER, bytes(body))
         if not 0 <= envelope.raw_bytes <= MAX_RAW_BYTES:
             raise ProtocolError(f"{self.peer} announces {envelope.raw_bytes} bytes")
@@ -161,7 +166,7 @@ class TransferSocket:
         waits = may_wait
         try:
             while left:
-                self._wait_at_most(None if waits else self._patience_s)
+                self._wait_at_most(self._left_s(None if waits else self._patience_s))
                 got, *_ = self._sock.recvmsg_into(left[:_MAX_VECTORS])
                 if not got:
                     raise PeerLost(peer=self.peer, how="closed")
@@ -169,6 +174,15 @@ class TransferSocket:
                 left, waits = _rest(left, got), False
         except OSError as error:
             raise self._lost(error) from error
+
+    def _left_s(self, patience_s: float | None) -> float | None:
+        """Until the message must be here, where it must; else as given."""
+        if self._until_s is None:
+            return patience_s
+        left_s = self._until_s - clock.now_s()
+        if left_s <= 0:
+            raise TimeoutError
+        return left_s
 
     def _wait_at_most(self, timeout_s: float | None) -> None:
         if timeout_s != self._timeout_s:

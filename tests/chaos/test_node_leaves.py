@@ -81,3 +81,25 @@ def test_an_agent_that_comes_back_to_an_ended_run_ends_too(run: NodesRun) -> Non
     assert run.wait_for_code(2) == 75
     assert time.monotonic() - began_s < GONE_S + 30.0
     assert "nobody of this run is left" in run.text(2)
+
+
+def test_a_node_that_was_cut_off_while_the_others_finished_ends_with_their_result(
+    tmp_path: Path,
+) -> None:
+    """It finds no leader, and reads the record of the run beside the checkpoints."""
+    with VirtualCluster(3) as cluster:
+        flags = ["--checkpoint-dir", tmp_path / "checkpoints"]
+        words = job_words("ddp", tmp_path)
+        run = NodesRun(cluster, tmp_path, words, Deadline(200.0), members=1, spares=2, flags=flags)
+        run.start_all()
+        run.wait_for_step(5)
+        run.may_end(2)
+        run.fault("cut", 2)
+        run.wait_for("the loss to be seen", lambda: run.journals("NodeLost"))
+        run.finish()
+        assert [run.codes()[node] for node in (0, 1)] == [0, 0]
+        cluster.heal(2)
+        ended_s = time.monotonic()
+        assert run.wait_for_code(2) == 0, run.text(2)
+        assert time.monotonic() - ended_s < GONE_S / 2
+        assert "has finished at" in run.text(2)

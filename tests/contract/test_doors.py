@@ -1,15 +1,28 @@
 """Connections that have proven nothing: how many there may be, and for how long."""
 
 import contextlib
+import os
+import selectors
 import socket
+import threading
 from collections.abc import Iterator
+from queue import SimpleQueue
 
 import pytest
 
+from ftrun.agent import handshakes
+from ftrun.agent.handshakes import Handshakes, Proven
 from ftrun.errors import PeerTimeout
-from ftrun.wire.doors import HELLO_S, Door, Doors
-from ftrun.wire.handshake import HANDSHAKE_S, accept_handshake
+from ftrun.recovery.happenings import DialFailed
+from ftrun.smp import peers
+from ftrun.smp.peers import Peers, Session
+from ftrun.wire import doors, handshake
+from ftrun.wire.doors import CROWDED_S, HELLO_S, Door, Doors
+from ftrun.wire.handshake import HANDSHAKE_S, accept_handshake, dial_handshake
 from ftrun.wire.identity import PeerIdentity
+from ftrun.wire.messages import PROTOCOL_VERSION
+from ftrun.wire.secret import Secret, make_secret
+from ftrun.wire.tcp import dial, listen_tcp
 
 WAIT_S = 60.0
 
@@ -28,25 +41,25 @@ def connected(stack: contextlib.ExitStack, source: str) -> tuple[socket.socket, 
     return stack.enter_context(there), stack.enter_context(here)
 
 
-def enter(doors: Doors, stack: contextlib.ExitStack, source: str) -> Door | None:
-    return doors.enter(connected(stack, source)[1])
+def enter(slots: Doors, stack: contextlib.ExitStack, source: str) -> Door | None:
+    return slots.enter(connected(stack, source)[1])
 
 
 def test_one_address_gets_a_quarter_of_the_slots(stack: contextlib.ExitStack) -> None:
-    doors = Doors(8)
-    taken = [enter(doors, stack, "127.0.0.66") for _ in range(3)]
+    slots = Doors(8)
+    taken = [enter(slots, stack, "127.0.0.66") for _ in range(3)]
     assert [door is not None for door in taken] == [True, True, False]
-    assert enter(doors, stack, "127.0.0.67") is not None
+    assert enter(slots, stack, "127.0.0.67") is not None
     assert taken[0] is not None
     taken[0].leave()
-    assert enter(doors, stack, "127.0.0.66") is not None
+    assert enter(slots, stack, "127.0.0.66") is not None
 
 
 def test_half_of_the_slots_are_held_for_a_short_time_only(stack: contextlib.ExitStack) -> None:
-    doors = Doors(8)
-    taken = [enter(doors, stack, f"127.0.0.{70 + at}") for at in range(9)]
-    times_s = [door.hello_s for door in taken if door is not None]
-    assert times_s == [HANDSHAKE_S] * 4 + [HELLO_S] * 4
+    slots = Doors(8)
+    taken = [enter(slots, stack, f"127.0.0.{70 + at}") for at in range(9)]
+    times_s = [(door.hello_s, door.handshake_s) for door in taken if door is not None]
+    assert times_s == [(HANDSHAKE_S, HANDSHAKE_S)] * 4 + [(HELLO_S, CROWDED_S)] * 4
 
 
 def identity(node_id: str) -> PeerIdentity:
@@ -59,3 +72,100 @@ def test_a_peer_that_says_nothing_is_given_up_after_the_time_for_its_hello(
     _, here = connected(stack, "127.0.0.66")
     with pytest.raises(PeerTimeout, match=r"0\.1 s"):
         accept_handshake(here, identity("a"), None, hello_s=0.1)
+
+
+SLOTS = 8
+HOST = "127.0.0.1"
+SECRET = make_secret()
+
+
+@pytest.fixture
+def agent_port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    """Where an agent with few slots accepts connections."""
+    monkeypatch.setattr(handshakes, "MAX_HANDSHAKES", SLOTS)
+    taken: SimpleQueue[Proven | DialFailed] = SimpleQueue()
+    accepting = Handshakes(identity("a"), SECRET, take=taken.put, dialled=lambda *_: None)
+    with contextlib.closing(listen_tcp(HOST, 0)) as listener:
+        is_over = threading.Event()
+
+        def accept() -> None:
+            with selectors.DefaultSelector() as selector:
+                selector.register(listener, selectors.EVENT_READ)
+                while not is_over.is_set():
+                    if selector.select(0.1):
+                        accepting.accept(listener)
+
+        thread = threading.Thread(target=accept)
+        thread.start()
+        yield int(listener.getsockname()[1])
+        is_over.set()
+        thread.join()
+    while not taken.empty():
+        made = taken.get()
+        assert isinstance(made, Proven)
+        made.sock.close()
+
+
+@contextlib.contextmanager
+def smp(secret: Secret | None, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    """Where an SMP with few slots and much patience accepts connections."""
+    monkeypatch.setattr(peers, "_MAX_HANDSHAKES", SLOTS)
+    listening = Peers()
+    port = listening.listen([HOST], secret)
+    listening.begin(Session(PeerIdentity("run", "smp", "a", 1), 0, 7, patience_s=10 * WAIT_S))
+    yield port
+    listening.close()
+
+
+@pytest.fixture
+def smp_port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    with smp(SECRET, monkeypatch) as port:
+        yield port
+
+
+def stranger(stack: contextlib.ExitStack, port: int, at: int) -> socket.socket:
+    """A connection that has said a first message, which needs no secret, and says nothing else."""
+    source = (f"127.0.0.{70 + at}", 0)
+    sock = stack.enter_context(socket.create_connection((HOST, port), WAIT_S, source))
+    hello = handshake._HELLO.pack(b"ftrun/hs", PROTOCOL_VERSION, True, os.urandom(32))
+    sock.sendall(handshake._FRAME.pack(0xF1, len(hello)) + hello)
+    size = handshake._FRAME.size + handshake._HELLO.size
+    assert len(sock.recv(size, socket.MSG_WAITALL)) == size  # it has a slot
+    return sock
+
+
+@pytest.mark.parametrize("where", ["agent_port", "smp_port"])
+def test_a_first_message_without_proof_holds_no_crowded_slot(
+    where: str,
+    stack: contextlib.ExitStack,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(doors, "HANDSHAKE_S", 10 * WAIT_S)
+    port = request.getfixturevalue(where)
+    held = [stranger(stack, port, at) for at in range(SLOTS)]
+    ended = []
+    with selectors.DefaultSelector() as selector:
+        for at, sock in enumerate(held):
+            selector.register(sock, selectors.EVENT_READ, at)
+        while len(ended) < SLOTS // 2:
+            ready = selector.select(WAIT_S)
+            assert ready
+            for key, _ in ready:
+                with contextlib.suppress(ConnectionResetError):
+                    assert held[key.data].recv(1) == b""
+                selector.unregister(key.fileobj)
+                ended.append(key.data)
+    assert sorted(ended) == list(range(SLOTS // 2, SLOTS))
+
+
+def test_an_unknown_peer_without_a_link_holds_no_slot(
+    stack: contextlib.ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a secret any host ends the handshake, so that must not hold a slot either."""
+    monkeypatch.setattr(doors, "HANDSHAKE_S", 1.0)
+    with smp(None, monkeypatch) as port:
+        sock = stack.enter_context(dial(HOST, port, WAIT_S))
+        dial_handshake(sock, PeerIdentity("run", "smp", "b", 1), None, deadline_s=WAIT_S)
+        sock.settimeout(WAIT_S)
+        assert sock.recv(1) == b""

@@ -171,7 +171,7 @@ def _commit_when_one_node_is_ready(patch: Patch) -> None:
 
 
 def _endpoint_is_not_told_of_the_run(patch: Patch) -> None:
-    patch.setattr(Peers, "knows_endpoint", lambda self: True)
+    patch.setattr(Peers, "endpoints_without_agent", lambda self: [])
 
     def opened(self: lead.Lead, node_id: str, incarnation: int, *, now_s: float) -> list[Command]:
         peer = self.known.get(node_id)

@@ -160,6 +160,13 @@ def test_numbers_that_make_no_sense(words: str, variables: Mapping[str, str], pa
 def test_where_they_meet(words: str, variables: Mapping[str, str], where: tuple[str, int]) -> None:
     found = nodes(f"--nnodes 2 {words}", variables)
     assert (found.endpoint_host, found.endpoint_port) == where
+    assert found.more_endpoints == []
+
+
+def test_nodes_may_meet_at_several_endpoints() -> None:
+    found = nodes("--nnodes 2 --rdzv-endpoint n1:7,n2,[fd00::7]:8,n1:7")
+    assert (found.endpoint_host, found.endpoint_port) == ("n1", 7)
+    assert found.more_endpoints == [("n2", 29400), ("fd00::7", 8)]
 
 
 def test_nowhere_to_meet_says_what_to_give() -> None:

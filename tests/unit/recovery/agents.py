@@ -4,6 +4,8 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+import msgspec
+
 from ftrun.recovery.allegiance import Role
 from ftrun.recovery.commands import (
     Adopt,
@@ -133,6 +135,9 @@ class Agents:
         wishes = settings(**{**_fields(self.settings), **changes}) if changes else self.settings
         is_endpoint = node_id == "a" and not wishes.witness
         me = card(node_id, incarnation, endpoint=is_endpoint, port=port)
+        if (me.host, port) in wishes.more_endpoints:
+            number = wishes.more_endpoints.index((me.host, port)) + 1
+            me = msgspec.structs.replace(me, further_endpoint=number)
         self.all[node_id] = Agent(_member(me, wishes, self.now_s), wishes)
         return self.all[node_id]
 

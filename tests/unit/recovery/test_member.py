@@ -1,5 +1,7 @@
 """A member: it finds the run, follows its lead, and leads where it is the next in order."""
 
+from dataclasses import replace
+
 import pytest
 
 from ftrun.errors import ExitCode
@@ -99,6 +101,49 @@ def test_a_newcomer_at_any_agent_is_told_who_leads() -> None:
     made.passes(3.0)
     assert (made.role("d"), made.lead()) == (Role.FOLLOWING, "a")
     assert made["d"].runs == -1, "it takes part from the next generation on"
+
+
+TWO_ENDPOINTS = replace(SETTINGS, more_endpoints=(("b.local", 29400),))
+
+
+def test_a_run_with_several_endpoints_begins_at_the_first() -> None:
+    """Also for a node that is linked with the node of another one before."""
+    made = Agents("bc", TWO_ENDPOINTS)
+    made.passes(3.0)
+    assert made.running() == {}
+    assert frozenset("bc") in made.links
+    made.start("a")
+    made.passes(5.0)
+    assert made.running() == {"a": 0, "b": 0, "c": 0}
+
+
+def test_a_newcomer_finds_the_run_at_another_endpoint_where_the_first_is_dead() -> None:
+    made = begun(more_endpoints=TWO_ENDPOINTS.more_endpoints, wishes=Wishes(2, 4, 0))
+    made.kill("a")
+    made.passes(5.0)
+    assert made.lead() == "b"
+    made.start("d")
+    made.passes(5.0)
+    assert (made.role("d"), made.lead()) == (Role.FOLLOWING, "b")
+
+
+def test_the_leader_looks_for_newcomers_at_all_endpoints() -> None:
+    made = begun(more_endpoints=TWO_ENDPOINTS.more_endpoints)
+    made.passes(1.0)
+    made["a"].sent.clear()
+    made.passes(1.0)
+    assert not [one for one in made["a"].sent if isinstance(one, Dial)]
+    made.kill("b")
+    made.passes(5.0)
+    assert Dial("b.local", 29400) in made["a"].sent
+
+
+def test_a_node_that_gathers_is_not_dialled_in_turn_with_others() -> None:
+    made = Agents("ac", replace(TWO_ENDPOINTS, wishes=Wishes(3, 3, 0)))
+    made.passes(3.0)
+    made["c"].sent.clear()
+    made.passes(3.0)
+    assert Dial("b.local", 29400) not in made["c"].sent
 
 
 def test_who_finds_nobody_gives_up_in_the_end() -> None:

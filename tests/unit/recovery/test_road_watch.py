@@ -18,6 +18,7 @@ from ftrun.recovery.places import Assignment
 from ftrun.recovery.road_guard import GuardedRoads
 from ftrun.recovery.settings import NetworkSettings
 from ftrun.recovery.slow_watch import SlowWatch
+from ftrun.recovery.watching import Watching
 from ftrun.wire.cluster import AskRoad, ProbeFound, RoadSilent, RoadTried
 from ftrun.wire.plan import NodeCard, Plan
 from tests.unit.recovery.made import card, meet, plan, settings
@@ -51,7 +52,8 @@ class World:
         self.peers = Peers(self.cards[0], settings())
         for one in self.cards:
             meet(self.peers, one, now_s=1.0)
-        self.slow = Slow()
+        self.watching = Watching(settings(), "report", "a")
+        self.slow = self.watching.slow = Slow()
         self.roads = GuardedRoads("a", NetworkSettings(plan=mode, **more), self.peers)
         self.now_s = 1.0
         self.rate: Rate = lambda road: 1e9
@@ -78,7 +80,7 @@ class World:
                 "" if rate else "no answer",
             )
             waiting += self.roads.told(
-                road.source, RoadTried(order.survey, found), self.slow, now_s=self.now_s
+                road.source, RoadTried(order.survey, found), self.watching, now_s=self.now_s
             )
 
     def ballot(self, previous: Plan | None = None) -> Assignment:
@@ -103,7 +105,7 @@ class World:
         self.rate = lambda road: (
             0.0 if road.rail == rail and node_id in (road.source, road.destination) else 1e9
         )
-        self.roads.told("b", RoadSilent(node_id, rail, 1.0), self.slow, now_s=self.now_s)
+        self.roads.told("b", RoadSilent(node_id, rail, 1.0), self.watching, now_s=self.now_s)
 
     def pass_by(self, running: Plan, for_s: float = 1.0) -> None:
         end_s = self.now_s + for_s
@@ -220,8 +222,10 @@ def test_a_node_that_joins_is_probed_beside_the_generation_a_round_at_a_time() -
 def test_answers_without_a_survey_change_nothing_and_link_probes_go_to_who_asked() -> None:
     world = World()
     late = RoadTried(1, RoadFound("a", "b", "eth0", 1e-4, 1e9))
-    assert world.roads.told("a", late, world.slow, now_s=1.0) == []
-    assert world.roads.told("a", ProbeFound(1, "b"), world.slow, now_s=1.0) == []
+    assert world.roads.told("a", late, world.watching, now_s=1.0) == []
+    assert world.roads.told("a", ProbeFound(1, "b"), world.watching, now_s=1.0) == []
+    pair = RoadTried(-1, RoadFound("a", "b", "agents"))
+    assert world.roads.told("a", pair, world.watching, now_s=1.0) == []
 
 
 def test_a_silent_rail_is_tried_and_left_at_once() -> None:
@@ -232,7 +236,7 @@ def test_a_silent_rail_is_tried_and_left_at_once() -> None:
     world.rate = lambda road: (
         0.0 if road.rail == rail and "c" in (road.source, road.destination) else 1e9
     )
-    world.roads.told("b", RoadSilent("c", rail, 1.0), world.slow, now_s=world.now_s)
+    world.roads.told("b", RoadSilent("c", rail, 1.0), world.watching, now_s=world.now_s)
     world.pass_by(running, 0.3)
     assert all(one.is_short and one.rail == rail for one in world.asked)
     why = world.roads.take_urgent()
@@ -248,12 +252,12 @@ def test_a_silent_rail_that_is_found_alive_is_not_suspected_again_at_once() -> N
     world = World("abcd")
     running = world.begin()
     said = RoadSilent("c", "eth0", 1.0)
-    world.roads.told("b", said, world.slow, now_s=world.now_s)
+    world.roads.told("b", said, world.watching, now_s=world.now_s)
     world.pass_by(running, 0.3)
     asked = len(world.asked)
     assert asked
     assert world.roads.take_urgent() == ""
-    world.roads.told("b", said, world.slow, now_s=world.now_s)
+    world.roads.told("b", said, world.watching, now_s=world.now_s)
     world.pass_by(running, 0.3)
     assert len(world.asked) == asked
 
@@ -261,7 +265,7 @@ def test_a_silent_rail_that_is_found_alive_is_not_suspected_again_at_once() -> N
 def test_a_node_that_is_not_heard_at_all_is_no_rail_that_is_dead() -> None:
     world = World("ab")
     running = world.begin()
-    world.roads.told("a", RoadSilent("b", "eth0", 1.0), world.slow, now_s=world.now_s)
+    world.roads.told("a", RoadSilent("b", "eth0", 1.0), world.watching, now_s=world.now_s)
     peer = world.peers.get("b")
     assert peer is not None
     peer.heard_s = world.now_s - 5
@@ -275,7 +279,7 @@ def test_two_nodes_try_the_silent_rail_both_ways() -> None:
     world = World("ab")
     running = world.begin()
     world.rate = lambda road: 0.0 if road.rail == "eth0" else 1e9
-    world.roads.told("a", RoadSilent("b", "eth0", 1.0), world.slow, now_s=world.now_s)
+    world.roads.told("a", RoadSilent("b", "eth0", 1.0), world.watching, now_s=world.now_s)
     world.pass_by(running, 0.3)
     assert len(world.asked) == 2
     assert "eth0" in world.roads.take_urgent()
@@ -284,7 +288,7 @@ def test_two_nodes_try_the_silent_rail_both_ways() -> None:
 def test_words_of_a_rail_that_nobody_knows_or_that_are_old_are_dropped() -> None:
     world = World("ab")
     running = world.begin()
-    world.roads.told("a", RoadSilent("b", "eth9", 1.0), world.slow, now_s=world.now_s)
+    world.roads.told("a", RoadSilent("b", "eth9", 1.0), world.watching, now_s=world.now_s)
     world.pass_by(running, 2.0)
     assert world.asked == []
 
@@ -455,8 +459,8 @@ def test_what_is_dead_is_not_tried_for_every_word_and_looked_at_again_later() ->
     world.pass_by(running, 0.5)
     asked = len(world.asked)
     told = world.kinds().count("RoadFinding")
-    world.roads.told("c", RoadSilent("a", "eth1", 1.0), world.slow, now_s=world.now_s)
-    world.roads.told("d", RoadSilent("c", "eth1", 1.0), world.slow, now_s=world.now_s)
+    world.roads.told("c", RoadSilent("a", "eth1", 1.0), world.watching, now_s=world.now_s)
+    world.roads.told("d", RoadSilent("c", "eth1", 1.0), world.watching, now_s=world.now_s)
     world.pass_by(running, 0.5)
     assert len(world.asked) == asked
     world.pass_by(running, 31.0)
@@ -510,7 +514,7 @@ def test_a_new_lead_leaves_a_dead_rail_though_it_knows_no_rate(nodes: str) -> No
     world.rate = lambda road: (
         0.0 if road.rail == rail and "b" in (road.source, road.destination) else 1e9
     )
-    world.roads.told("a", RoadSilent("b", rail, 1.0), world.slow, now_s=world.now_s)
+    world.roads.told("a", RoadSilent("b", rail, 1.0), world.watching, now_s=world.now_s)
     world.pass_by(running, 0.3)
     assert rail in world.roads.take_urgent()
     places = world.ballot(running)
@@ -523,7 +527,7 @@ def test_a_new_lead_stays_on_a_sound_rail_after_a_false_alarm() -> None:
     assert running.roads is not None
     world = new_lead(running)
     rail = running.roads.rails[-1]
-    world.roads.told("a", RoadSilent("b", rail, 1.0), world.slow, now_s=world.now_s)
+    world.roads.told("a", RoadSilent("b", rail, 1.0), world.watching, now_s=world.now_s)
     world.pass_by(running, 0.3)
     assert world.asked
     assert world.roads.take_urgent() == world.roads.wish == ""
@@ -535,7 +539,7 @@ def test_a_new_lead_stays_on_a_sound_rail_after_a_false_alarm() -> None:
 def test_a_short_look_keeps_the_rate_that_was_measured() -> None:
     world = World("abcd")
     running = world.begin()
-    world.roads.told("b", RoadSilent("c", "eth0", 1.0), world.slow, now_s=world.now_s)
+    world.roads.told("b", RoadSilent("c", "eth0", 1.0), world.watching, now_s=world.now_s)
     world.pass_by(running, 0.3)
     assert world.asked
     status = world.roads.status(running, now_s=world.now_s)
@@ -603,7 +607,7 @@ def test_a_bug_anywhere_is_told_once_and_no_road_is_looked_at_again(
     for _ in range(2):
         world.ballot()
         world.roads.begin()
-        world.roads.told("b", RoadSilent("c", "eth0", 1.0), world.slow, now_s=world.now_s)
+        world.roads.told("b", RoadSilent("c", "eth0", 1.0), world.watching, now_s=world.now_s)
         world.roads.lost("d")
         world.roads.know(world.cards)
         world.pass_by(running, 0.1)
