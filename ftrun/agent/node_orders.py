@@ -160,6 +160,7 @@ class NodeOrders:
         if run.workers.alive():
             run.journal.write("KillWorkers", why=order.why)
         self._kill()
+        run.publish_status()
         run.caretaker.await_smp()
         run.generations.is_over = True
         holdings = run.smp.inventory()
@@ -172,6 +173,7 @@ class NodeOrders:
         run.report.begin()
         self.awaits_boundary = False
         restored, problem, code = None, "", int(ExitCode.STATE_LOST)
+        run.publish_status()
         try:
             restored = run.generations.adopt(self._agent, plan)
         except SnapshotError as error:
@@ -206,6 +208,7 @@ class NodeOrders:
         run = self._run
         self.has_left = order.goes_on
         run.workers.kill()
+        run.publish_status()
         run.generations.repeats.conclude()
         if run.onlookers is not None:
             run.onlookers.at_end()

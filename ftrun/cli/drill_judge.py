@@ -244,9 +244,7 @@ def _culprits(
             problems.append(f"names nodes {wrong[0]['nodes']}, not {list(expected.nodes)}")
 
 
-def _ends(
-    expected: Expected, row: Row, later: Sequence[JournalLine], problems: list[str]
-) -> None:
+def _ends(expected: Expected, row: Row, later: Sequence[JournalLine], problems: list[str]) -> None:
     closed = [line for line in later if line["kind"] == "IncidentClosed"]
     actions = [line["action"] for line in later if line["kind"] == "Action"]
     row.action = str(closed[-1]["action"]) if closed else (actions[-1] if actions else "")
