@@ -12,10 +12,12 @@ from ftrun import clock
 from ftrun.agent.brain import Brain
 from ftrun.agent.incident_status import incidents_of, last_collectives, lateness_of, life_of
 from ftrun.agent.summary_line import Activity, Protection, activity_words, next_loss_words
+from ftrun.ids import version
 from ftrun.monitor.numbers import finite
 from ftrun.recovery.attendance import Peer
 from ftrun.recovery.ballots import electorate, identity
 from ftrun.recovery.lead import Lead
+from ftrun.recovery.past import Gone
 from ftrun.wire.heartbeats import Beat
 from ftrun.wire.plan import Plan
 
@@ -40,6 +42,9 @@ def cluster_status(brain: Brain) -> dict[str, Any]:
     peers = sorted(lead.known, key=lambda peer: _place(peer, plan))
     late_s = lateness_of(brain)
     nodes = [_node(peer, plan, beats, late_s, now_s) for peer in peers]
+    known_ids = {peer.card.node_id for peer in peers}
+    past = brain.oversight.past
+    nodes += [_gone(one, now_s) for one in past.gone if one.card.node_id not in known_ids]
     protection = _protection(brain, plan, beats)
     return {
         **known,
@@ -48,6 +53,16 @@ def cluster_status(brain: Brain) -> dict[str, Any]:
         "state": _state(brain, lead),
         "life": life_of(brain),
         "incidents": incidents_of(brain, now_s=now_s),
+        "restarts": [
+            {
+                "generation": one.generation,
+                "cause": one.cause,
+                "at_s_ago": max(0.0, now_s - one.at_s),
+                "restored": str(version(*one.restored)) if one.restored is not None else None,
+                "downtime_s": one.downtime_s,
+            }
+            for one in past.restarts
+        ],
         "warnings": _warnings(beats),
         "paused": lead.pause.why,
         "set_aside": sorted(brain.oversight.set_aside(now_s=now_s)),
@@ -117,8 +132,8 @@ def _node(
     return {
         "node": node_id,
         "host": peer.card.host,
-        "place": place if not peer.lost else "lost",
-        "why": peer.lost,
+        "place": place if not peer.lost else "left" if peer.has_left else "lost",
+        "why": peer.lost if not peer.has_left else "",
         "heard_s_ago": round(max(0.0, now_s - peer.heard_s), 2),
         "state": beat.state if beat is not None and not peer.lost else "unknown",
         "step": beat.step if beat is not None else None,
@@ -142,6 +157,24 @@ def _node(
             }
             for rank in (beat.ranks if beat is not None else ())
         ],
+    }
+
+
+def _gone(gone: Gone, now_s: float) -> dict[str, Any]:
+    """A node that an earlier leader has seen go."""
+    return {
+        "node": gone.card.node_id,
+        "host": gone.card.host,
+        "place": "left" if gone.has_left else "lost",
+        "why": "" if gone.has_left else gone.reason,
+        "heard_s_ago": round(max(0.0, now_s - gone.at_s), 2),
+        "state": "unknown",
+        "step": None,
+        "ready": None,
+        "unprotected": "",
+        "domain": gone.card.domain,
+        "check": "",
+        "ranks": [],
     }
 
 
@@ -173,7 +206,13 @@ def _verdict(
         return f"PAUSED: {lead.pause.why}"
     if (ballot := lead.ballot) is not None or plan is None:
         return f"starting generation {ballot.generation if ballot is not None else 0}"
-    lost = [peer.card.node_id for peer in lead.known if peer.lost]
+    known = {peer.card.node_id: peer for peer in lead.known}
+    lost = [node_id for node_id, peer in known.items() if peer.lost and not peer.has_left]
+    lost += [
+        one.card.node_id
+        for one in brain.oversight.past.gone
+        if not one.has_left and one.card.node_id not in known
+    ]
     num = len(plan.members)
     nodes = f"{num} node" + ("s" if num > 1 else "")
     spares = _usable_spares(brain, lead, plan, now_s)

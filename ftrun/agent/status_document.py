@@ -145,15 +145,21 @@ def _add_cluster(document: dict[str, Any], cluster: dict[str, Any], *, has_secre
     document["state"] = cluster["state"]
     document["life"] = cluster.get("life")
     document["incidents"] = cluster.get("incidents") or []
+    # What the leader knows of earlier ones; of each this node may have measured its own part.
+    own = {restart["generation"]: restart for restart in document["restarts"]}
+    whole = {restart["generation"]: restart for restart in cluster.get("restarts") or ()}
+    document["restarts"] = [
+        {**whole.get(number, {}), **own.get(number, {})} for number in sorted({*whole, *own})
+    ]
     document["warnings"] = cluster.get("warnings") or document["warnings"]
     # What a node's own ranks say is a part of it; a spare's have nothing to say.
     snapshots = document["snapshots"]
     snapshots["protected"] = bool(cluster.get("survives")) and not cluster.get("unprotected")
     snapshots["note"] = cluster.get("unprotected") or snapshots["note"]
     nodes = cluster.get("nodes") or []
-    whole = {rank["rank"]: rank for node in nodes for rank in node["ranks"]}
+    everywhere = {rank["rank"]: rank for node in nodes for rank in node["ranks"]}
     for rank in document["ranks"]:
-        late_s = whole.get(rank["rank"], {}).get("lateness_s")
+        late_s = everywhere.get(rank["rank"], {}).get("lateness_s")
         rank["lateness_s"] = rank["lateness_s"] if late_s is None else late_s
 
 

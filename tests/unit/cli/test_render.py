@@ -102,6 +102,14 @@ def test_the_interval_of_snapshots_has_words(
     assert words in capsys.readouterr().out
 
 
+def test_a_restart_under_an_earlier_leader_has_its_downtime(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    restart = {"generation": 1, "cause": "x", "restored": "step 3", "downtime_s": 1.5}
+    show_status({**DOCUMENT, "restarts": [restart]})
+    assert "restored step 3; trained again after 1.50 s" in capsys.readouterr().out
+
+
 def test_a_checkpoint_is_of_no_generation(capsys: pytest.CaptureFixture[str]) -> None:
     show_status({**DOCUMENT, "snapshots": {**DOCUMENT["snapshots"], "generation": -1}})
     assert "newest step 11 (from a checkpoint), 0.40 s old" in capsys.readouterr().out
