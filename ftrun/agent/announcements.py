@@ -21,6 +21,10 @@ class Announcements:
         self._said.append(cause)
         return True
 
+    def clear(self) -> None:
+        """A generation has begun without ranks here: the same failure again is news."""
+        self._said.clear()
+
     def beginning(self, reason: str, generation: int, start: str) -> str:
         """What begins now, behind that part of its reason that is not printed."""
         said = next((one for one in self._said if reason.startswith(one)), "")

@@ -26,11 +26,13 @@ class ClusterBrain(Brain):
         """It has a clock of its own.
 
         Raises:
-            RuntimeError: its thread has ended in a bug. The agent ends with 70, and the stub starts
-                another one.
+            RuntimeError: its thread, or that of the witness, has ended in a bug. The agent ends
+                with 70, and the stub starts another one.
         """
         if self.thread is not None and self.thread.failure is not None:
             raise RuntimeError("the cluster thread has ended") from self.thread.failure
+        if self.witness_thread is not None and self.witness_thread.failure is not None:
+            raise RuntimeError("the witness thread has ended") from self.witness_thread.failure
 
     def close(self) -> None:
         if self.thread is not None:

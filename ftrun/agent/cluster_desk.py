@@ -1,7 +1,7 @@
 """What the nodes of a run ask of one another beside decisions: status, and lines for the journal.
 
-Runs in:  agent: `take` in the cluster thread, `whole` in the control thread, the rest in the main
-          thread.
+Runs in:  agent: `take` in the cluster thread, which also publishes `brain`; `whole` in the control
+          thread, the rest in the main thread.
 Takes in: messages that the brain has no part in.
 Gives:    the status of the whole run on any node; one merged journal where the lead is.
 Survives: a lead that does not answer: the node's own status is shown, and says so.
@@ -16,10 +16,11 @@ from typing import Any
 
 from ftrun import clock
 from ftrun.agent.brain import Brain
-from ftrun.agent.cluster_status import cluster_status
+from ftrun.agent.brain_status import brain_status
 from ftrun.agent.cluster_thread import ClusterThread
 from ftrun.agent.fault_desk import NOT_ALLOWED, FaultDesk
 from ftrun.agent.link_probe import ProbeDesk
+from ftrun.agent.published import Published
 from ftrun.journal import Journal
 from ftrun.wire.cluster import (
     AnyClusterMessage,
@@ -32,6 +33,8 @@ from ftrun.wire.fault_messages import FaultAnswer, FaultOrdered
 
 ANSWER_S = 2.0
 LINES_EVERY_S = 1.0
+BRAIN_EVERY_S = 5.0
+"""The status of a run over many nodes is built by the thread that sends heartbeats."""
 MAX_LINES_BYTES = 256 << 10
 """In one message, well below the limit of a frame."""
 
@@ -45,6 +48,11 @@ class ClusterDesk:
         """Who takes orders for faults; None: this node takes none."""
         self.prober: ProbeDesk | None = None
         """Who tries links, where the lead asks for it."""
+        self.brain = Published(
+            partial(brain_status, brain, is_alone=False), wake=self._wake, every_s=BRAIN_EVERY_S
+        )
+        """What the brain has to say for status."""
+        self.brain.publish()  # the cluster thread does not run yet
         self._brain = brain
         self._journal = journal
         self._merged: Journal | None = None
@@ -62,7 +70,8 @@ class ClusterDesk:
         """Answer at once, or put by for another thread; never waits."""
         match message:
             case AskClusterStatus() if self.thread is not None:
-                document = json.dumps(cluster_status(self._brain)).encode()
+                self.brain.publish()
+                document = self.brain.last().value.cluster
                 self.thread.send(sender, ClusterStatus(message.number, document))
             case ClusterStatus():
                 with self._answered:
@@ -80,15 +89,20 @@ class ClusterDesk:
             case _:
                 pass
 
+    def _wake(self) -> None:
+        if self.thread is not None:
+            self.thread.wake()
+
     # --- control thread -----------------------------------------------------------------------
 
     def whole(self) -> dict[str, Any]:
         """The status of the whole run, from the lead wherever it is."""
-        lead = self._brain.member.lead_card
-        if self._brain.leads or lead is None or self.thread is None:
-            return cluster_status(self._brain)
+        brain = self.brain.read().value
+        own: dict[str, Any] = json.loads(brain.cluster)
+        if brain.leads or not brain.lead_id or self.thread is None:
+            return own
         self._number += 1
-        self.thread.send(lead.node_id, AskClusterStatus(self._number))
+        self.thread.send(brain.lead_id, AskClusterStatus(self._number))
         with self._answered:
             has_come = self._answered.wait_for(lambda: self._answer[0] == self._number, ANSWER_S)
             data = self._answer[1]
@@ -96,8 +110,8 @@ class ClusterDesk:
             found: dict[str, Any] = json.loads(data)
             return found
         return {
-            **cluster_status(self._brain),
-            "note": f"node {lead.node_id}, which leads, has not answered within {ANSWER_S:.0f} s",
+            **own,
+            "note": f"node {brain.lead_id}, which leads, has not answered within {ANSWER_S:.0f} s",
         }
 
     # --- main thread --------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """The status of all nodes, as the lead knows it.
 
-Runs in:  agent, whichever thread asks: only reads what is replaced whole.
+Runs in:  agent, the thread of the brain.
 Takes in: the brain of an agent.
 Gives:    plain values for a JSON document; docs/operations.md describes it.
 """
@@ -12,9 +12,12 @@ from ftrun import clock
 from ftrun.agent.brain import Brain
 from ftrun.agent.incident_status import incidents_of, last_collectives, lateness_of, life_of
 from ftrun.agent.summary_line import Activity, Protection, activity_words, next_loss_words
+from ftrun.ids import version
 from ftrun.monitor.numbers import finite
 from ftrun.recovery.attendance import Peer
+from ftrun.recovery.ballots import electorate, identity
 from ftrun.recovery.lead import Lead
+from ftrun.recovery.past import Gone
 from ftrun.wire.heartbeats import Beat
 from ftrun.wire.plan import Plan
 
@@ -39,6 +42,9 @@ def cluster_status(brain: Brain) -> dict[str, Any]:
     peers = sorted(lead.known, key=lambda peer: _place(peer, plan))
     late_s = lateness_of(brain)
     nodes = [_node(peer, plan, beats, late_s, now_s) for peer in peers]
+    known_ids = {peer.card.node_id for peer in peers}
+    past = brain.oversight.past
+    nodes += [_gone(one, now_s) for one in past.gone if one.card.node_id not in known_ids]
     protection = _protection(brain, plan, beats)
     return {
         **known,
@@ -47,6 +53,16 @@ def cluster_status(brain: Brain) -> dict[str, Any]:
         "state": _state(brain, lead),
         "life": life_of(brain),
         "incidents": incidents_of(brain, now_s=now_s),
+        "restarts": [
+            {
+                "generation": one.generation,
+                "cause": one.cause,
+                "at_s_ago": max(0.0, now_s - one.at_s),
+                "restored": str(version(*one.restored)) if one.restored is not None else None,
+                "downtime_s": one.downtime_s,
+            }
+            for one in past.restarts
+        ],
         "warnings": _warnings(beats),
         "paused": lead.pause.why,
         "set_aside": sorted(brain.oversight.set_aside(now_s=now_s)),
@@ -84,12 +100,12 @@ def _witness(brain: Brain, plan: Plan | None) -> dict[str, Any] | None:
 
 
 def _state(brain: Brain, lead: Lead) -> str:
+    if lead.ending is not None:
+        return "ending"
     if lead.pause.is_on:
         return "paused"
     if lead.ballot is not None or lead.plan is None:
         return "starting"
-    if lead.ending is not None:
-        return "ending"
     return "stopping" if brain.oversight.is_stopping else "running"
 
 
@@ -116,8 +132,8 @@ def _node(
     return {
         "node": node_id,
         "host": peer.card.host,
-        "place": place if not peer.lost else "lost",
-        "why": peer.lost,
+        "place": place if not peer.lost else "left" if peer.has_left else "lost",
+        "why": peer.lost if not peer.has_left else "",
         "heard_s_ago": round(max(0.0, now_s - peer.heard_s), 2),
         "state": beat.state if beat is not None and not peer.lost else "unknown",
         "step": beat.step if beat is not None else None,
@@ -144,6 +160,24 @@ def _node(
     }
 
 
+def _gone(gone: Gone, now_s: float) -> dict[str, Any]:
+    """A node that an earlier leader has seen go."""
+    return {
+        "node": gone.card.node_id,
+        "host": gone.card.host,
+        "place": "left" if gone.has_left else "lost",
+        "why": "" if gone.has_left else gone.reason,
+        "heard_s_ago": round(max(0.0, now_s - gone.at_s), 2),
+        "state": "unknown",
+        "step": None,
+        "ready": None,
+        "unprotected": "",
+        "domain": gone.card.domain,
+        "check": "",
+        "ranks": [],
+    }
+
+
 def _protection(brain: Brain, plan: Plan | None, beats: dict[str, Beat]) -> dict[str, Any]:
     committed = brain.oversight.orders.committed
     members = [] if plan is None else [beats.get(node.node_id) for node in plan.members]
@@ -166,11 +200,19 @@ def _verdict(
     has: dict[str, Any],
     now_s: float,
 ) -> str:
+    if lead.ending is not None and plan is None:
+        return f"ending: {lead.ending.why}"
     if lead.pause.is_on:
         return f"PAUSED: {lead.pause.why}"
-    if plan is None or lead.ballot is not None:
-        return f"starting generation {lead.ballot.generation if lead.ballot else 0}"
-    lost = [peer.card.node_id for peer in lead.known if peer.lost]
+    if (ballot := lead.ballot) is not None or plan is None:
+        return f"starting generation {ballot.generation if ballot is not None else 0}"
+    known = {peer.card.node_id: peer for peer in lead.known}
+    lost = [node_id for node_id, peer in known.items() if peer.lost and not peer.has_left]
+    lost += [
+        one.card.node_id
+        for one in brain.oversight.past.gone
+        if not one.has_left and one.card.node_id not in known
+    ]
     num = len(plan.members)
     nodes = f"{num} node" + ("s" if num > 1 else "")
     spares = _usable_spares(brain, lead, plan, now_s)
@@ -180,18 +222,26 @@ def _verdict(
         members=num,
         spares=spares,
         min_nodes=brain.settings.wishes.min_nodes,
-        votes=len(plan.voters) + (plan.witness != 0),
+        voters=len(plan.voters) + (plan.witness != 0),
+        votes=_living_votes(brain, lead, plan),
         survives=has["survives"],
         groups=len(has["groups"]),
         committed=has["committed"][1] if has["committed"] is not None else None,
         unprotected=has["unprotected"],
     )
-    now = _activity(brain, plan, beats, now_s)
+    now = _activity(brain, lead, plan, beats, now_s)
     text = f"{activity_words(now, nodes)}, generation {plan.generation}"
     text += f"; {next_loss_words(protection)}"
     witness = _witness(brain, plan)
     away = f"; {witness['why']}, for {witness['for_s']:.0f} s" if witness and witness["why"] else ""
     return text + (f"; lost: {', '.join(lost)}" if lost else "") + away
+
+
+def _living_votes(brain: Brain, lead: Lead, plan: Plan) -> int:
+    """Voters that could promise the next generation now; a restarted agent has lost its vote."""
+    here = {identity(peer.card) for peer in lead.known if not peer.lost}
+    is_witnessed = plan.witness != 0 and brain.member.witness.is_reached
+    return len(electorate(plan.voters) & here) + is_witnessed
 
 
 def _usable_spares(brain: Brain, lead: Lead, plan: Plan, now_s: float) -> int:
@@ -216,7 +266,9 @@ def standing_by(peers: Iterable[Peer], plan: Plan) -> set[str]:
     }
 
 
-def _activity(brain: Brain, plan: Plan, beats: dict[str, Beat], now_s: float) -> Activity:
+def _activity(
+    brain: Brain, lead: Lead, plan: Plan, beats: dict[str, Beat], now_s: float
+) -> Activity:
     incidents = brain.oversight.incidents
     incident = incidents.open if incidents.is_suspected else None
     here = [beats[node.node_id] for node in plan.members if node.node_id in beats]
@@ -227,6 +279,7 @@ def _activity(brain: Brain, plan: Plan, beats: dict[str, Beat], now_s: float) ->
         has_stepped=any(beat.steps_here > 0 for beat in here),
         silent_s=max(0.0, now_s - incident.began_s) if incident is not None else None,
         hang=incident.text if incident is not None and incident.verdict is not None else "",
+        end=state if (state := _state(brain, lead)) in ("stopping", "ending") else "",
     )
 
 

@@ -92,6 +92,7 @@ class ClusterThread:
         lease: Lease,
         aside: Aside,
         dialled: Dialled,
+        each_turn: Callable[[float], None],
     ) -> None:
         self.brain = brain
         self._node_id = identity.node_id
@@ -99,6 +100,7 @@ class ClusterThread:
         self.hold_now = hold_now
         self._lease = lease
         self._aside = aside
+        self._each_turn = each_turn
         self._handshakes = Handshakes(identity, secret, take=self._put, dialled=dialled)
         self.ways = OtherWays(brain.member.me, brain.settings, brain.card_of)
         self._selector = selectors.DefaultSelector()
@@ -133,6 +135,11 @@ class ClusterThread:
         """Have a bit flip in the next frame to each other agent."""
         self._put(_Spoil())
 
+    def wake(self) -> None:
+        """Have the thread take its next turn now."""
+        with suppress(OSError):  # it wakes anyway, or is over
+            self._wake_write.send(b"\0")
+
     def close(self) -> None:
         """Say what is still to be said, and close all connections."""
         self._put(None)
@@ -140,8 +147,7 @@ class ClusterThread:
 
     def _put(self, what: _Inbox) -> None:
         self._inbox.put(what)
-        with suppress(OSError):  # it wakes anyway, or is over
-            self._wake_write.send(b"\0")
+        self.wake()
 
     # --- this thread --------------------------------------------------------------------------
 
@@ -153,8 +159,10 @@ class ClusterThread:
                 self._take_inbox()
                 self._think(Passing())
                 self._lease(self.brain.member.holding.lease_s)
-                for call in self.ways.silent(self._connections, now_s=clock.now_s()):
+                now_s = clock.now_s()
+                for call in self.ways.silent(self._connections, now_s=now_s):
                     self._handshakes.call(Call(*call))
+                self._each_turn(now_s)
         except Exception as error:  # noqa: BLE001 - any of them ends this agent
             _log.exception("the thread that speaks with the other nodes ended in a bug of ftrun")
             self.failure = error

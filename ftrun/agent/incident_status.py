@@ -1,6 +1,6 @@
 """The incidents of a run, and where it is in its life, as status shows them.
 
-Runs in:  agent, whichever thread asks: only reads what is replaced whole or appended to.
+Runs in:  agent, the thread of the brain.
 Takes in: the brain of the agent that leads.
 Gives:    plain values for a JSON document; docs/operations.md describes it.
 """

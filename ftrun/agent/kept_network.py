@@ -1,7 +1,7 @@
 """What is known of the roads, kept beside the journal: `ftrun network` shows it after the run.
 
 Runs in:  agent, main thread.
-Takes in: lines of this node's journal; the lead's knowledge, where this node leads.
+Takes in: lines of this node's journal; what the brain has published, where this node leads.
 Gives:    `network.json`, a file whole or not at all, with the part `network` of the status.
 Survives: the run. A disk that is full costs the file, never the run.
 """
@@ -11,8 +11,9 @@ import logging
 from collections.abc import Mapping
 from pathlib import Path
 
-from ftrun import clock
-from ftrun.agent.brain import Brain
+from ftrun.agent.brain_status import BrainStatus
+from ftrun.agent.published import Published
+from ftrun.errors import PeerError
 from ftrun.journal import NETWORK_NAME
 
 _log = logging.getLogger(__name__)
@@ -22,7 +23,7 @@ _WHEN = ("RoadsProbed", "RoadsPlan", "Generation")
 class KeptNetwork:
     """Of one agent."""
 
-    def __init__(self, brain: Brain, folder: Path) -> None:
+    def __init__(self, brain: Published[BrainStatus] | None, folder: Path) -> None:
         self._brain = brain
         self._path = folder / NETWORK_NAME
 
@@ -33,10 +34,13 @@ class KeptNetwork:
 
     def keep(self) -> None:
         """Write what the lead knows now; nothing where this node does not lead."""
-        lead = self._brain.member.lead
-        if lead is None:
+        if self._brain is None:
             return
-        document = lead.roads.status(self._brain.plan, now_s=clock.now_s())
+        try:
+            brain = self._brain.read().value
+        except PeerError:
+            return
+        document = json.loads(brain.cluster).get("network") if brain.leads else None
         if document is None:
             return
         draft = self._path.with_suffix(".tmp")

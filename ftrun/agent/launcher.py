@@ -80,7 +80,8 @@ def launch(
         _meet_again(node, smp, journal)
     run.onlookers = onlookers = Onlookers(run)
     run.signals.catch()  # the stub passes on what waits as soon as the control server listens
-    control = ControlServer(run)
+    run.publish_status()
+    control = ControlServer(run, onlookers.status.document)
     control.start()
     if spec.profile.monitor.enabled:
         run.eyes.start()

@@ -204,7 +204,7 @@ def _nodes(status: Status) -> Iterator[Metric]:
     places = [str(node["place"]) for node in cluster["nodes"]]
     nodes = GaugeMetricFamily("ftrun_nodes", "Nodes of the run, by their place in it.",
                               labels=("place",))  # fmt: skip
-    for place in ("rank", "spare", "new", "lost"):
+    for place in ("rank", "spare", "new", "lost", "left"):
         nodes.add_metric((place,), places.count(place))
     yield nodes
     yield from _gauge("ftrun_survivable_node_losses", "So many nodes of each group may go.",

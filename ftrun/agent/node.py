@@ -151,6 +151,7 @@ class Node:
             lease=run.workers.lease,
             aside=run.desk.take,
             dialled=preflight.dialled,
+            each_turn=run.desk.brain.look,
         )
         run.brain.thread = run.desk.thread = thread
         run.desk.prober = ProbeDesk(identity, self.secret)

@@ -101,15 +101,21 @@ class NodeOrders:
                 is_user = order.signal in (signal.SIGUSR1, signal.SIGUSR2)
                 run.workers.signal(signal.SIGTERM if is_user else order.signal)
             case commands.Note():
-                run.journal.write(order.kind, text=order.text, **order.fields)
-                is_cause = order.kind in _CAUSES
-                if order.say and (not is_cause or run.generations.announcements.is_new(order.text)):
-                    _log.warning("%s", order.text)
+                self._say(order)
             case commands.EndRun():
                 self._note(order)
                 self._end(order)
             case _:
                 self._carry_out_beside(order)
+
+    def _say(self, note: commands.Note) -> None:
+        generations = self._run.generations
+        self._run.journal.write(note.kind, text=note.text, **note.fields)
+        if note.kind == "Generation" and not generations.is_member:
+            generations.announcements.clear()  # no ranks begin here, which would clear it
+        is_cause = note.kind in _CAUSES
+        if note.say and (not is_cause or generations.announcements.is_new(note.text)):
+            _log.warning("%s", note.text)
 
     def _carry_out_beside(self, order: commands.SnapshotCommand) -> None:
         """What the ranks do not notice."""
@@ -160,6 +166,7 @@ class NodeOrders:
         if run.workers.alive():
             run.journal.write("KillWorkers", why=order.why)
         self._kill()
+        run.publish_status()
         run.caretaker.await_smp()
         run.generations.is_over = True
         holdings = run.smp.inventory()
@@ -172,6 +179,7 @@ class NodeOrders:
         run.report.begin()
         self.awaits_boundary = False
         restored, problem, code = None, "", int(ExitCode.STATE_LOST)
+        run.publish_status()
         try:
             restored = run.generations.adopt(self._agent, plan)
         except SnapshotError as error:
@@ -206,6 +214,7 @@ class NodeOrders:
         run = self._run
         self.has_left = order.goes_on
         run.workers.kill()
+        run.publish_status()
         run.generations.repeats.conclude()
         if run.onlookers is not None:
             run.onlookers.at_end()

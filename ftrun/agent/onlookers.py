@@ -11,14 +11,13 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ftrun.agent.cluster_status import cluster_status
 from ftrun.agent.hooks import Hooks
 from ftrun.agent.incident_status import lateness_of
 from ftrun.agent.kept_network import KeptNetwork
 from ftrun.agent.pulse import Pulse
 from ftrun.agent.run_figures import RunFigures
 from ftrun.agent.run_loop import RunLoop
-from ftrun.agent.status_document import own_status
+from ftrun.agent.status_document import StatusDesk
 
 if TYPE_CHECKING:
     from ftrun.agent.metrics_server import MetricsServer
@@ -30,6 +29,7 @@ class Onlookers:
     """All of one agent."""
 
     def __init__(self, run: RunLoop) -> None:
+        self.status = StatusDesk(run)
         self._run = run
         self._node_id = run.brain.member.me.node_id
         self._pulse = Pulse(run.journal, run.workers)
@@ -37,7 +37,8 @@ class Onlookers:
         self._hooks = Hooks(
             run.spec.profile.hooks, run.journal, facts=self._facts, cwd=run.spec.cwd
         )
-        self._network = KeptNetwork(run.brain, Path(run.spec.log_folder))
+        brain = run.desk.brain if run.desk is not None else None
+        self._network = KeptNetwork(brain, Path(run.spec.log_folder))
         self._server: MetricsServer | None = None
         run.journal.watch(self._figures.take)
         run.journal.watch(self._hooks.take)
@@ -76,6 +77,7 @@ class Onlookers:
 
     def look(self, now_s: float) -> None:
         """Once per turn of the loop."""
+        self.status.look(now_s)
         self._figures.look(now_s=now_s)
         self._pulse.look(lateness_of(self._run.brain), now_s=now_s)
 
@@ -90,13 +92,8 @@ class Onlookers:
         self._hooks.close()
 
     def _status(self) -> dict[str, Any]:
-        """This node's; the whole run's where it leads. Asks no other node, so it never waits."""
-        found = {**own_status(self._run), "node": self._node_id}
-        if self._run.spec.nodes is not None and self._run.brain.leads:
-            cluster = found["cluster"] = cluster_status(self._run.brain)
-            is_safe = bool(cluster.get("survives")) and not cluster.get("unprotected")
-            found["snapshots"]["protected"] = is_safe
-        return found
+        """This node's; the whole run's where it leads. Asks no other node. In any thread."""
+        return {**self.status.of_node(), "node": self._node_id}
 
     def _facts(self) -> dict[str, object]:
         run = self._run

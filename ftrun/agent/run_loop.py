@@ -42,7 +42,7 @@ EAGER_TICK_S = 0.005
 
 
 class RunLoop:
-    """One run on one node; its parts are public for status."""
+    """One run on one node; its parts are public for what the main thread does beside."""
 
     def __init__(  # noqa: PLR0913 - the parts of a run
         self,
@@ -110,6 +110,11 @@ class RunLoop:
     def wake(self) -> None:
         """Have the loop look at what other threads have for it; for those threads."""
         self.signals.wake()
+
+    def publish_status(self) -> None:
+        """Before something that may take long: nothing newer is published until it is over."""
+        if self.onlookers is not None:
+            self.onlookers.status.publish()
 
     def tell(self, *, is_urgent: bool) -> None:
         """Say how things are here; at once where it asks for an act."""

@@ -1,18 +1,20 @@
 """The state of a run as `ftrun status` shows it.
 
-Runs in:  agent, control thread: only reads, and only what is replaced whole or written by the
-          word.
-Takes in: the parts of a `RunLoop`.
+Runs in:  agent: `look` and `publish` in the main thread, which owns what the node's part is built
+          from; `document` and `of_node` in any other thread, which reads the published value.
+Takes in: the parts of a `RunLoop`; the published `BrainStatus`.
 Gives:    one JSON document; docs/operations.md describes it.
 """
 
 import json
 import os
-from contextlib import suppress
+from collections.abc import Mapping
 from typing import Any
 
 from ftrun import clock
-from ftrun.agent.incident_status import incidents_of, last_collectives, lateness_of, life_of
+from ftrun.agent.brain_status import BrainStatus, brain_status
+from ftrun.agent.incident_status import last_collectives
+from ftrun.agent.published import Published
 from ftrun.agent.pulse import blocked_s, committed_in, most
 from ftrun.agent.run_loop import RunLoop
 from ftrun.journal import FILE_NAME
@@ -23,26 +25,88 @@ from ftrun.urls import without_password
 from ftrun.wire.arena import SlotState, read_shape, read_slot_headers
 from ftrun.wire.pages import Beat, Command, Page
 
-
-def status_document(run: RunLoop) -> bytes:
-    """What this node knows, and on several nodes what the lead knows of all of them."""
-    document = own_status(run)
-    if run.desk is not None and run.spec.nodes is not None:
-        _add_cluster(document, run.desk.whole(), has_secret=run.spec.nodes.secret_file is not None)
-    return json.dumps(document).encode()
+STALE_S = 2.0
+"""The summary line names the age of a status that is older."""
 
 
-def own_status(run: RunLoop) -> dict[str, Any]:
-    """What is known on this node; asks no other."""
+class StatusDesk:
+    """The status of one node, for all threads."""
+
+    def __init__(self, run: RunLoop) -> None:
+        self._run = run
+        self._own = Published(self._build, wake=run.wake)
+
+    # --- main thread --------------------------------------------------------------------------
+
+    def look(self, now_s: float) -> None:
+        """Once per turn of the loop."""
+        self._own.look(now_s)
+
+    def publish(self) -> None:
+        """Before the loop does something that may take long."""
+        self._own.publish()
+
+    def _build(self) -> bytes:
+        run = self._run
+        if run.desk is None:
+            brain = brain_status(run.brain, is_alone=True)
+        else:
+            brain = run.desk.brain.last().value
+        return json.dumps(_own_status(run, brain)).encode()
+
+    # --- any other thread ---------------------------------------------------------------------
+
+    def document(self) -> bytes:
+        """What this node knows, and on several nodes what the lead knows of all of them.
+
+        Raises:
+            PeerError: nothing was published yet.
+        """
+        nodes, desk = self._run.spec.nodes, self._run.desk
+        # The brain's part first: the node's part is built with it.
+        cluster = desk.whole() if desk is not None else None
+        document = self._read()
+        if cluster is not None and nodes is not None:
+            _add_cluster(document, cluster, has_secret=nodes.secret_file is not None)
+        name_age(document)
+        return json.dumps(document).encode()
+
+    def of_node(self) -> dict[str, Any]:
+        """What is known on this node; asks no other. With `cluster` if this node leads several.
+
+        Raises:
+            PeerError: nothing was published yet.
+        """
+        desk = self._run.desk
+        brain = desk.brain.read().value if desk is not None else None
+        document = self._read()
+        if brain is not None and brain.leads:
+            cluster = document["cluster"] = json.loads(brain.cluster)
+            is_safe = bool(cluster.get("survives")) and not cluster.get("unprotected")
+            document["snapshots"]["protected"] = is_safe
+        return document
+
+    def _read(self) -> dict[str, Any]:
+        reading = self._own.read()
+        return {**json.loads(reading.value), "age_s": reading.age_s}
+
+
+def name_age(document: dict[str, Any]) -> None:
+    """Say in the summary line that the node's own part is not fresh."""
+    if document["age_s"] >= STALE_S:
+        document["verdict"] += (
+            f"; node's own figures are {document['age_s']:.0f} s old, its agent is busy"
+        )
+
+
+def _own_status(run: RunLoop, brain: BrainStatus) -> dict[str, Any]:
     now_s = clock.now_s()
     snapshots = _snapshots(run, now_s)
-    ranks = _ranks(run, now_s)
-    leads = run.brain.leads
+    ranks = _ranks(run, brain.lateness_s, now_s)
     return {
         "run_id": run.spec.run_id,
-        "verdict": _verdict(run, ranks, snapshots),
-        "state": _state(run),
-        "life": life_of(run.brain) if leads else None,
+        "verdict": _verdict(run, brain, ranks, snapshots),
+        "state": _state(run, brain),
         "generation": run.generations.number,
         "uptime_s": now_s - run.started_s,
         "script": run.spec.script,
@@ -55,14 +119,9 @@ def own_status(run: RunLoop) -> dict[str, Any]:
                 "phases_s": restart.phases_s,
                 "repeated": _repeated(run, restart.generation),
             }
-            for restart in list(run.generations.restarts)
+            for restart in run.generations.restarts
         ],
-        "restart_budget": {
-            "used": run.brain.oversight.supervisor.budget.used(now_s=now_s),
-            "limit": run.brain.oversight.supervisor.budget.limit,
-            "window_s": run.brain.oversight.supervisor.budget.window_s,
-        },
-        "incidents": incidents_of(run.brain, now_s=now_s) if leads else [],
+        **json.loads(brain.document),
         "warnings": [warning] if (warning := run.generations.repeats.warning) else [],
         "ranks": ranks,
         "snapshots": snapshots,
@@ -86,15 +145,21 @@ def _add_cluster(document: dict[str, Any], cluster: dict[str, Any], *, has_secre
     document["state"] = cluster["state"]
     document["life"] = cluster.get("life")
     document["incidents"] = cluster.get("incidents") or []
+    # What the leader knows of earlier ones; of each this node may have measured its own part.
+    own = {restart["generation"]: restart for restart in document["restarts"]}
+    whole = {restart["generation"]: restart for restart in cluster.get("restarts") or ()}
+    document["restarts"] = [
+        {**whole.get(number, {}), **own.get(number, {})} for number in sorted({*whole, *own})
+    ]
     document["warnings"] = cluster.get("warnings") or document["warnings"]
     # What a node's own ranks say is a part of it; a spare's have nothing to say.
     snapshots = document["snapshots"]
     snapshots["protected"] = bool(cluster.get("survives")) and not cluster.get("unprotected")
     snapshots["note"] = cluster.get("unprotected") or snapshots["note"]
     nodes = cluster.get("nodes") or []
-    whole = {rank["rank"]: rank for node in nodes for rank in node["ranks"]}
+    everywhere = {rank["rank"]: rank for node in nodes for rank in node["ranks"]}
     for rank in document["ranks"]:
-        late_s = whole.get(rank["rank"], {}).get("lateness_s")
+        late_s = everywhere.get(rank["rank"], {}).get("lateness_s")
         rank["lateness_s"] = rank["lateness_s"] if late_s is None else late_s
 
 
@@ -104,8 +169,8 @@ def _repeated(run: RunLoop, generation: int) -> dict[str, Any] | None:
     return found.as_json() if found is not None else None
 
 
-def _state(run: RunLoop) -> str:
-    state = run.brain.oversight.supervisor.state
+def _state(run: RunLoop, brain: BrainStatus) -> str:
+    state = brain.state
     if state in STOPPING:
         return "stopping"
     if state is State.RUNNING:
@@ -115,7 +180,9 @@ def _state(run: RunLoop) -> str:
     return "restarting" if run.generations.restarts or run.smp.was_adopted else "starting"
 
 
-def _verdict(run: RunLoop, ranks: list[dict[str, Any]], snapshots: dict[str, Any]) -> str:
+def _verdict(
+    run: RunLoop, brain: BrainStatus, ranks: list[dict[str, Any]], snapshots: dict[str, Any]
+) -> str:
     if snapshots["unprotected"]:
         protection = f"UNPROTECTED: {snapshots['unprotected']}"
     elif snapshots["step"] is not None:
@@ -129,25 +196,21 @@ def _verdict(run: RunLoop, ranks: list[dict[str, Any]], snapshots: dict[str, Any
         protection = "no snapshot yet"
     steps = [rank["step"] for rank in ranks if rank["step"] is not None]
     at = f"at step {max(steps)}" if steps else "before the first step"
-    incidents = run.brain.oversight.incidents
-    if run.brain.leads and incidents.is_suspected and incidents.open is not None:
-        silent_s = max(0.0, clock.now_s() - incidents.open.began_s)
-        return f"NO STEP for {silent_s:.0f} s {at}: {incidents.open.text}; {protection}"
+    if brain.suspicion is not None:
+        silent_s, text = brain.suspicion
+        return f"NO STEP for {silent_s:.0f} s {at}: {text}; {protection}"
     number = run.generations.number
     generation = f", generation {number}" if number >= 0 else ""
-    return f"{_state(run)} {at}{generation}; {protection}"
+    return f"{_state(run, brain)} {at}{generation}; {protection}"
 
 
 def _held_step(run: RunLoop) -> int | None:
     """The newest that the memory of an earlier agent holds; None: it holds nothing."""
-    with suppress(OSError, RuntimeError):  # the main thread closes what is replaced
-        return max((offer.step for offer in run.smp.memory.offers()), default=None)
-    return None
+    return max((offer.step for offer in run.smp.memory.offers()), default=None)
 
 
-def _ranks(run: RunLoop, now_s: float) -> list[dict[str, Any]]:
+def _ranks(run: RunLoop, lateness_s: Mapping[int, float], now_s: float) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
-    lateness_s = lateness_of(run.brain)
     calls = last_collectives(run.eyes.views)
     for handle in run.workers.handles:
         page = handle.place.page
@@ -216,8 +279,8 @@ def _every(run: RunLoop, commands: Page | None, *, furthest: int) -> int:
 def _age_s(run: RunLoop, committed: tuple[int, int], now_s: float) -> float:
     """Since the last rank sealed the committed version."""
     sealed_ns = 0
-    for fds in list(run.smp.memory.arenas.values()):
-        for fd in list(fds):
+    for fds in run.smp.memory.arenas.values():
+        for fd in fds:
             sealed_ns = max(
                 [sealed_ns]
                 + [
@@ -231,16 +294,12 @@ def _age_s(run: RunLoop, committed: tuple[int, int], now_s: float) -> float:
 
 
 def _memory_bytes(run: RunLoop) -> int:
-    return sum(
-        read_shape(fd).total_bytes
-        for fds in list(run.smp.memory.arenas.values())
-        for fd in list(fds)
-    )
+    return sum(read_shape(fd).total_bytes for fds in run.smp.memory.arenas.values() for fd in fds)
 
 
 def _for_others_bytes(run: RunLoop) -> int:
     """Mirrors and parity that this node keeps for its group."""
-    return sum(os.fstat(fd).st_size for fd in list(run.smp.memory.vaults.values()))
+    return sum(os.fstat(fd).st_size for fd in run.smp.memory.vaults.values())
 
 
 def _checkpoint(run: RunLoop, now_s: float) -> dict[str, Any] | None:

@@ -16,7 +16,8 @@ class Protection:
         members: nodes that run ranks.
         spares: nodes that may take over.
         min_nodes: with fewer members the run pauses.
-        votes: of members, spares and a witness that can be reached.
+        voters: all nodes that decide about the next generation, and a witness that votes.
+        votes: those of them that are here.
         survives: nodes of each group whose state can be rebuilt.
         groups: protection groups.
         committed: the step to which a restart goes back; None: nothing is committed.
@@ -26,6 +27,7 @@ class Protection:
     members: int
     spares: int
     min_nodes: int
+    voters: int
     votes: int
     survives: int
     groups: int
@@ -36,7 +38,8 @@ class Protection:
     def trains_without(self) -> int:
         """So many nodes may be lost at once and training continues."""
         replaceable = self.spares + max(0, self.members - self.min_nodes)
-        return min(self.survives, replaceable, (self.votes - 1) // 2)
+        # A majority of all voters decides, also of those that are lost.
+        return max(0, min(self.survives, replaceable, self.votes - (self.voters // 2 + 1)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +52,7 @@ class Activity:
         has_stepped: a rank has made a step in this generation.
         silent_s: time without a step while a hang is suspected; None: it is not.
         hang: the verdict on it; empty: there is none yet.
+        end: `stopping` or `ending` if the run is about to end; else empty.
     """
 
     step: int
@@ -56,11 +60,14 @@ class Activity:
     has_stepped: bool
     silent_s: float | None = None
     hang: str = ""
+    end: str = ""
 
 
 def activity_words(now: Activity, where: str) -> str:
     """Such as "running at step 80 on 2 nodes"; `where` is the part after "on"."""
     step = f"step {max(now.step, now.start_step):,}"
+    if now.end:
+        return f"{now.end} at {step} on {where}"
     if now.silent_s is not None:
         why = f": {now.hang}" if now.hang else ": a hang is suspected"
         return f"NO STEP for {now.silent_s:.0f} s at {step} on {where}{why}"

@@ -30,6 +30,8 @@ class WitnessThread:
         self._me = me
         self._tell = tell
         self._questions: SimpleQueue[AskWitness | None] = SimpleQueue()
+        self.failure: Exception | None = None
+        """What has ended this thread; the leader has no witness then, and the agent must end."""
         self._is_over = False
         self._thread = threading.Thread(target=self._run, name="ftrun-witness", daemon=True)
 
@@ -50,9 +52,9 @@ class WitnessThread:
             while not self._is_over:
                 for asked in self._next():
                     self._tell(self._register.ask(asked, self._me))
-        except Exception:
+        except Exception as error:  # noqa: BLE001 - any of them ends this agent
             _log.exception("the thread that speaks with the witness ended in a bug of ftrun")
-            raise
+            self.failure = error
 
     def _next(self) -> list[AskWitness]:
         """What was asked since the last look: of each kind the newest, in order."""

@@ -144,7 +144,7 @@ def judge(
     later = [line for line in lines if line["mono_s"] >= since_s]
     _in_effect(trial.expected, row, later, since_s, problems)
     _verdicts(trial.expected, row, later, since_s, problems)
-    _ends(trial.expected, row, later, since_s, problems)
+    _ends(trial.expected, row, later, problems)
     row.problem = "; ".join(problems)
     row.passed = not problems
 
@@ -244,23 +244,16 @@ def _culprits(
             problems.append(f"names nodes {wrong[0]['nodes']}, not {list(expected.nodes)}")
 
 
-def _ends(
-    expected: Expected,
-    row: Row,
-    later: Sequence[JournalLine],
-    since_s: float,
-    problems: list[str],
-) -> None:
+def _ends(expected: Expected, row: Row, later: Sequence[JournalLine], problems: list[str]) -> None:
     closed = [line for line in later if line["kind"] == "IncidentClosed"]
     actions = [line["action"] for line in later if line["kind"] == "Action"]
     row.action = str(closed[-1]["action"]) if closed else (actions[-1] if actions else "")
     lost = [line["steps_lost"] for line in closed if line.get("steps_lost") is not None]
     row.steps_lost = sum(lost) if lost else (0 if not closed else None)
-    if closed:
-        stepped = [line["stepped_s"] for line in later if line["kind"] == "Downtime"
-                   and line.get("stepped_s") is not None]  # fmt: skip
-        row.recovered_s = round(stepped[-1] - since_s, 3) if stepped else None
-    elif expected.verdicts and not expected.ends:
+    # The downtime as the leader has measured it: the same figure as in status and report.
+    took_s = [line["recovered_s"] for line in closed if line.get("recovered_s") is not None]
+    row.recovered_s = round(sum(took_s), 3) if took_s else None
+    if not closed and expected.verdicts and not expected.ends:
         problems.append("the incident was not closed")
     if expected.verdicts and expected.action and row.action not in expected.action:
         problems.append(f"did {row.action or 'nothing'}, expected {' or '.join(expected.action)}")

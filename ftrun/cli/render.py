@@ -300,12 +300,13 @@ def _restart_lines(document: Mapping[str, Any]) -> list[str]:
         phases = restart.get("phases_s") or {}
         known = {name: took for name, took in phases.items() if took is not None}
         steps = ", ".join(f"{name} {took:.3f}" for name, took in known.items())
-        restored = restart.get("restored")
+        restored, took_s = restart.get("restored"), restart.get("downtime_s")
         lines.append(
             f"  generation {restart.get('generation')}, "
             f"{duration(restart.get('at_s_ago') or 0.0)} ago: {restart.get('cause')}; "
             + (f"restored {restored}" if restored else "began from the script's beginning")
             + (f"; this node in s: {steps}" if steps else "")
+            + (f"; trained again after {duration(took_s)}" if took_s is not None else "")
         )
         if repeated := restart.get("repeated"):
             lines.append(f"    {repeated.get('text')}")

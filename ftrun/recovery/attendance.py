@@ -64,6 +64,8 @@ class Peer:
     """It is there, but has not answered when it was asked: nobody waits for it."""
     is_leaving: bool = False
     """It was asked to leave, and the run goes on without it."""
+    has_left: bool = False
+    """It has left: it counts as lost, and as no failure."""
     fitness: Fitness | None = None
     """Of its newest check; None: it has made none, or has not said yet."""
 

@@ -108,6 +108,8 @@ class Draining:
             why = why or "one node after the other is asked to stop"
         for peer in self._peers:
             peer.is_leaving = identity(peer.card) in self._leaving
+            if peer.is_leaving:
+                self._oversight.past.leaves(peer.card, now_s=now_s)
         self._let_go(plan, now_s, is_settled=is_settled)
         self._is_stop = bool(why)
         self._tell_oversight()

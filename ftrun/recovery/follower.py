@@ -65,6 +65,9 @@ class Follower:
         self.is_ended = False
         self.heard, self.heard_s = 0, 0.0
         """Number of the newest heartbeat of the lead that is followed."""
+        self._plan_s: float | None = None
+        """When the newest plan was known first, by heartbeats; None: an earlier agent knew it."""
+        self._dated: Plan | None = None
         self._checked: Fitness | None = None
         """Of this node's newest check; None: it makes none."""
         self._stuck = ""
@@ -131,6 +134,10 @@ class Follower:
         """The newest one that it knows, whether it took effect or may have."""
         plans = [plan for plan in (self.plan, self.vote.accepted, self._kept) if plan is not None]
         return max(plans, key=lambda plan: plan.edition, default=None)
+
+    def plan_since_s(self, *, now_s: float) -> float:
+        """Since when the newest plan is known, at least."""
+        return now_s if self._plan_s is None else self._plan_s
 
     def begin_to_follow(self) -> None:
         """Another lead counts its heartbeats anew."""
@@ -283,6 +290,8 @@ class Follower:
         if body.number <= self.heard:
             return []  # it is late, or came twice
         self.heard, self.heard_s = body.number, now_s
+        if self.newest_plan is not self._dated:
+            self._dated, self._plan_s = self.newest_plan, now_s
         self.incidents = max(self.incidents, body.incidents)
         found = self._learn_of_effect(sender, body) + self._check_again(body)
         if body.ended:

@@ -224,19 +224,22 @@ class Incidents:
         if action in ("respawn", "evict", "rollback"):
             self._go(Life.RECOVER, why)
 
-    def stepped(self, node_id: str, times: RestartTimes | None, *, now_s: float) -> None:
-        """A node says when its ranks completed their first steps after the restart."""
+    def stepped(self, node_id: str, times: RestartTimes | None, *, now_s: float) -> float | None:
+        """A node says when its ranks completed their first steps after the restart.
+
+        Returns the downtime in seconds when the last node has said so.
+        """
         if times is None or node_id not in self._awaited or node_id in self._stepped:
-            return
+            return None
         self._stepped[node_id] = (now_s - times.stepped_age_s, times)
         if len(self._stepped) < len(self._awaited):
-            return
+            return None
         stepped_s, last = max(self._stepped.values(), key=lambda one: one[0])
         incident = self.open
         if incident is None:  # nodes were taken in
             text = f"training again {last.total_s:.2f} s after the ranks were stopped"
             self._note("Downtime", text, say=True, incident=None, total_s=round(last.total_s, 3))
-            return
+            return last.total_s
         fault_s = incident.fault_s
         known_s = fault_s if incident.known_s is None else incident.known_s
         took = downtime(fault_s=fault_s, known_s=known_s, stepped_s=stepped_s, last=last)
@@ -245,6 +248,7 @@ class Incidents:
         incident.downtime = took
         fields = {"incident": incident.number, "fault_s": fault_s, "stepped_s": stepped_s}
         self._note("Downtime", took.text, say=True, **fields, **took.as_fields())
+        return took.total_s
 
     def progress(self, beats: Sequence[Beat], progress: Progress, *, now_s: float) -> None:
         """How far all ranks are, by the newest heartbeats of all members."""

@@ -126,6 +126,7 @@ class Lead:
         if old is None or old.card.incarnation != card.incarnation or old.lost:
             peer = self.known.put(card, now_s=now_s, linked=linked, has_answered=False)
             self.pause.put_off(now_s=now_s)
+            self.oversight.past.returns(card.node_id)
             found.append(Note("NodeJoined", f"node {card.node_id} has come", {"host": card.host}))
             found += self._election.joined(peer, now_s=now_s)
         return found
@@ -194,8 +195,11 @@ class Lead:
         peer.lost, peer.lost_s = why, now_s
         self.roads.lost(node_id)
         was_member = runs_ranks(self.plan, peer.card)
+        self.oversight.past.goes(peer, why, was_member=was_member, now_s=now_s)
         text = f"node {node_id} is lost: {why}"
         found: list[Command] = [Note("NodeLost", text, {"member": was_member}, say=True)]
+        if peer.has_left:
+            found = [Note("NodeLeft", f"node {node_id} has left, as it was asked to", say=True)]
         self.oversight.note_failure(node_id, now_s=now_s, fault_s=peer.closed_s or peer.heard_s)
         if self.ending is not None:
             return found if not peer.refused else []  # it was told of the end, and has gone
@@ -211,16 +215,19 @@ class Lead:
 
     # --- a ballot -----------------------------------------------------------------------------
 
-    def succeed(self, lost: set[str], why: str, *, now_s: float) -> list[Command]:
-        """Take over after the nodes that led before; or begin the first generation."""
-        newest = self.unsure or self.plan
-        self._take_history(newest, now_s)
+    def succeed(self, lost: set[str], why: str, known_s: float, *, now_s: float) -> list[Command]:
+        """Take over after `lost`, with a plan known since `known_s`; or begin the first one."""
+        self._take_history(self.unsure or self.plan, now_s, known_s)
         if self.plan is not None:
             self.roads.know(self.plan.voters)
             self.oversight.take_over(self.plan)
+            self.oversight.past.begins(self.plan, now_s=known_s)
             for node_id in sorted(lost):
+                was_member = self.plan.member(node_id) is not None
+                if (peer := self.known.get(node_id)) is not None:
+                    self.oversight.past.goes(peer, why, was_member=was_member, now_s=now_s)
                 self.oversight.note_failure(node_id, now_s=now_s)
-                if self.plan.member(node_id) is not None:
+                if was_member:
                     self._untold[node_id] = why
         return self.propose(why, now_s=now_s)
 
@@ -297,7 +304,7 @@ class Lead:
             return self._end(self.oversight.stopped(), now_s)
         known = [one for one in (ballot.newest_plan(), self.plan, self.unsure) if one is not None]
         previous = max(known, key=lambda plan: plan.edition, default=None)
-        self._take_history(previous, now_s)
+        self._take_history(previous, now_s, now_s)
         for command in self._tell_of_losses(now_s):
             if isinstance(command, EndRun):
                 return self._end(command, now_s)
@@ -351,10 +358,10 @@ class Lead:
         notes = self.oversight.incidents.take_notes() + self.screening.compare(plan)
         return [*notes_of(plan), *notes, *self.heartbeat(now_s=now_s)]
 
-    def _take_history(self, plan: Plan | None, now_s: float) -> None:
+    def _take_history(self, plan: Plan | None, now_s: float, known_s: float) -> None:
         if plan is not None and plan.generation > self._history_of:
             self._history_of = plan.generation
-            self.oversight.succeed(plan.history, now_s=now_s)
+            self.oversight.succeed(plan.history, now_s=now_s, known_s=known_s)
 
     def _tell_of_losses(self, now_s: float) -> list[SupervisorCommand]:
         untold, self._untold = self._untold, {}

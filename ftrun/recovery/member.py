@@ -401,7 +401,7 @@ class Member:
                 peer.lost, peer.was_silent = "the lead is lost", not peer.refused
         lost = set(succession.lost)
         self._allegiance.lead(now_s=now_s)
-        return lead.succeed(lost, why, now_s=now_s)
+        return lead.succeed(lost, why, follower.plan_since_s(now_s=now_s), now_s=now_s)
 
     # --- time ---------------------------------------------------------------------------------
 

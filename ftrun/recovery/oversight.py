@@ -45,6 +45,7 @@ from ftrun.recovery.commands import (
 from ftrun.recovery.first_cause import may_be_a_consequence
 from ftrun.recovery.incidents import Incidents
 from ftrun.recovery.node_failures import NodeFailures
+from ftrun.recovery.past import Past
 from ftrun.recovery.reports import Reports
 from ftrun.recovery.settings import ClusterSettings
 from ftrun.recovery.supervisor import Policy, State, Supervisor
@@ -74,6 +75,7 @@ class Oversight:
         self.orders = LeadBeat(generation=-1)
         self.stop_signal = 0
         """The signal by which somebody wants the run to end; 0 while nobody does."""
+        self.past = Past()
         self.reports = Reports()
         self.watching = Watching(settings, policy.bad_numbers, me)
         self.num_spares = 0
@@ -106,8 +108,12 @@ class Oversight:
         """The newest heartbeat of every node."""
         return self.reports.beats
 
-    def succeed(self, history: History, *, now_s: float) -> None:
-        """Go on from what the last lead knew; again, where a later one is found."""
+    def succeed(self, history: History, *, now_s: float, known_s: float) -> None:
+        """Go on from what the last lead knew, since `known_s`; again, where a later one is found.
+
+        Ages that count towards a limit count from now, which is strict.
+        """
+        self.past.succeed(history.past_restarts, history.gone, known_s=known_s)
         self.supervisor.succeed(history, now_s=now_s)
         self.incidents.succeed(history.incidents)
         self.watching.hung.succeed(history.hung_nodes, history.longest_start_s)
@@ -125,13 +131,16 @@ class Oversight:
             longest_start_s=self.watching.hung.longest_s,
             spoiled=self.watching.spoiled,
             skip_to=self.watching.skip_to,
+            past_restarts=self.past.past_restarts(now_s=now_s),
+            gone=self.past.gone_nodes(now_s=now_s),
         )
 
     def note_failure(self, node_id: str, *, now_s: float, fault_s: float | None = None) -> None:
-        """This node was lost; its last sign of life was at `fault_s`, where that is known."""
+        """This node is gone; its last sign of life was at `fault_s`, where that is known."""
         if fault_s is not None and self._plan is not None and self._plan.member(node_id):
             self.incidents.sign(fault_s)
-        self._failures.note(node_id, now_s=now_s)
+        if not self.past.was_asked_to_leave(node_id):  # else it is no failure
+            self._failures.note(node_id, now_s=now_s)
         self.reports.forget(node_id)
 
     def set_aside(self, *, now_s: float) -> set[str]:
@@ -159,6 +168,7 @@ class Oversight:
 
     def begin(self, plan: Plan, *, now_s: float) -> list[SupervisorCommand]:
         """This generation has taken effect."""
+        self.past.begins(plan, now_s=now_s)
         self.take_over(plan)
         self.orders = LeadBeat(generation=plan.generation)
         self._exits.clear()
@@ -180,7 +190,9 @@ class Oversight:
     def beat(self, node_id: str, beat: Beat, *, now_s: float) -> list[SupervisorCommand]:
         """Take in how things are on one node; `passing` decides what it leads to."""
         is_current = self.reports.take(node_id, beat)
-        self.incidents.stepped(node_id, beat.restart if is_current else None, now_s=now_s)
+        took_s = self.incidents.stepped(node_id, beat.restart if is_current else None, now_s=now_s)
+        if took_s is not None:
+            self.past.measured(beat.generation, took_s)
         found: list[SupervisorCommand] = []
         while self._stops_handled < beat.stops:
             self._stops_handled += 1

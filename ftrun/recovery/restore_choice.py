@@ -175,10 +175,10 @@ class _Held:
 
     def _what_is_missing(self, lost: Sequence[int], groups: Sequence[_Group]) -> str:
         names = ", ".join(str(one) for one in lost)
-        ranks, are = ("rank", "is") if len(lost) == 1 else ("ranks", "are")
+        ranks, are, it = ("rank", "is", "it") if len(lost) == 1 else ("ranks", "are", "them")
         group = next((one for one in groups if lost[0] in one.ranks), None)
         if group is None:
-            return f"{ranks} {names} {are} held by no node that is here, and nothing protects it"
+            return f"{ranks} {names} {are} held by no node that is here, and nothing protects {it}"
         if group.bears_what_is_missing(self.slots):
             return f"{ranks} {names} cannot be rebuilt: not all nodes have protected this version"
         gone = group.missing(self.slots)

@@ -86,6 +86,25 @@ class Voters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return (self.generation, self.roster)
 
 
+class PastRestart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+    """A generation that followed another."""
+
+    generation: int
+    cause: str
+    age_s: float
+    restored: VersionPair | None
+    downtime_s: float | None = None
+
+
+class GoneNode(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+    """A node that was lost or has left, and has not come back."""
+
+    card: NodeCard
+    reason: str
+    age_s: float
+    has_left: bool
+
+
 class History(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What the next lead must know to be as strict as this one; ages in seconds."""
 
@@ -112,6 +131,9 @@ class History(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """That a generation has needed up to its first step; 0: not known."""
     bad_checkpoints: dict[str, str] = {}
     """Checkpoints that no node loads, because one of them cannot use it: names and reasons."""
+    past_restarts: list[PastRestart] = []
+    """The last ones, for status."""
+    gone: list[GoneNode] = []
 
 
 class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

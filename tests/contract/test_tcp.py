@@ -116,21 +116,27 @@ def test_refused_at_one_address_and_silent_at_another_is_silent(
 
 
 @pytest.mark.parametrize(
-    ("number", "how"),
+    ("number", "how", "words"),
     [
-        (errno.ECONNREFUSED, "refused"),
-        (errno.ECONNRESET, "reset"),
-        (errno.EPIPE, "closed"),
-        (errno.ETIMEDOUT, "silent"),
-        (errno.EHOSTUNREACH, "unreachable"),
-        (errno.ENETUNREACH, "unreachable"),
-        (errno.EIO, "closed"),
+        (errno.ECONNREFUSED, "refused", "n2 refuses the connection: nothing listens there"),
+        # A reset proves no death: the connection may have been cut.
+        (errno.ECONNRESET, "reset",
+         "n2 has reset the connection: it was killed, or the connection was cut"),
+        (errno.EPIPE, "closed",
+         "n2 has closed the connection: it has ended, or has given this connection up"),
+        (errno.ETIMEDOUT, "silent", "n2 does not answer: it is frozen, off, or cut off"),
+        (errno.EHOSTUNREACH, "unreachable",
+         "n2 cannot be reached: there is no way there in the network"),
+        (errno.ENETUNREACH, "unreachable",
+         "n2 cannot be reached: there is no way there in the network"),
+        (errno.EIO, "closed",
+         "n2 has closed the connection: it has ended, or has given this connection up"),
     ],
-)
-def test_errors_of_the_kernel_have_words(number: int, how: HowLost) -> None:
+)  # fmt: skip
+def test_errors_of_the_kernel_have_words(number: int, how: HowLost, words: str) -> None:
     error = OSError(number, "as the kernel says")
     assert how_lost(error) == how
-    assert str(PeerLost(peer="n2", how=how)).startswith("n2 ")
+    assert str(PeerLost(peer="n2", how=how)) == words
 
 
 def test_a_connection_is_tuned(listener: socket.socket) -> None:

@@ -6,6 +6,7 @@ import os
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -43,6 +44,32 @@ while not (here / "go").exists() and time.monotonic() < give_up_s:
 print(f"rank {rank} generation {generation} ends", flush=True)
 if "daemon" in sys.argv:
     os._exit(0)
+"""
+
+
+A_BUG_IN_THE_CLUSTER_THREAD = """
+import importlib.util, os, sys
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name != "ftrun.agent.cluster_thread":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        load = spec.loader.exec_module
+        spec.loader.exec_module = lambda module: (load(module), plant(module))
+        return spec
+
+def plant(module):
+    takes = module.ClusterThread._take_inbox
+    def take_inbox(self):
+        if os.path.exists("break"):
+            os.unlink("break")
+            raise AttributeError("a bug")
+        takes(self)
+    module.ClusterThread._take_inbox = take_inbox
+
+sys.meta_path.insert(0, Finder())
 """
 
 
@@ -183,6 +210,29 @@ def test_killed_agent_is_followed_by_another(start: Callable[..., Run]) -> None:
     assert (code, out) == (0, "rank 0 generation 1 ends\n")
     assert "the agent was killed by SIGKILL; starting another" in err
     assert run.nothing_is_left()
+
+
+def test_a_bug_in_the_cluster_thread_ends_the_agent_and_another_one_follows(
+    start: Callable[..., Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (planted := tmp_path / "planted").mkdir()
+    (planted / "sitecustomize.py").write_text(A_BUG_IN_THE_CLUSTER_THREAD)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(planted), os.environ["PYTHONPATH"]])
+                       if os.environ.get("PYTHONPATH") else str(planted))  # fmt: skip
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        endpoint = f"127.0.0.1:{taken.getsockname()[1]}"
+    run = start("--nnodes", "1:2", "--rdzv-endpoint", endpoint, "--node-id", "n0",
+                "--set", "nodes.settle_s=0.1")  # fmt: skip
+    rank = run.wait_alive(0)
+    (tmp_path / "break").touch()
+    run.wait_alive(1)
+    assert not is_alive(rank)
+    (tmp_path / "go").touch()
+    code, out, err = run.finish()
+    assert (code, out) == (0, "rank 0 generation 1 ends\n")
+    assert "the cluster thread has ended" in err
+    # The stub says so of exit code 70 only.
+    assert "the agent met a bug in ftrun; starting another" in err
 
 
 def kinds_of_descriptors(pid: int) -> list[str]:

@@ -1,6 +1,14 @@
 """One failure is announced once, however many notes it leads to."""
 
+from queue import SimpleQueue
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
 from ftrun.agent.announcements import Announcements
+from ftrun.agent.node_orders import NodeOrders
+from ftrun.recovery.commands import Note
 
 KILLED = "rank 1 (pid 7) was killed by SIGKILL"
 
@@ -21,3 +29,21 @@ def test_what_is_not_printed_yet_stands_before_what_begins() -> None:
     assert made.beginning(more, 2, "the beginning") == (
         f"the script does not call ftrun.attach; {begins}"
     )
+
+
+@pytest.mark.parametrize(("is_member", "count"), [(False, 2), (True, 1)])
+def test_a_leader_without_ranks_prints_the_same_loss_again_in_the_next_generation(
+    caplog: pytest.LogCaptureFixture, is_member: bool, count: int
+) -> None:
+    """A member prints the cause in front of what begins, which is when it forgets it."""
+    lost = Note("NodeLost", "node b is lost: the connection is refused", say=True)
+    began = Note("Generation", "generation 3: 2 nodes, 2 ranks")
+    orders = SimpleQueue[Note]()
+    for one in (lost, lost, began, lost):
+        orders.put(one)
+    generations = SimpleNamespace(announcements=Announcements(), is_member=is_member)
+    journal = SimpleNamespace(write=lambda kind, **fields: None)
+    brain = SimpleNamespace(next_order=lambda: None if orders.empty() else orders.get())
+    run: Any = SimpleNamespace(journal=journal, generations=generations, brain=brain)
+    NodeOrders(run).obey()
+    assert caplog.messages == [lost.text] * count

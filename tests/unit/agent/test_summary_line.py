@@ -7,21 +7,47 @@ import pytest
 from ftrun.agent.summary_line import Activity, Protection, activity_words, next_loss_words
 
 HAS = Protection(
-    members=2, spares=1, min_nodes=2, votes=3, survives=1, groups=1, committed=1080, unprotected=""
-)
+    members=2, spares=1, min_nodes=2, voters=3, votes=3, survives=1, groups=1, committed=1080,
+    unprotected="",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
         ({}, "survives any 1 node, back to step 1,080"),
-        ({"members": 4, "spares": 0, "min_nodes": 4, "votes": 4}, "the next lost node pauses"),
-        ({"members": 4, "spares": 0, "min_nodes": 3, "votes": 4}, "survives any 1 node,"),
-        ({"spares": 0, "min_nodes": 1, "votes": 2}, "the next lost node pauses the run"),
-        ({"spares": 0, "min_nodes": 1, "votes": 3}, "survives any 1 node,"),
-        ({"survives": 2, "members": 6, "min_nodes": 6, "votes": 7}, "survives any 1 node,"),
         (
-            {"survives": 2, "members": 6, "min_nodes": 6, "spares": 2, "votes": 8, "groups": 2},
+            {"members": 4, "spares": 0, "min_nodes": 4, "voters": 4, "votes": 4},
+            "the next lost node pauses",
+        ),
+        (
+            {"members": 4, "spares": 0, "min_nodes": 3, "voters": 4, "votes": 4},
+            "survives any 1 node,",
+        ),
+        (
+            {"spares": 0, "min_nodes": 1, "voters": 2, "votes": 2},
+            "the next lost node pauses the run",
+        ),
+        ({"spares": 0, "min_nodes": 1, "voters": 3, "votes": 3}, "survives any 1 node,"),
+        ({"members": 2, "spares": 2, "voters": 4, "votes": 4}, "survives any 1 node,"),
+        # Half of the voters would be left, which is no majority: also of those that are lost.
+        ({"members": 2, "spares": 1, "voters": 4, "votes": 3}, "the next lost node pauses"),
+        ({"members": 2, "spares": 2, "voters": 5, "votes": 4}, "survives any 1 node,"),
+        ({"spares": 1, "voters": 4, "votes": 2}, "the next lost node pauses"),
+        (
+            {"survives": 2, "members": 6, "min_nodes": 6, "voters": 7, "votes": 7},
+            "survives any 1 node,",
+        ),
+        (
+            {
+                "survives": 2,
+                "members": 6,
+                "min_nodes": 6,
+                "spares": 2,
+                "voters": 8,
+                "votes": 8,
+                "groups": 2,
+            },
             "survives any 2 nodes of each group,",
         ),
         ({"survives": 0}, "a lost node all"),
@@ -34,7 +60,7 @@ def test_the_next_loss(changes: dict[str, object], words: str) -> None:
 
 
 def test_a_state_that_is_kept_is_not_a_training_that_continues() -> None:
-    words = next_loss_words(replace(HAS, spares=0, votes=2))
+    words = next_loss_words(replace(HAS, spares=0, voters=2, votes=2))
     assert "survives" not in words
     assert "its state is kept at step 1,080" in words
 
@@ -44,6 +70,8 @@ def test_a_state_that_is_kept_is_not_a_training_that_continues() -> None:
     [
         (Activity(80, 60, has_stepped=True), "running at step 80 on 4 nodes"),
         (Activity(0, 60, has_stepped=False), "starting from step 60 on 4 nodes, no step yet"),
+        (Activity(80, 60, has_stepped=True, end="stopping"), "stopping at step 80 on 4 nodes"),
+        (Activity(80, 60, has_stepped=False, silent_s=9.0, end="ending"), "ending at step 80 on"),
         (Activity(80, 60, has_stepped=True, silent_s=12.3), "NO STEP for 12 s at step 80"),
         (Activity(80, 60, has_stepped=True, silent_s=12.3, hang="a link"), "on 4 nodes: a link"),
     ],

@@ -81,7 +81,6 @@ until(group.ended)
 (handle,) = group.handles
 assert handle.child.status == 3
 until(lambda: process_tree.state_of(left) in ("", "Z"))
-print("clean")
 """
 
 HANGS_IN_THE_KERNEL = """
@@ -100,6 +99,41 @@ assert group.stuck() == group.kill() == reason, "it is not waited for again"
 until(lambda: not group.stuck())
 assert [handle.child.status for handle in group.handles] == [-9, -9]
 assert group.kill() == ""
+print("clean")
+"""
+
+REPORTED = """
+# A node whose ranks have ended is not reported as running.
+from types import SimpleNamespace
+from ftrun.agent.node_report import NodeReport
+group = group_of("sleep 600")
+told = []
+repeats = SimpleNamespace(warning="")
+generations = SimpleNamespace(number=0, is_member=True, is_alone=True, repeats=repeats,
+                              restart_times=lambda now_s: None)
+run = SimpleNamespace(
+    workers=group, smp=group._smp, generations=generations, desk=None,
+    orders=SimpleNamespace(awaits_boundary=False),
+    signals=SimpleNamespace(stops=0, stop_signal=0, leaves=False),
+    caretaker=SimpleNamespace(smp_given_up=""),
+    eyes=SimpleNamespace(p99_s=0.0, views=(), sample=None),
+    brain=SimpleNamespace(tell=lambda here: told.append(here.beat)),
+)
+report = NodeReport(run)
+
+def state():
+    report.tell(now_s=time.monotonic(), is_urgent=False)
+    return told[-1].state
+
+found = [state()]
+group.hold(True)
+found.append(state())
+group.hold(False)
+found.append(state())
+group.kill()
+found.append(state())
+assert found == ["running", "held", "running", "idle"], found
+assert told[-1].generation == 0, "its ranks have ended, and its members are still these"
 print("clean")
 """
 
@@ -168,7 +202,7 @@ print("clean")
 
 @pytest.mark.parametrize(
     "code",
-    [TREES, GROUP_DIES_FIRST, OF_AN_EARLIER_AGENT],
+    [TREES, GROUP_DIES_FIRST + REPORTED, OF_AN_EARLIER_AGENT],
     ids=["trees", "own-end", "earlier-agent"],
 )
 def test_what_ranks_have_started_stops_and_ends_with_them(code: str, tmp_path: object) -> None:

@@ -92,6 +92,29 @@ def test_restart_without_a_snapshot_says_where_it_began(
     assert "none yet (no attach)" in text
 
 
+@pytest.mark.parametrize(
+    ("every", "words"), [(1, "; every step\n"), (4, "; every 4 steps\n"), (0, "in all\n")]
+)
+def test_the_interval_of_snapshots_has_words(
+    capsys: pytest.CaptureFixture[str], every: int, words: str
+) -> None:
+    show_status({**DOCUMENT, "snapshots": {**DOCUMENT["snapshots"], "every": every}})
+    assert words in capsys.readouterr().out
+
+
+def test_a_restart_under_an_earlier_leader_has_its_downtime(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    restart = {"generation": 1, "cause": "x", "restored": "step 3", "downtime_s": 1.5}
+    show_status({**DOCUMENT, "restarts": [restart]})
+    assert "restored step 3; trained again after 1.50 s" in capsys.readouterr().out
+
+
+def test_a_checkpoint_is_of_no_generation(capsys: pytest.CaptureFixture[str]) -> None:
+    show_status({**DOCUMENT, "snapshots": {**DOCUMENT["snapshots"], "generation": -1}})
+    assert "newest step 11 (from a checkpoint), 0.40 s old" in capsys.readouterr().out
+
+
 def test_profile_shows_origins_when_asked(capsys: pytest.CaptureFixture[str]) -> None:
     show_profile([("smp.orphan_s", "600.0", "default", "how long")])
     assert "default" in capsys.readouterr().out

@@ -489,10 +489,10 @@ def test_the_next_lead_is_as_strict() -> None:
     assert told.restarts == 1
     assert told.node_failures == {"b": [10.0]}, "what is older than an hour is forgotten"
     heir = Oversight(POLICY, SETTINGS)
-    heir.succeed(told, now_s=500.0)
+    heir.succeed(told, now_s=500.0, known_s=500.0)
     assert heir.history(now_s=500.0) == told
     # Its own count goes on from there, and is not doubled by hearing it again.
-    heir.succeed(told, now_s=500.0)
+    heir.succeed(told, now_s=500.0, known_s=500.0)
     heir.note_failure("b", now_s=501.0)
     assert heir.history(now_s=510.0).node_failures == {"b": [20.0, 9.0]}
     heir.note_failure("b", now_s=502.0)
@@ -501,7 +501,7 @@ def test_the_next_lead_is_as_strict() -> None:
 
 def test_whoever_takes_over_sees_how_far_the_generation_has_come() -> None:
     made = Oversight(POLICY, SETTINGS)
-    made.succeed(History(), now_s=0.0)
+    made.succeed(History(), now_s=0.0, known_s=0.0)
     made.note("a", beat(step=7))
     assert made.progress().step == 0
     made.take_over(TWO)

@@ -21,6 +21,11 @@ def test_it_says_now_and_then_what_is_waited_for() -> None:
     assert said_s == [SAY_EVERY_S, 2 * SAY_EVERY_S, 3 * SAY_EVERY_S]
 
 
+def test_a_wait_that_has_just_begun_says_nothing() -> None:
+    made = Patience(SETTINGS, now_s=50.0)
+    assert made.wait(0.0, "4 of 4 nodes are here", gathers=True, now_s=200.0) == []
+
+
 @pytest.mark.parametrize(
     ("gathers", "code", "advice"),
     [

@@ -112,6 +112,13 @@ def test_without_protection_the_slots_themselves_must_be_here() -> None:
     assert "rank 1 is held by no node that is here, and nothing protects it" in lost.why
 
 
+def test_several_ranks_that_are_missing_are_named_in_the_plural() -> None:
+    lost = choose(bare((0, 8), "a", "abc"), None)
+    assert "ranks 1, 2 are held by no node that is here, and nothing protects them" in lost.why
+    gone = choose(held((0, 8), "ab", "abcd"), None)
+    assert "ranks 2, 3 cannot be rebuilt: of the group a, b, c, d, c, d are missing" in gone.why
+
+
 def test_slots_that_lie_on_two_nodes_are_taken_from_one() -> None:
     holdings = both(bare((0, 8), "ab", "ab"), {"c": Inventory([offer(1, (0, 8), 2)])})
     assert [one.node_ids for one in choose(holdings, None).sources] == [["a"], ["b"]]

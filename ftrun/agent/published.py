@@ -1,0 +1,105 @@
+"""A value that one thread builds, and that other threads read.
+
+Runs in:  agent: `look` and `publish` in the thread that owns the data, `read` in any other one.
+Takes in: a function that builds the value; requests.
+Gives:    the value, which must be immutable, with its age.
+Survives: a value that cannot be built, and an owner that is busy: readers get the last value.
+
+Rule 1: no other thread touches what the value is built from.
+Rule 2: a reader waits for a fresh value, but no longer than `WAIT_S`.
+"""
+
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from ftrun import clock
+from ftrun.errors import PeerError
+
+_log = logging.getLogger(__name__)
+
+WAIT_S = 1.0
+"""A turn of the owner takes less, unless it waits for something."""
+
+EVERY_S = 1.0
+"""Between two values that are built without a request."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Reading(Generic[T]):
+    """A value as another thread has found it."""
+
+    value: T
+    age_s: float
+
+
+class Published(Generic[T]):
+    """The newest value of one owner."""
+
+    def __init__(
+        self, build: Callable[[], T], *, wake: Callable[[], None], every_s: float = EVERY_S
+    ) -> None:
+        # `wake` ends the owner's wait, and is called in the reader's thread.
+        self._build = build
+        self._wake = wake
+        self._every_s = every_s
+        self._changed = threading.Condition()
+        self._asked = self._answered = 0
+        self._found: tuple[T, float] | None = None
+        self._problem = ""
+        self._due_s = 0.0
+
+    # --- the owner's thread -------------------------------------------------------------------
+
+    def look(self, now_s: float) -> None:
+        """Build the value if it was asked for, or if the last one is old; once per turn."""
+        if self._asked != self._answered or now_s >= self._due_s:
+            self.publish()
+
+    def publish(self) -> None:
+        """Build the value now; also before the owner waits for something."""
+        asked = self._asked
+        try:
+            found: T | None = self._build()
+            problem = ""
+        except Exception as error:  # noqa: BLE001 - a bug costs the status, never the run
+            found, problem = None, f"{type(error).__name__}: {error}"
+            if problem != self._problem:
+                _log.exception("the status cannot be built: a bug of ftrun")
+        now_s = clock.now_s()
+        with self._changed:
+            self._found = self._found if found is None else (found, now_s)
+            self._problem, self._answered, self._due_s = problem, asked, now_s + self._every_s
+            self._changed.notify_all()
+
+    # --- any thread ---------------------------------------------------------------------------
+
+    def read(self) -> Reading[T]:
+        """The value; a fresh one unless the owner is busy.
+
+        Raises:
+            PeerError: there is none.
+        """
+        with self._changed:
+            self._asked = asked = self._asked + 1
+        self._wake()
+        with self._changed:
+            self._changed.wait_for(lambda: self._answered >= asked, WAIT_S)
+        return self.last()
+
+    def last(self) -> Reading[T]:
+        """The value as it was built last; never waits.
+
+        Raises:
+            PeerError: there is none.
+        """
+        with self._changed:
+            if self._found is None:
+                reason = self._problem or "the agent has just been started"
+                raise PeerError(f"there is no status yet: {reason}")
+            value, at_s = self._found
+        return Reading(value, max(0.0, clock.now_s() - at_s))

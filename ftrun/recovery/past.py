@@ -1,0 +1,132 @@
+"""What has happened to a run, for status: its last restarts, and the nodes that are gone.
+
+Runs in:  the agent that leads. Pure.
+Takes in: generations, lost nodes, nodes that leave; what the last leader knew.
+Gives:    the same for the next leader, of bounded size, with ages in place of times.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ftrun.recovery.attendance import Peer
+from ftrun.wire.plan import GoneNode, NodeCard, PastRestart, Plan, VersionPair
+
+MAX_RESTARTS = 10
+MAX_GONE = 20
+_MAX_TEXT = 200
+_LEFT = "it was asked to, and the run continues without it"
+
+
+@dataclass(slots=True)
+class Restart:
+    """One generation that followed another."""
+
+    generation: int
+    cause: str
+    at_s: float
+    restored: VersionPair | None
+    downtime_s: float | None = None
+    """Of its incident, up to the next step of every rank; None: not known."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gone:
+    """A node that was lost, or that has left."""
+
+    card: NodeCard
+    reason: str
+    at_s: float
+    has_left: bool
+    was_asked: bool
+    """It was asked to leave, and may have ended before its ranks had moved."""
+
+
+class Past:
+    """The last restarts and gone nodes, over all leaders of a run."""
+
+    def __init__(self) -> None:
+        self._restarts: dict[int, Restart] = {}
+        self._gone: dict[str, Gone] = {}
+
+    @property
+    def restarts(self) -> list[Restart]:
+        """The oldest first."""
+        return [one for _, one in sorted(self._restarts.items())]
+
+    @property
+    def gone(self) -> list[Gone]:
+        """The one that went first comes first."""
+        return sorted(self._gone.values(), key=lambda one: one.at_s)
+
+    def was_asked_to_leave(self, node_id: str) -> bool:
+        """The end of this node is no failure."""
+        return node_id in self._gone and self._gone[node_id].was_asked
+
+    # --- what happens -------------------------------------------------------------------------
+
+    def begins(self, plan: Plan, *, now_s: float) -> None:
+        """A generation begins; or the leader that began it is gone, and this was not known."""
+        if plan.generation > 0 and plan.generation not in self._restarts:
+            cause = plan.why[:_MAX_TEXT]
+            self._keep([Restart(plan.generation, cause, now_s, plan.restore)])
+
+    def measured(self, generation: int, downtime_s: float) -> None:
+        """Every rank of this generation has completed a step."""
+        if generation in self._restarts:
+            self._restarts[generation].downtime_s = downtime_s
+
+    def goes(self, peer: Peer, reason: str, *, was_member: bool, now_s: float) -> None:
+        """This agent is gone. It has left if it was asked to, and its ranks had moved."""
+        was_asked = self._is_leaving(peer.card)
+        peer.has_left = was_asked and not was_member
+        reason = _LEFT if peer.has_left else reason[:_MAX_TEXT]
+        self._keep_gone(Gone(peer.card, reason, now_s, peer.has_left, was_asked))
+
+    def leaves(self, card: NodeCard, *, now_s: float) -> None:
+        """A node is about to leave. The next plan says so: its leader may not see the node go."""
+        if not self._is_leaving(card):
+            self._keep_gone(Gone(card, _LEFT, now_s, has_left=True, was_asked=True))
+
+    def returns(self, node_id: str) -> None:
+        """The node is here again."""
+        self._gone.pop(node_id, None)
+
+    # --- from leader to leader ----------------------------------------------------------------
+
+    def succeed(
+        self, restarts: Iterable[PastRestart], gone: Iterable[GoneNode], *, known_s: float
+    ) -> None:
+        """Add what the last leader knew at that time; what this one has seen itself stays."""
+        older = [
+            Restart(one.generation, one.cause, known_s - one.age_s, one.restored, one.downtime_s)
+            for one in restarts
+            if one.generation not in self._restarts
+        ]
+        self._keep(older)
+        for one in gone:
+            if one.card.node_id not in self._gone:
+                at_s, has_left = known_s - one.age_s, one.has_left
+                self._keep_gone(Gone(one.card, one.reason, at_s, has_left, was_asked=has_left))
+
+    def past_restarts(self, *, now_s: float) -> list[PastRestart]:
+        return [
+            PastRestart(one.generation, one.cause, now_s - one.at_s, one.restored, one.downtime_s)
+            for one in self.restarts
+        ]
+
+    def gone_nodes(self, *, now_s: float) -> list[GoneNode]:
+        return [GoneNode(one.card, one.reason, now_s - one.at_s, one.has_left) for one in self.gone]
+
+    def _is_leaving(self, card: NodeCard) -> bool:
+        found = self._gone.get(card.node_id)
+        return found is not None and found.was_asked and found.card.incarnation == card.incarnation
+
+    def _keep_gone(self, new: Gone) -> None:
+        self._gone[new.card.node_id] = new
+        for one in self.gone[:-MAX_GONE]:
+            del self._gone[one.card.node_id]
+
+    def _keep(self, new: Iterable[Restart]) -> None:
+        self._restarts.update({one.generation: one for one in new})
+        for one in self.restarts[:-MAX_RESTARTS]:
+            del self._restarts[one.generation]

@@ -1,0 +1,124 @@
+"""The first line of status, from real members of a run: what it says follows what they do."""
+
+from types import SimpleNamespace
+from typing import Any
+
+from ftrun.agent.cluster_status import cluster_status
+from ftrun.events import Kind
+from ftrun.monitor.verdicts import Sure, Verdict, VerdictKind
+from ftrun.recovery.hang_watch import Finding
+from ftrun.recovery.places import Wishes
+from ftrun.wire.heartbeats import Beat
+from tests.unit.recovery.agents import Agents
+from tests.unit.recovery.test_lead import begun, exited, hold, works
+
+
+def status(made: Agents, node_id: str = "a") -> dict[str, Any]:
+    member = made[node_id].member
+    lead = member.lead
+    brain: Any = SimpleNamespace(
+        plan=member.follower.plan,
+        member=member,
+        settings=made.settings,
+        oversight=lead.oversight if lead is not None else None,
+        leads=lead is not None,
+    )
+    return cluster_status(brain)
+
+
+def verdict(made: Agents, node_id: str = "a") -> str:
+    return str(status(made, node_id)["verdict"])
+
+
+def protected(members: str, spares: int, *, least: int = 0, **changes: object) -> Agents:
+    """A run whose newest snapshot bears the loss of one node; it may go on with `least` nodes."""
+    count = len(members)
+    names = "abcdefgh"[: count + spares]
+    made = begun(names, wishes=Wishes(least or count, count, spares), **changes)
+    hold(made, 8, members)
+    works(made, 9, members, survives=1, ready=(0, 8))
+    return made
+
+
+def test_a_lost_spare_has_no_vote_and_still_counts_among_all() -> None:
+    made = protected("ab", 2)
+    assert "running at step 9 on 2 nodes and 2 spares" in verdict(made)
+    assert "survives any 1 node, back to step 8" in verdict(made)
+    made.kill("d")
+    # 3 of 4 voters are left; after another loss 2 would be, which is no majority.
+    assert made["a"].member.lead is not None
+    assert len(made.plan("a").voters) == 4
+    assert "on 2 nodes and 1 spare" in verdict(made)
+    assert "the next lost node pauses the run" in verdict(made)
+
+
+def test_a_witness_that_is_away_does_not_vote() -> None:
+    made = protected("ab", 0, least=1, witness=True)
+    assert made.plan("a").witness
+    assert "survives any 1 node, back to step 8" in verdict(made)
+    made.outside.away.update("ab")
+    made.passes(5.0)
+    assert not made["a"].member.witness.is_reached
+    assert "the next lost node pauses the run" in verdict(made)
+
+
+def test_where_no_node_may_be_missing_the_next_loss_pauses() -> None:
+    made = protected("abc", 0)
+    assert "the next lost node pauses the run" in verdict(made)
+    works(made, 10, "abc", survives=0, ready=(0, 8))
+    assert "a lost node all" in verdict(made)
+
+
+def test_a_run_that_stops_or_ends_is_not_running() -> None:
+    made = protected("abc", 1)
+    made.here_is("a", Beat(generation=0, state="running", attached=True, step=9, stops=1))
+    assert verdict(made).startswith("stopping at step 9 on 3 nodes and 1 spare")
+    assert status(made)["state"] == "stopping"
+    for rank, one in enumerate("abc"):
+        works(made, 9, one, exits=(exited(rank, Kind.FINISHED, 0),), stops=1)
+    lead = made["a"].member.lead
+    assert lead is not None
+    assert lead.ending is not None
+    assert verdict(made).startswith("ending at step 9 on ")
+    assert status(made)["state"] == "ending"
+
+
+def test_a_suspected_hang_is_named_before_and_after_its_verdict() -> None:
+    made = protected("abc", 1)
+    lead = made["a"].member.lead
+    assert lead is not None
+    incidents = lead.oversight.incidents
+    progress = lead.oversight.progress()
+    incidents.suspected(Finding(silent_s=30.0, deadline_s=5.0), progress, now_s=made.now_s)
+    silent = "NO STEP for "
+    assert verdict(made).startswith(silent)
+    assert "on 3 nodes and 1 spare: a hang is suspected" in verdict(made)
+    found = Verdict(
+        kind=VerdictKind.BUSY_LOOP, culprits=(1,), text="rank 1 stands still", sure=Sure.LIKELY
+    )
+    incidents.named(found, (), now_s=made.now_s)
+    assert "on 3 nodes and 1 spare: rank 1 stands still" in verdict(made)
+
+
+def test_without_a_step_of_this_generation_the_run_is_starting() -> None:
+    made = protected("abc", 1)
+    made.kill("b")
+    made.passes(1.0)
+    assert verdict(made).startswith("starting from step 8 on 3 nodes, no step yet, generation 1")
+    assert verdict(made).endswith("; lost: b")
+
+
+def test_nodes_of_a_paused_run_do_not_run() -> None:
+    made = begun("abc")
+    made.cut("b")
+    made.cut("c")
+    made.passes(10.0)
+    found = status(made)
+    assert found["verdict"].startswith("PAUSED: too few of the 3 nodes")
+    assert {node["node"]: node["state"] for node in found["nodes"]} == {
+        "a": "idle", "b": "unknown", "c": "unknown",
+    }  # fmt: skip
+
+
+def test_a_node_that_follows_names_its_leader() -> None:
+    assert verdict(begun("abc"), "b") == "following a"

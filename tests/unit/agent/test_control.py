@@ -1,0 +1,78 @@
+"""The control thread answers also after a document that cannot be built."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ftrun.agent.control import ControlServer
+from ftrun.errors import PeerError
+from ftrun.wire.channel import Channel, connect
+from ftrun.wire.messages import AskStatus, Done, Hello, Refused, Status, StopRun
+
+DEADLINE_S = 60.0
+
+
+class Served:
+    """A control server whose document is made by whatever stands in `make`."""
+
+    def __init__(self, path: Path) -> None:
+        self.make: Any = lambda: b"{}"
+        self.stops: list[str] = []
+        self.path = path
+        run: Any = SimpleNamespace(
+            smp=SimpleNamespace(folder=SimpleNamespace(agent_socket=path)),
+            spec=SimpleNamespace(run_id="mine", nodes=None),
+            desk=None,
+            signals=SimpleNamespace(ask_stop=self.stops.append),
+        )
+        self.server = ControlServer(run, lambda: self.make())
+        self.server.start()
+
+    def channel(self) -> Channel:
+        hello = Hello(pid=1, role="cli")
+        return connect(
+            self.path, run_id="mine", peer="the agent", hello=hello, deadline_s=DEADLINE_S
+        )
+
+    def ask(self, body: Any) -> Any:
+        channel = self.channel()
+        try:
+            return channel.ask(body, deadline_s=DEADLINE_S).body
+        finally:
+            channel.close()
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[Served]:
+    made = Served(tmp_path / "agent.sock")
+    yield made
+    made.server.stop()
+
+
+def test_a_document_that_raises_costs_one_client(
+    served: Served, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail() -> bytes:
+        raise AttributeError("'NoneType' object has no attribute 'text'")
+
+    served.make = fail
+    with pytest.raises(PeerError):
+        served.ask(AskStatus())
+    assert "a request was not answered: a bug of ftrun" in caplog.text
+    served.make = lambda: b'{"state": "running"}'
+    assert served.ask(AskStatus()) == Status(b'{"state": "running"}')
+    assert served.ask(StopRun()) == Done()
+    assert served.stops == ["ftrun stop"]
+
+
+def test_without_a_published_document_the_reason_is_told(served: Served) -> None:
+    def fail() -> bytes:
+        raise PeerError("there is no status yet: the agent has just been started")
+
+    served.make = fail
+    assert served.ask(AskStatus()) == Refused(
+        "there is no status yet: the agent has just been started"
+    )

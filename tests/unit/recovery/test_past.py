@@ -1,0 +1,164 @@
+"""What a run has been through outlives its leaders: restarts, lost nodes, nodes that have left."""
+
+import pytest
+
+from ftrun.recovery.attendance import Peers
+from ftrun.recovery.draining import NOTICE_S
+from ftrun.recovery.past import MAX_GONE, MAX_RESTARTS, Past
+from tests.unit.agent.test_cluster_verdict import status, verdict
+from tests.unit.recovery.agents import Agents
+from tests.unit.recovery.made import SETTINGS, card, meet, plan
+from tests.unit.recovery.test_draining import ask, at_boundary, protected_again
+from tests.unit.recovery.test_lead import begun, hold, notes, with_spares, works
+
+
+def places(made: Agents, node_id: str) -> dict[str, str]:
+    return {node["node"]: node["place"] for node in status(made, node_id)["nodes"]}
+
+
+def drained(made: Agents, node_id: str, *, members: str = "abc", after: str = "adc") -> None:
+    """A member is asked to leave, and does so once a spare has its ranks."""
+    works(made, 5, members)
+    ask(made, node_id)
+    made.passes(NOTICE_S + 0.5)
+    at = at_boundary(made, members, node_id)
+    made.passes(0.5)
+    protected_again(made, after, at)
+    made.kill(node_id)
+    made.passes(1.0)
+
+
+def test_a_node_that_was_drained_has_left_and_is_not_lost() -> None:
+    made = with_spares()
+    drained(made, "b")
+    assert notes(made, "a", "NodeLost") == []
+    assert notes(made, "a", "NodeLeft") == ["node b has left, as it was asked to"]
+    assert places(made, "a")["b"] == "left"
+    assert "lost:" not in verdict(made)
+    assert made["a"].member.lead is not None
+    assert made["a"].member.lead.oversight.history(now_s=made.now_s).node_failures == {}
+
+
+def test_a_node_that_was_asked_to_leave_and_dies_with_its_ranks_is_lost_but_has_not_failed() -> (
+    None
+):
+    made = with_spares()
+    works(made, 5)
+    ask(made, "b")
+    made.passes(NOTICE_S + 0.5)
+    made.kill("b")
+    made.passes(1.0)
+    assert made.running() == {"a": 1, "c": 1, "d": 1}
+    assert len(notes(made, "a", "NodeLost")) == 1
+    assert places(made, "a")["b"] == "lost"
+    assert made["a"].member.lead is not None
+    assert made["a"].member.lead.oversight.history(now_s=made.now_s).node_failures == {}
+
+
+def test_a_new_leader_knows_restarts_lost_nodes_and_nodes_that_have_left() -> None:
+    made = with_spares("abcdef")
+    drained(made, "b")  # generation 1 is of a, d, c
+    hold(made, 9, "adc", 1)
+    made.kill("d")
+    made.passes(1.0)
+    assert set(made.running().values()) == {2}
+    hold(made, 12, "aec", 2)
+    made.passes(30.0)
+    before = status(made, "a")["restarts"]
+    assert [one["generation"] for one in before] == [1, 2]
+    made.kill("a")
+    made.passes(6.0)
+    lead = made.lead()
+    assert lead not in ("", "a")
+    assert set(made.running().values()) == {3}
+    found = status(made, lead)
+    assert {one: place for one, place in places(made, lead).items() if one in "abd"} == {
+        "a": "lost", "b": "left", "d": "lost",
+    }  # fmt: skip
+    assert found["verdict"].endswith("lost: a, d")
+    assert [one["generation"] for one in found["restarts"]] == [1, 2, 3]
+    first, second, _ = found["restarts"]
+    assert first["cause"] == "node b asked to leave"
+    assert second["cause"] == "node d is lost: the connection is refused"
+    # Its age is that of the event, not of the new leader. (Status uses the real clock.)
+    assert second["at_s_ago"] == pytest.approx(before[1]["at_s_ago"], abs=1.5)
+    failures = made[lead].member.lead
+    assert failures is not None
+    assert set(failures.oversight.history(now_s=made.now_s).node_failures) == {"a", "d"}
+
+
+def test_a_leader_that_was_drained_has_not_failed() -> None:
+    made = with_spares()
+    drained(made, "a", after="dbc")
+    made.passes(5.0)
+    assert made.lead() == "d"
+    assert places(made, "d")["a"] == "left"
+    assert "lost:" not in verdict(made, "d")
+    lead = made["d"].member.lead
+    assert lead is not None
+    assert lead.oversight.history(now_s=made.now_s).node_failures == {}
+
+
+def test_a_node_that_is_back_is_gone_no_more() -> None:
+    made = begun("abc")
+    made.kill("c")
+    made.passes(1.0)
+    lead = made["a"].member.lead
+    assert lead is not None
+    assert [one.card.node_id for one in lead.oversight.past.gone] == ["c"]
+    made.start("c", incarnation=2)
+    made.passes(10.0)
+    assert lead.oversight.past.gone == []
+    assert places(made, "a")["c"] != "lost"
+
+
+def test_what_is_kept_has_a_bound() -> None:
+    made, peers = Past(), Peers(card("me"), SETTINGS)
+    for number in range(50):
+        made.begins(plan(number, "ab", why="x" * 1000), now_s=float(number))
+        peer = meet(peers, f"n{number}")
+        made.goes(peer, "y" * 1000, was_member=True, now_s=float(number))
+    restarts, gone = made.past_restarts(now_s=60.0), made.gone_nodes(now_s=60.0)
+    assert [one.generation for one in restarts] == list(range(50 - MAX_RESTARTS, 50))
+    assert len(gone) == MAX_GONE
+    assert max(len(one.cause) for one in restarts) == max(len(one.reason) for one in gone) == 200
+    assert gone[-1].card.node_id == "n49"
+    assert gone[-1].age_s == 11.0
+
+
+def test_what_a_leader_has_seen_itself_stays() -> None:
+    first, second, peers = Past(), Past(), Peers(card("me"), SETTINGS)
+    for made, reason, at_s in ((first, "old", 10.0), (second, "new", 30.0)):
+        made.begins(plan(1, "ab", why=reason), now_s=at_s)
+        made.goes(meet(peers, "c"), reason, was_member=True, now_s=at_s)
+    first.measured(1, 0.5)
+    first.measured(7, 0.5)
+    first.begins(plan(2, "ab", why="later"), now_s=12.0)
+    second.succeed(first.past_restarts(now_s=20.0), first.gone_nodes(now_s=20.0), known_s=20.0)
+    assert [(one.cause, one.at_s, one.downtime_s) for one in second.restarts] == [
+        ("new", 30.0, None), ("later", 12.0, None),
+    ]  # fmt: skip
+    assert [one.reason for one in second.gone] == ["new"]
+    third = Past()
+    third.succeed(first.past_restarts(now_s=20.0), first.gone_nodes(now_s=20.0), known_s=20.0)
+    assert [(one.cause, one.at_s, one.downtime_s) for one in third.restarts] == [
+        ("old", 10.0, 0.5), ("later", 12.0, None),
+    ]  # fmt: skip
+    assert not third.was_asked_to_leave("c")
+
+
+def test_another_agent_of_a_node_that_has_left_is_lost_like_any_other() -> None:
+    made, peers = Past(), Peers(card("me"), SETTINGS)
+    peer = meet(peers, "c")
+    made.leaves(peer.card, now_s=1.0)
+    made.leaves(peer.card, now_s=2.0)
+    assert made.gone[0].at_s == 1.0
+    made.goes(peer, "refused", was_member=False, now_s=3.0)
+    assert peer.has_left
+    again = meet(peers, card("c", 2))
+    made.goes(again, "refused", was_member=False, now_s=4.0)
+    assert not again.has_left
+    assert made.gone[0].reason == "refused"
+    made.returns("c")
+    made.returns("c")
+    assert made.gone == []
