@@ -195,11 +195,10 @@ class Lead:
         peer.lost, peer.lost_s = why, now_s
         self.roads.lost(node_id)
         was_member = runs_ranks(self.plan, peer.card)
-        self.oversight.past.goes(peer, why, was_member=was_member, now_s=now_s)
+        found: list[Command] = [
+            self.oversight.past.goes(peer, why, was_member=was_member, now_s=now_s)
+        ]
         text = f"node {node_id} is lost: {why}"
-        found: list[Command] = [Note("NodeLost", text, {"member": was_member}, say=True)]
-        if peer.has_left:
-            found = [Note("NodeLeft", f"node {node_id} has left, as it was asked to", say=True)]
         self.oversight.note_failure(node_id, now_s=now_s, fault_s=peer.closed_s or peer.heard_s)
         if self.ending is not None:
             return found if not peer.refused else []  # it was told of the end, and has gone
@@ -339,10 +338,8 @@ class Lead:
         plan = self._election.won()
         differ = disagreement(plan, ballot.accepted)
         if isinstance(differ, EndRun):
-            here = [promise.card for promise in ballot.promises.values()]
-            aside = self.oversight.set_aside(now_s=now_s)
-            blind = blind_nodes(plan, ballot.accepted)
-            if not blind or not self.screening.can_spare(blind, here, self.plan, aside):
+            blind, aside = blind_nodes(plan, ballot.accepted), self.oversight.set_aside(now_s=now_s)
+            if not blind or not self.screening.can_spare(blind, ballot, self.plan, aside):
                 return self._end(differ, now_s)
             self.oversight.bar(blind, now_s=now_s)
             return [*notes_of_blind(blind), *self.propose(ballot.why, now_s=now_s)]
@@ -368,8 +365,8 @@ class Lead:
         return self.oversight.lost(untold, now_s=now_s)
 
     def told(self, node_id: str, body: RoadWord, *, now_s: float) -> list[Command]:
-        watching = self.oversight.watching
-        return self.roads.told(node_id, body, watching, now_s=now_s) + self._check(now_s)
+        found = self.roads.told(node_id, body, self.oversight.watching, now_s=now_s)
+        return found + self._check(now_s)
 
     # --- a generation -------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ftrun.recovery.attendance import Peer
+from ftrun.recovery.commands import Note
 from ftrun.wire.plan import GoneNode, NodeCard, PastRestart, Plan, VersionPair
 
 MAX_RESTARTS = 10
@@ -75,12 +76,19 @@ class Past:
         if generation in self._restarts:
             self._restarts[generation].downtime_s = downtime_s
 
-    def goes(self, peer: Peer, reason: str, *, was_member: bool, now_s: float) -> None:
+    def goes(self, peer: Peer, reason: str, *, was_member: bool, now_s: float) -> Note:
         """This agent is gone. It has left if it was asked to, and its ranks had moved."""
+        node_id = peer.card.node_id
+        note = Note(
+            "NodeLost", f"node {node_id} is lost: {reason}", {"member": was_member}, say=True
+        )
         was_asked = self._is_leaving(peer.card)
         peer.has_left = was_asked and not was_member
+        if peer.has_left:
+            note = Note("NodeLeft", f"node {node_id} has left, as it was asked to", say=True)
         reason = _LEFT if peer.has_left else reason[:_MAX_TEXT]
         self._keep_gone(Gone(peer.card, reason, now_s, peer.has_left, was_asked))
+        return note
 
     def leaves(self, card: NodeCard, *, now_s: float) -> None:
         """A node is about to leave. The next plan says so: its leader may not see the node go."""

@@ -20,6 +20,7 @@ import msgspec
 
 from ftrun.monitor.fitness import far_below
 from ftrun.recovery.attendance import Peer, Peers
+from ftrun.recovery.ballots import Ballot
 from ftrun.recovery.commands import Note
 from ftrun.recovery.places import Assignment, NotEnough, assign
 from ftrun.recovery.settings import ClusterSettings
@@ -86,11 +87,12 @@ class Screening:
     def can_spare(
         self,
         nodes: Collection[str],
-        here: Sequence[NodeCard],
+        ballot: Ballot,
         previous: Plan | None,
         aside: Collection[str],
     ) -> bool:
-        """Whether enough of these nodes may run ranks without those."""
+        """Whether enough nodes of this ballot may run ranks without those."""
+        here = [promise.card for promise in ballot.promises.values()]
         places = self.assign(here, previous, {*aside, *nodes})
         return not isinstance(places, NotEnough)
 
