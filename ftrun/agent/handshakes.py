@@ -134,7 +134,13 @@ class Handshakes:
     def _accepted(self, sock: socket.socket, door: Door) -> None:
         try:
             tune(sock, bulk=False)
-            session = accept_handshake(sock, self._identity, self._secret, hello_s=door.hello_s)
+            session = accept_handshake(
+                sock,
+                self._identity,
+                self._secret,
+                deadline_s=door.handshake_s,
+                hello_s=door.hello_s,
+            )
         except HandshakeRefused as error:
             sock.close()
             self.say_once(str(error))

@@ -24,7 +24,7 @@ from ftrun.network.rails import Rail
 from ftrun.smp.calm import calm_thread
 from ftrun.smp.links import FETCH, PROTECT, Link, LinkEnds
 from ftrun.wire.doors import Door, Doors
-from ftrun.wire.handshake import HANDSHAKE_S, accept_handshake
+from ftrun.wire.handshake import accept_handshake
 from ftrun.wire.identity import PeerIdentity
 from ftrun.wire.protected import NodePlace
 from ftrun.wire.secret import Secret
@@ -260,11 +260,16 @@ class Peers:
         try:
             if session is None:
                 return None
-            sock.settimeout(HANDSHAKE_S)
-            proven = accept_handshake(sock, session.own, self._secret, hello_s=door.hello_s)
+            proven = accept_handshake(
+                sock,
+                session.own,
+                self._secret,
+                deadline_s=door.handshake_s,
+                hello_s=door.hello_s,
+            )
             tune(sock, bulk=True, user_timeout_s=session.patience_s)
             made = TransferSocket(sock, proven, patience_s=session.patience_s)
-            hello = made.receive().body
+            hello = made.receive(within_s=door.hello_s).body
         finally:
             door.leave()  # a peer of a coming generation waits without one
         if not isinstance(hello, LinkHello) or hello.purpose not in (PROTECT, FETCH):
