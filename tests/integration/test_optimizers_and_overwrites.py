@@ -513,8 +513,8 @@ def test_a_loader_whose_own_state_dict_fails_is_named_and_costs_those_snapshots_
         if at == 4:
             assert run.page.get(Beat.UNPROTECTED)
             assert run.page.note == (
-                "Flaky.state_dict() of loader, which the script has attached, raised KeyError: "
-                "'worker 3'"
+                "no snapshots until this is over: Flaky.state_dict() of loader, which the script "
+                "has attached, raised KeyError: 'worker 3'"
             )
     assert not run.page.get(Beat.UNPROTECTED)
     assert run.page.get(Beat.SEALED_COUNT) == 4
