@@ -1,18 +1,16 @@
-"""The lead: who is there, who is lost, and what follows from it for the run.
+"""The leader: which nodes are here, which are lost, and what follows for the run.
 
-Runs in:  the agent that leads, or that tries to. Pure.
+Runs in:  the agent that leads or proposes itself. Pure.
 Takes in: connections, promises, heartbeats, time.
-Gives:    messages and dials, and through `Oversight` what the supervisor decides.
-Survives: nothing, and need not: the next agent in order knows as much as the rest together.
+Gives:    messages and dials, and through `Oversight` the decisions of the supervisor.
 
-Rule 1: one ballot at a time. Whoever is lost while it runs, and had a place in it, ends it, and
-        the next one has a higher number.
-Rule 2: the loss of a node leads to a ballot first. Whether the run goes on at all is decided
-        once the ballot is promised: a lead that was cut off must not end a run that goes on.
-Rule 3: a lead whose voters do not hear it could have been replaced: it has all ranks wait before
-        anybody could have done so, and decides nothing.
-Rule 4: where the newest committed version cannot be had, and nodes are missing that may hold
-        it, the run waits for them. It never begins anew in silence.
+Rule 1: one ballot at a time. If a node of it is lost, the next ballot has a higher number.
+Rule 2: the loss of a node leads to a ballot first. Only a promised ballot may end the run, because
+        the others may continue without a leader that was cut off.
+Rule 3: a leader that its voters do not hear may have been replaced. It suspends all ranks before
+        that can happen, and decides nothing.
+Rule 4: if the newest committed version is missing and so are nodes that may hold it, the run waits
+        for these nodes. It never starts from the beginning without a word.
 """
 
 from collections.abc import Collection, Mapping
@@ -53,7 +51,7 @@ from ftrun.wire.plan import NodeCard, Plan
 
 _RESTARTED = "its agent was started again"
 _ASK_AGAIN_PLACE = 4
-"""So patiently it asks again for what nodes hold, as if there were so many proposers before it."""
+"""Place in the order of proposers that sets the wait before nodes are asked again."""
 
 
 class Lead:
