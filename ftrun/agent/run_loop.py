@@ -22,7 +22,7 @@ from ftrun.agent.eyes import Eyes
 from ftrun.agent.fault_desk import FaultDesk
 from ftrun.agent.finished_watch import FinishedWatch
 from ftrun.agent.generations import Generations
-from ftrun.agent.node_orders import NodeOrders
+from ftrun.agent.node_orders import NodeOrders, RunEnded
 from ftrun.agent.node_report import NodeReport
 from ftrun.agent.part_deaths import PartDeaths
 from ftrun.agent.rendezvous import StorePool
@@ -90,6 +90,16 @@ class RunLoop:
         name_process("ftrun-agent")  # torch has given it another name
         self.orders.begin(agent)
         self.signals.catch()
+        try:
+            self._turn_until_done()
+        except RunEnded:
+            raise
+        except Exception:
+            # Torch waits 30 s for ranks that are suspended, and the next agent with it.
+            self.workers.kill()
+            raise
+
+    def _turn_until_done(self) -> None:
         while not self.orders.is_done:
             self.brain.passing()
             self.orders.obey()

@@ -148,8 +148,7 @@ class Lead:
         if peer is None:
             return [lead_is]
         if peer.card.incarnation != incarnation:
-            found = [] if peer.lost else self._lose(peer, _RESTARTED, now_s)
-            return [*found, lead_is]
+            return [*([] if peer.lost else self._lose(peer, _RESTARTED, now_s)), lead_is]
         self.known.opened(peer, now_s=now_s)
         if peer.lost:
             return self.back_again(peer, now_s=now_s)
@@ -193,10 +192,9 @@ class Lead:
         peer.lost, peer.lost_s = why, now_s
         self.roads.lost(node_id)
         was_member = runs_ranks(self.plan, peer.card)
-        found: list[Command] = [
-            self.oversight.past.goes(peer, why, was_member=was_member, now_s=now_s)
-        ]
         text = f"node {node_id} is lost: {why}"
+        note = self.oversight.past.goes(peer, why, was_member=was_member, now_s=now_s)
+        found: list[Command] = [note]
         self.oversight.note_failure(node_id, now_s=now_s, fault_s=peer.closed_s or peer.heard_s)
         if self.ending is not None:
             return found if not peer.refused else []  # it was told of the end, and has gone
@@ -217,15 +215,13 @@ class Lead:
         self._take_history(self.unsure or self.plan, now_s, known_s)
         if self.plan is not None:
             self.roads.know(self.plan.voters)
-            self.oversight.take_over(self.plan)
-            self.oversight.past.begins(self.plan, now_s=known_s)
+            self.oversight.take_over(self.plan, since_s=known_s)
             for node_id in sorted(lost):
-                was_member = self.plan.member(node_id) is not None
+                if was_member := self.plan.member(node_id) is not None:
+                    self._untold[node_id] = why
                 if (peer := self.known.get(node_id)) is not None:
                     self.oversight.past.goes(peer, why, was_member=was_member, now_s=now_s)
                 self.oversight.note_failure(node_id, now_s=now_s)
-                if was_member:
-                    self._untold[node_id] = why
         return self.propose(why, now_s=now_s)
 
     def propose(self, why: str, *, now_s: float) -> list[Command]:
@@ -275,8 +271,7 @@ class Lead:
     def witness_said(self, event: WitnessSaid, *, now_s: float) -> list[Command]:
         place = place_of(self.me.node_id, self.plan)
         named = self._election.witness_said(event, place, now_s=now_s)
-        found = [one for card in named for one in self.meet(card, now_s=now_s)]
-        return found + self._check(now_s)
+        return [one for card in named for one in self.meet(card, now_s=now_s)] + self._check(now_s)
 
     def _check(self, now_s: float) -> list[Command]:
         """Take the ballot as far as it goes."""

@@ -160,16 +160,16 @@ class Oversight:
 
     # --- a generation's life ------------------------------------------------------------------
 
-    def take_over(self, plan: Plan) -> None:
+    def take_over(self, plan: Plan, *, since_s: float) -> None:
         """This generation ran under another lead, and is about to be replaced."""
+        self.past.begins(plan, now_s=since_s)
         self._plan = plan
         self.reports.begin(plan)
         self.supervisor.world_size = plan.world_size
 
     def begin(self, plan: Plan, *, now_s: float) -> list[SupervisorCommand]:
         """This generation has taken effect."""
-        self.past.begins(plan, now_s=now_s)
-        self.take_over(plan)
+        self.take_over(plan, since_s=now_s)
         self.orders = LeadBeat(generation=plan.generation)
         self._exits.clear()
         self._waiting.clear()

@@ -79,16 +79,14 @@ class Past:
     def goes(self, peer: Peer, reason: str, *, was_member: bool, now_s: float) -> Note:
         """This agent is gone. It has left if it was asked to, and its ranks had moved."""
         node_id = peer.card.node_id
-        note = Note(
-            "NodeLost", f"node {node_id} is lost: {reason}", {"member": was_member}, say=True
-        )
         was_asked = self._is_leaving(peer.card)
         peer.has_left = was_asked and not was_member
-        if peer.has_left:
-            note = Note("NodeLeft", f"node {node_id} has left, as it was asked to", say=True)
         reason = _LEFT if peer.has_left else reason[:_MAX_TEXT]
         self._keep_gone(Gone(peer.card, reason, now_s, peer.has_left, was_asked))
-        return note
+        if peer.has_left:
+            return Note("NodeLeft", f"node {node_id} has left, as it was asked to", say=True)
+        text = f"node {node_id} is lost: {reason}"
+        return Note("NodeLost", text, {"member": was_member}, say=True)
 
     def leaves(self, card: NodeCard, *, now_s: float) -> None:
         """A node is about to leave. The next plan says so: its leader may not see the node go."""

@@ -157,8 +157,8 @@ class Run:
                     found[(entry / "comm").read_text().strip()] = int(entry.name)
         return found
 
-    def journal(self, kind: str) -> list[dict[str, Any]]:
-        path = self.folder / "ftrun-logs" / "mine" / "journal.jsonl"
+    def journal(self, kind: str, node: str = "") -> list[dict[str, Any]]:
+        path = self.folder / "ftrun-logs" / "mine" / node / "journal.jsonl"
         lines = path.read_text().splitlines() if path.exists() else []
         found = [json.loads(line) for line in lines if line.endswith("}")]
         return [line for line in found if line["kind"] == kind]
@@ -224,9 +224,13 @@ def test_a_bug_in_the_cluster_thread_ends_the_agent_and_another_one_follows(
     run = start("--nnodes", "1:2", "--rdzv-endpoint", endpoint, "--node-id", "n0",
                 "--set", "nodes.settle_s=0.1")  # fmt: skip
     rank = run.wait_alive(0)
+    broken_s = time.monotonic()
     (tmp_path / "break").touch()
     run.wait_alive(1)
     assert not is_alive(rank)
+    (bug,) = run.journal("bug", "n0")
+    # Torch would wait 30 s for the suspended rank.
+    assert bug["mono_s"] - broken_s < 25.0
     (tmp_path / "go").touch()
     code, out, err = run.finish()
     assert (code, out) == (0, "rank 0 generation 1 ends\n")

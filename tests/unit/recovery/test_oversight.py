@@ -307,7 +307,7 @@ def test_the_rate_is_not_measured_over_too_short_a_time_nor_below_zero() -> None
     made = oversight()
     made.beat("a", beat(step=100), now_s=1.0)
     made.note_failure("a", now_s=1.0)
-    made.take_over(TWO)
+    made.take_over(TWO, since_s=0.0)
     made.beat("b", beat(step=10), now_s=2.0)
     assert made.stop_at_boundary("stops") == 11
 
@@ -504,7 +504,7 @@ def test_whoever_takes_over_sees_how_far_the_generation_has_come() -> None:
     made.succeed(History(), now_s=0.0, known_s=0.0)
     made.note("a", beat(step=7))
     assert made.progress().step == 0
-    made.take_over(TWO)
+    made.take_over(TWO, since_s=0.0)
     assert made.progress().step == 7
     assert made.supervisor.world_size == 4
     assert made.supervisor.state is State.RUNNING
