@@ -202,6 +202,7 @@ def made_agent(
         [listener],
         wake_hands=lambda: None,
         hold_now=hold_now,
+        each_turn=lambda _: None,
         lease=lambda _: None,
         aside=lambda _, message: (aside or asides.append)(message),
         dialled=lambda *who: dialled.pop()(*who) if dialled else None,
