@@ -21,7 +21,8 @@ from ftrun.ids import Generation
 from ftrun.smp.codecs import Codecs
 from ftrun.smp.filling import Fill, FillEvents, RowOut
 from ftrun.smp.jobs import Finish, Jobs
-from ftrun.smp.links import PROTECT, Frame
+from ftrun.smp.link_rules import PROTECT
+from ftrun.smp.links import Frame
 from ftrun.smp.mirror import mirror_parts
 from ftrun.smp.peers import Peers
 from ftrun.smp.protecting import Protecting, record_of
@@ -48,6 +49,7 @@ class ProtectorTools:
         jobs: for what takes longer than a message may wait.
         maps: mappings of this node's arenas.
         codecs: one for each k and m.
+        exchange: moves the bytes of one attempt.
     """
 
     peers: Peers
@@ -55,6 +57,7 @@ class ProtectorTools:
     jobs: Jobs
     maps: ArenaMaps
     codecs: Codecs
+    exchange: "type[Exchange]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +92,23 @@ class ExchangeEvents:
     corrupt: Callable[[str], None]
 
 
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What a job has made ready.
+
+    Args:
+        vault: new memory; None where there is enough in the slot.
+        space: where this node's blocks lie.
+        mirror: its small state.
+    """
+
+    vault: Vault | None
+    space: StripeSpace
+    mirror: Sequence[Bytes]
+
+
 class Exchange:
-    """One attempt at one version."""
+    """One attempt at one version. The simulation of many nodes replaces the methods on bytes."""
 
     def __init__(
         self,
@@ -157,12 +175,8 @@ class Exchange:
 
     def _make(self, record: VaultRecord, slot: int, *, needs_memory: bool) -> Finish:
         """In a job."""
-        shards = self._shards
-        pieces = {int(rank): shard.layout.pieces for rank, shard in shards.shards.items()}
         try:
-            space = StripeSpace(record.own, pieces, record.block_bytes)
-            mirror = mirror_parts(shards, record)
-            fd = make_vault(record) if needs_memory else -1
+            prepared = self._prepare(record, needs_memory=needs_memory)
         except MemoryTooSmall as error:
             why = (
                 f"mirrors and parity need {error.needed_bytes / 1e6:,.0f} MB and "
@@ -172,7 +186,7 @@ class Exchange:
             return partial(self._no_memory, record, why)
         except (LayoutUnknown, SnapshotCorrupt) as error:
             return partial(self._find_corrupt, str(error))
-        return partial(self._made, record, slot, fd, space, mirror)
+        return partial(self._made, record, slot, prepared)
 
     def _no_memory(self, record: VaultRecord, why: str) -> None:
         # Less protection until the commit is better than none from now on.
@@ -182,37 +196,52 @@ class Exchange:
         else:
             self._fail(why)
 
-    def _made(
-        self,
-        record: VaultRecord,
-        slot: int,
-        fd: int,
-        space: StripeSpace,
-        mirror: Sequence[Bytes],
-    ) -> None:
+    def _made(self, record: VaultRecord, slot: int, prepared: Prepared) -> None:
         tools = self._tools
-        if fd >= 0:
-            tools.vaults.put(slot, fd)
-            tools.vault_made(slot, fd)
+        if prepared.vault is not None:
+            tools.vaults.put(slot, prepared.vault)
+            tools.vault_made(slot, prepared.vault.fd)
             crash_point("smp.protect.vault_made")
         if self._is_stopped:
             return
         self._vault = tools.vaults.take(slot, record)
         assert self._vault is not None
         self._vault.begin(record)
-        self._mirror = mirror
+        self._mirror = prepared.mirror
         self._sending = Sending(
-            self._own_blocks(space), attempt=self._attempt, failed=self._later(self._find_corrupt)
+            self._own_blocks(prepared.space),
+            attempt=self._attempt,
+            failed=self._later(self._find_corrupt),
         )
         events = FillEvents(
             forward=self._forward, window=self._tell_window, full=self._later(self._full)
         )
-        self.fill = Fill(
-            self._vault, tools.codec, run=tools.run, group=self._group.group_id, events=events
-        )
+        self.fill = self._filled(self._vault, events)
         crash_point("smp.protect.opened")
         self.fill.start()
         self._send()
+
+    # --- bytes -------------------------------------------------------------------------------
+
+    def _prepare(self, record: VaultRecord, *, needs_memory: bool) -> Prepared:
+        """In a job.
+
+        Raises:
+            MemoryTooSmall: there is no memory for a vault.
+            LayoutUnknown, SnapshotCorrupt: a slot of this node is not what was sealed.
+        """
+        shards = self._shards
+        pieces = {int(rank): shard.layout.pieces for rank, shard in shards.shards.items()}
+        space = StripeSpace(record.own, pieces, record.block_bytes)
+        mirror = mirror_parts(shards, record)
+        return Prepared(make_vault(record) if needs_memory else None, space, mirror)
+
+    def _filled(self, vault: Vault, events: FillEvents) -> Fill:
+        tools = self._tools
+        return Fill(vault, tools.codec, run=tools.run, group=self._group.group_id, events=events)
+
+    def _block_stream(self, sending: Sending, place: int) -> BlockStream:
+        return BlockStream(sending, place)
 
     def _own_blocks(self, space: StripeSpace) -> OwnBlocks:
         group = self._group
@@ -224,6 +253,8 @@ class Exchange:
             made_in=Generation(group.generation),
             place=group.place,
         )
+
+    # --- how it ends -------------------------------------------------------------------------
 
     def _full(self) -> None:
         if self._is_stopped or self._vault is None:
@@ -260,7 +291,7 @@ class Exchange:
                 continue
             stream = self._streams.get(place)
             if stream is None:
-                stream = self._streams[place] = BlockStream(sending, place)
+                stream = self._streams[place] = self._block_stream(sending, place)
                 link.add(stream)
             stream.let(below)
             link.wake()

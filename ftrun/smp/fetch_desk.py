@@ -13,7 +13,8 @@ import threading
 from collections.abc import Callable
 
 from ftrun.errors import LayoutUnknown, ProtocolError, SnapshotCorrupt
-from ftrun.smp.links import FETCH, Frame
+from ftrun.smp.link_rules import FETCH
+from ftrun.smp.links import Frame
 from ftrun.smp.peers import Incoming, Peers
 from ftrun.smp.requests import Requests
 from ftrun.smp.served import Served

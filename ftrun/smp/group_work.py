@@ -12,17 +12,19 @@ Rule: a new generation, or other places in the same one, end all that is under w
 import os
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 import msgspec
 
 from ftrun.erasure.fragments import run_digest
 from ftrun.errors import ProtocolError, UsageError
-from ftrun.ids import Rank, RunId, Version, version
+from ftrun.ids import Generation, Rank, RunId, Version, version
 from ftrun.smp.codecs import Codecs
-from ftrun.smp.commits import Commits
-from ftrun.smp.exchange import ProtectorTools
+from ftrun.smp.commits import Commits, Start
+from ftrun.smp.exchange import Exchange, ProtectorTools
 from ftrun.smp.fetch_desk import FetchDesk
+from ftrun.smp.fetcher import Fetcher
 from ftrun.smp.jobs import Jobs
 from ftrun.smp.memory import ArenaMemory
 from ftrun.smp.old_shards import OldShards, OldWorld
@@ -47,6 +49,33 @@ MAX_SET_ASIDE = 100
 TellAgent = Callable[..., None]
 
 
+@dataclass(frozen=True, slots=True)
+class Engines:
+    """What reads memory and moves bytes; the simulation of many nodes has its own.
+
+    Args:
+        peers: the links.
+        maps: of this node's arenas.
+        codecs: one for each k and m.
+        exchange: moves the bytes of one attempt to protect a version.
+        fetcher: fetches slots of the restored version.
+        served: reads the restored version for other nodes.
+        old_shards: reads shards of the restored version for ranks that did not take them.
+    """
+
+    peers: Peers
+    maps: ArenaMaps
+    codecs: Codecs
+    exchange: type[Exchange] = Exchange
+    fetcher: type[Fetcher] = Fetcher
+    served: type[Served] = Served
+    old_shards: type[OldShards] = OldShards
+
+    @classmethod
+    def real(cls, jobs: Jobs) -> "Engines":
+        return cls(Peers(), ArenaMaps(), Codecs(jobs))
+
+
 class GroupWork:
     """The vaults, the links, and what goes over them."""
 
@@ -58,6 +87,7 @@ class GroupWork:
         commits: Commits,
         jobs: Jobs,
         tell_agent: TellAgent,
+        engines: Engines | None = None,
     ) -> None:
         self.vaults = Vaults()
         self.set_aside: deque[str] = deque(maxlen=MAX_SET_ASIDE)
@@ -65,11 +95,13 @@ class GroupWork:
         self._memory = memory
         self._commits = commits
         self._tell_agent = tell_agent
-        self._maps = ArenaMaps()
-        self._peers = Peers()
-        self._codecs = Codecs(jobs)
+        self._engines = engines if engines is not None else Engines.real(jobs)
+        self._peers, self._maps = self._engines.peers, self._engines.maps
+        self._codecs = self._engines.codecs
         self._rebuilder: Rebuilder | None = None
-        tools = ProtectorTools(self._peers, self.vaults, jobs, self._maps, self._codecs)
+        tools = ProtectorTools(
+            self._peers, self.vaults, jobs, self._maps, self._codecs, self._engines.exchange
+        )
         self._protector = Protector(
             run_id,
             tools,
@@ -80,7 +112,12 @@ class GroupWork:
             self._peers, set_aside=lambda why: jobs.post(partial(self._note, why))
         )
         self.restores = Restores(
-            memory, self._desk, jobs, tell_agent=tell_agent, here=self._all_here
+            memory,
+            self._desk,
+            jobs,
+            tell_agent=tell_agent,
+            here=self._all_here,
+            fetcher=self._engines.fetcher,
         )
         self.range_fetches = RangeFetches(jobs)
         self._replicas = ReplicaWatch(jobs, self._maps, tell_agent)
@@ -103,7 +140,34 @@ class GroupWork:
         except UsageError as error:
             return messages.Refused(str(error))
 
-    def begin(
+    def begin_generation(
+        self, body: smp_messages.BeginGeneration, group: Protecting | None, page: Page
+    ) -> None:
+        """Take part in it: protect, count commits, and get what is restored.
+
+        Args:
+            body: what the agent says of it.
+            group: that `body` names.
+            page: where commits are shown.
+        """
+        restored = version(*body.restored) if body.restored is not None else None
+        is_new = self._begin(body, group, page, restored)
+        self._commits.begin(
+            page,
+            Generation(body.generation),
+            [Rank(rank) for rank in body.local_ranks],
+            body.world_size,
+            Start(
+                group,
+                restored,
+                is_resized=body.restored_world_size not in (0, body.world_size),
+                is_new=is_new,
+            ),
+        )
+        own = group.nodes[group.place] if group is not None else None
+        self.restores.begin(body, restored, own)
+
+    def _begin(
         self,
         body: smp_messages.BeginGeneration,
         group: Protecting | None,
@@ -180,7 +244,7 @@ class GroupWork:
             return
         world = OldWorld(served.version, groups, own, body.node_id, body.patience_s)
         rebuild = self._rebuilder.rebuild if self._rebuilder is not None else None
-        shards = OldShards(world, self._desk, served, rebuild)
+        shards = self._engines.old_shards(world, self._desk, served, rebuild)
         self._desk.on_lost(shards.note_lost)
         self.range_fetches.begin(shards)
 
@@ -209,14 +273,27 @@ class GroupWork:
         ranks = self._commits.tracker.ranks
         return {rank: [one.fd for one in self._memory.of(rank)] for rank in ranks}
 
-    def stand_still(self) -> None:
-        """What this node is about to tell of its memory must stay true."""
-        self._protector.stand_still()
+    def inventory(self, body: smp_messages.TakeInventory) -> smp_messages.Inventory:
+        """What this node holds."""
+        if body.stand_still:
+            self._protector.stand_still()  # what is said must stay true
+        return smp_messages.Inventory(
+            self._memory.offers(), self.vaults.parts(), list(self.set_aside)
+        )
 
     def void_after(self, newest: Version) -> int:
-        """Later versions never come back; how many vaults held one."""
+        """Later versions never come back; how many slots and vaults held one."""
         self._protector.void_after(newest)
-        return self.vaults.void_after(newest)
+        count = self.vaults.void_after(newest) + self._memory.void_after(newest)
+        self.count_again()
+        return count
+
+    def count_again(self) -> None:
+        """Slots are not what they were."""
+        if self._commits.has_begun:
+            tracker = self._commits.tracker
+            self._commits.begin_again(tracker.generation, tracker.ranks, tracker.world_size)
+            self.restores.look_again()
 
     def status(self) -> dict[str, object]:
         return {
@@ -248,9 +325,8 @@ class GroupWork:
     def _served(self, restored: Version | None) -> Served | None:
         if restored is None:
             return None
-        run = run_digest(self._run_id)
-        return Served(
-            run,
+        return self._engines.served(
+            run_digest(self._run_id),
             restored,
             maps=self._maps,
             fds=self._held_fds(),

@@ -58,6 +58,22 @@ class Jobs:
         self._done.put(finish)
         os.eventfd_write(self._wake_fd, 1)
 
+    def repeat(self, interval_s: float, look: Finish) -> Callable[[], None]:
+        """Run `look` in the server's thread at this interval.
+
+        Returns:
+            Ends that; it does not wait.
+        """
+        end = threading.Event()
+        threading.Thread(
+            target=self._repeat, args=(end, interval_s, look), name="ftrun-watch", daemon=True
+        ).start()
+        return end.set
+
+    def _repeat(self, end: threading.Event, interval_s: float, look: Finish) -> None:
+        while not end.wait(interval_s):
+            self.post(look)
+
     def finish(self) -> None:
         """Run what has been computed since the last call."""
         try:

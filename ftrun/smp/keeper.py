@@ -12,12 +12,12 @@ import logging
 import os
 
 from ftrun.errors import LayoutUnknown, ProtocolError
-from ftrun.ids import Generation, Rank, RunId, version
+from ftrun.ids import Rank, RunId, version
 from ftrun.smp.arena_requests import ArenaRequests, granted
 from ftrun.smp.checkpoint_load import Loaded
 from ftrun.smp.checkpoints import Checkpoints
 from ftrun.smp.client import Asker, Client
-from ftrun.smp.commits import Commits, Start
+from ftrun.smp.commits import Commits
 from ftrun.smp.group_work import GroupWork
 from ftrun.smp.images import open_images
 from ftrun.smp.jobs import Jobs
@@ -102,49 +102,19 @@ class Keeper:
         except (OSError, ValueError) as error:
             raise ProtocolError(f"the command page cannot be mapped: {error}") from error
         group = protecting_of(body)
-        restored = version(*body.restored) if body.restored is not None else None
         if body.generation > before:
             self.memory.forget_promises()
         self.requests.begin(parity_share(group))
-        is_new = self.group_work.begin(body, group, page, restored)
-        self.commits.begin(
-            page,
-            Generation(body.generation),
-            [Rank(rank) for rank in body.local_ranks],
-            body.world_size,
-            Start(
-                group,
-                restored,
-                is_resized=body.restored_world_size not in (0, body.world_size),
-                is_new=is_new,
-            ),
-        )
-        own = group.nodes[group.place] if group is not None else None
-        self.group_work.restores.begin(body, restored, own)
+        self.group_work.begin_generation(body, group, page)
         self.checkpoints.own(body.claim)
         return messages.Done()
 
-    def inventory(self, body: smp_messages.TakeInventory) -> messages.AnyMessage:
-        work = self.group_work
-        if body.stand_still:
-            work.stand_still()
-        return smp_messages.Inventory(
-            self.memory.offers(), work.vaults.parts(), list(work.set_aside)
-        )
-
     def void_after(self, body: smp_messages.VoidAfter) -> messages.AnyMessage:
         newest = version(body.generation, body.step)
-        count = self.group_work.void_after(newest) + self.memory.void_after(newest)
+        count = self.group_work.void_after(newest)
         if count:
             _log.info("%d slots and vaults later than %s are void", count, newest)
-        self._count_again()
         return messages.Done()
-
-    def _count_again(self) -> None:
-        if self.has_begun:
-            tracker = self.commits.tracker
-            self.commits.begin_again(tracker.generation, tracker.ranks, tracker.world_size)
-            self.group_work.restores.look_again()
 
     def hand_over(self, asker: Asker) -> None:
         arenas = self.memory.all()
@@ -175,7 +145,7 @@ class Keeper:
                 os.close(ours)
                 rank = f"rank {body.ranks[at]}" if at < len(body.ranks) else "a vault"
                 problems.append(f"{rank}: {error}")
-        self._count_again()
+        self.group_work.count_again()
         crash_point("smp.adopted")
         return messages.Refused("; ".join(problems)) if problems else messages.Done()
 

@@ -7,9 +7,8 @@ Gives:    bytes on a socket; word of a link that is lost, and of one that is the
 Rule 1: only the link's own thread waits for the network. Whoever sends leaves a frame and goes.
 Rule 2: messages go before bulk data, so that credits and answers are never behind it.
 Rule 3: nothing is read from this socket: if it becomes readable, the other side has closed it.
-Rule 4: a link to fetch whose connection is lost dials again, over every rail, before the node is
-        reported lost. Open questions are then asked again (requests.py). The node is lost if it
-        refuses the new connection or does not accept one within the patience.
+Rule 4: link_rules.py says when the link dials again, over every rail, and when its node is reported
+        lost. Open questions are asked again over a new connection (requests.py).
 """
 
 import contextlib
@@ -27,6 +26,7 @@ from ftrun import clock
 from ftrun.errors import HandshakeRefused, PeerError, PeerLost, UsageError
 from ftrun.network.rails import Rail
 from ftrun.smp.calm import calm_thread
+from ftrun.smp.link_rules import FETCH, PROTECT, LinkRules
 from ftrun.wire.handshake import dial_handshake
 from ftrun.wire.identity import PeerIdentity
 from ftrun.wire.protected import NodePlace
@@ -36,18 +36,10 @@ from ftrun.wire.transfer import AnyTransfer, LinkHello
 from ftrun.wire.transfer_socket import Bytes, TransferSocket
 from ftrun.wire.ways import Way, reach, source_to
 
-PROTECT, FETCH = "protect", "fetch"
-"""What a link is for."""
-
 _NEXT_WAY_S = 0.5
 SILENT_S = 4.0
 """Without an acknowledgement for longer than this a connection carries nothing: probes go out every
 second."""
-_FIRST_PAUSE_S = 0.05
-_LONGEST_PAUSE_S = 1.0
-_BRIEF_S = 0.1
-"""A peer of another generation ends a connection within this; a reset in the network comes later
-and is answered without a growing pause."""
 _log = logging.getLogger(__name__)
 
 
@@ -121,7 +113,10 @@ class Link:
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._is_closed = False
         self._socket: TransferSocket | None = None
-        self._paces_itself = self._is_lost = False
+        self._rules = LinkRules(
+            dials_again_first=ends.hello.purpose == FETCH, patience_s=ends.patience_s
+        )
+        self._paces_itself = False
         self.num_bytes = 0
         self._thread = threading.Thread(
             target=self._run, name=f"ftrun-to-{ends.place.node_id}"[:15], daemon=True
@@ -134,7 +129,7 @@ class Link:
     @property
     def dials_again_first(self) -> bool:
         """A lost connection is reported only after a new one could not be made."""
-        return self._ends.hello.purpose == FETCH
+        return self._rules.dials_again_first
 
     @property
     def is_connected(self) -> bool:
@@ -144,7 +139,7 @@ class Link:
     def carries_nothing(self) -> bool:
         """The node was reported lost, or its kernel has acknowledged nothing for `SILENT_S`."""
         made = self._socket
-        return self._is_lost if made is None else made.silent_s > SILENT_S
+        return self._rules.is_lost if made is None else made.silent_s > SILENT_S
 
     def start(self) -> None:
         self._thread.start()
@@ -185,22 +180,15 @@ class Link:
     def _run(self) -> None:
         if self._ends.hello.purpose == PROTECT:
             calm_thread()
-        times = 0
-        pause_s = _FIRST_PAUSE_S
         try:
-            while self._connect(is_again=times > 0):
-                times += 1
-                was_lost, self._is_lost = self._is_lost, False
-                if times > 1 or was_lost:
+            while self._connect():
+                if self._rules.connected(clock.now_s()):
                     self._linked()
-                began_s = clock.now_s()
                 try:
                     self._send_all()
                 except PeerError as error:
                     self._disconnect(str(error))
-                is_brief = clock.now_s() - began_s < _BRIEF_S
-                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S) if is_brief else _FIRST_PAUSE_S
-                self._pause(pause_s)
+                self._pause(self._rules.rest_s(clock.now_s()))
         except Exception:  # noqa: BLE001
             # One of the process loops: a bug in a stream must not be silence.
             _log.exception("the link to %s ended in a bug of ftrun", self.place.node_id)
@@ -208,24 +196,23 @@ class Link:
         finally:
             self._end()
 
-    def _connect(self, *, is_again: bool) -> bool:
+    def _connect(self) -> bool:
         """Dial until it works; False when the link is closed first."""
-        pause_s = _FIRST_PAUSE_S
-        report_s = clock.now_s() + self._ends.patience_s
-        told = ""
+        self._rules.begin_dialing(clock.now_s())
         while not self._is_closed:
             try:
                 self._take_socket(self._dial())
                 return not self._is_closed
             except (PeerError, UsageError) as error:
-                is_gone = isinstance(error, PeerLost) and error.how == "refused" and is_again
-                is_final = isinstance(error, HandshakeRefused) or clock.now_s() > report_s
-                is_final |= is_gone and self.dials_again_first
-                if is_final and str(error) != told:
-                    told = str(error)
-                    self._report_lost(told)
-            self._pause(pause_s)
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+                reason = self._rules.dial_failed(
+                    str(error),
+                    is_refused=isinstance(error, PeerLost) and error.how == "refused",
+                    is_turned_away=isinstance(error, HandshakeRefused),
+                    now_s=clock.now_s(),
+                )
+                if reason:
+                    self._lost(reason)
+            self._pause(self._rules.pause_s())
         return False
 
     def _dial(self) -> TransferSocket:
@@ -309,12 +296,9 @@ class Link:
         if made is not None:
             made.close()
         self._forget()
-        if not self._is_closed and not self.dials_again_first:
-            self._report_lost(why)
-
-    def _report_lost(self, why: str) -> None:
-        self._is_lost = True
-        self._lost(why)
+        reason = "" if self._is_closed else self._rules.disconnected(why)
+        if reason:
+            self._lost(reason)
 
     def _end(self) -> None:
         with self._lock:

@@ -32,7 +32,6 @@ from ftrun.wire.arena import (
     read_shape,
     read_slot_headers,
     void_slots,
-    void_slots_after,
 )
 from ftrun.wire.crash_points import crash_point
 from ftrun.wire.protected import ShardOffer
@@ -57,6 +56,13 @@ class HeldArena:
 
     def holds(self, version: Version) -> bool:
         return any(header.version == version for header in self.sealed())
+
+    def void(self, chosen: Callable[[Version], bool]) -> int:
+        """Mark its sealed slots with such versions as void; how many there were."""
+        return void_slots(self.fd, chosen)
+
+    def close(self) -> None:
+        os.close(self.fd)
 
 
 @dataclass(slots=True)
@@ -184,10 +190,17 @@ class ArenaMemory:
 
     def add(self, fd: int, generation: Generation) -> HeldArena:
         """Keep an arena that was made or adopted; the descriptor is ours from now on."""
-        arena = HeldArena(fd, read_shape(fd), generation)
+        arena = self._held(fd, generation)
         self._arenas.setdefault(Rank(arena.shape.rank), []).append(arena)
         self.forget_promise(Rank(arena.shape.rank))
         return arena
+
+    def discard(self, fd: int) -> None:
+        """Close a descriptor that is not kept."""
+        os.close(fd)
+
+    def _held(self, fd: int, generation: Generation) -> HeldArena:
+        return HeldArena(fd, read_shape(fd), generation)
 
     def adopt(self, fd: int, *, rank: int, generation: Generation) -> None:
         """Keep an arena that outlived another SMP; one that is here already is kept once.
@@ -235,12 +248,12 @@ class ArenaMemory:
 
     def void_after(self, newest: Version) -> int:
         """Mark later versions as void, in all arenas; how many slots there were."""
-        return sum(void_slots_after(arena.fd, newest) for arena in self.all())
+        return sum(arena.void(lambda found: found > newest) for arena in self.all())
 
     def void(self, rank: Rank, version: Version) -> None:
         """Mark one rank's slot with this version as void."""
         for arena in self.of(rank):
-            void_slots(arena.fd, lambda found: found == version)
+            arena.void(lambda found: found == version)
 
     def free_replaced(
         self, committed: Version, *, ranks: Collection[Rank], generation: Generation
@@ -273,7 +286,7 @@ class ArenaMemory:
         self._arenas[rank].remove(arena)
         if not self._arenas[rank]:
             del self._arenas[rank]
-        os.close(arena.fd)
+        arena.close()
         _log.debug("rank %d: freed an arena of %d bytes", rank, arena.shape.total_bytes)
 
 

@@ -22,7 +22,8 @@ from typing import Protocol
 from ftrun.errors import AddressTaken, PeerError, PeerLost, ProtocolError, UsageError
 from ftrun.network.rails import Rail
 from ftrun.smp.calm import calm_thread
-from ftrun.smp.links import FETCH, PROTECT, Link, LinkEnds
+from ftrun.smp.link_rules import FETCH, PROTECT, admits
+from ftrun.smp.links import Link, LinkEnds
 from ftrun.wire.doors import Door, Doors
 from ftrun.wire.handshake import accept_handshake
 from ftrun.wire.identity import PeerIdentity
@@ -281,8 +282,8 @@ class Peers:
         """Wait until this side has heard of the session too; False where it is over."""
         hello, key = incoming.hello, (incoming.node_id, incoming.hello.purpose)
         with self._changed:
-            self._changed.wait_for(lambda: self._is_ours(hello) is not None, _PARK_S)
-            if not self._is_ours(hello):
+            self._changed.wait_for(lambda: self._admits(hello) is not None, _PARK_S)
+            if not self._admits(hello):
                 return False
             before = self._incoming.get(key)
             if before is not None:
@@ -295,14 +296,11 @@ class Peers:
             self._told.linked(*key)
         return True
 
-    def _is_ours(self, hello: LinkHello) -> bool | None:
-        """Whether a link is of the running session; None where that may still come."""
+    def _admits(self, hello: LinkHello) -> bool | None:
         session = self._session
-        if session is None or hello.generation < session.generation:
+        if session is None:
             return False
-        if hello.generation > session.generation:
-            return None
-        return True if hello.purpose == FETCH or hello.session == session.number else None
+        return admits(hello, generation=session.generation, session=session.number)
 
     def _receive(self, incoming: Incoming) -> None:
         why, may_come_back = "", False

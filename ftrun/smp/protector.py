@@ -30,13 +30,14 @@ from ftrun.erasure.codec import Codec
 from ftrun.erasure.fragments import run_digest
 from ftrun.errors import LayoutUnknown, SnapshotCorrupt
 from ftrun.ids import Rank, RunId, Version, version
-from ftrun.smp.exchange import Exchange, ExchangeEvents, ExchangeTools, ProtectorTools
+from ftrun.smp.exchange import ExchangeEvents, ExchangeTools, ProtectorTools
 from ftrun.smp.filling import Fill
 from ftrun.smp.jobs import Finish
-from ftrun.smp.links import PROTECT, Frame
+from ftrun.smp.link_rules import PROTECT
+from ftrun.smp.links import Frame
 from ftrun.smp.protecting import Protecting, rooms_for
 from ftrun.smp.rounds import Round, Rounds
-from ftrun.smp.shards import HeldShards, hold
+from ftrun.smp.shards import HeldShards
 from ftrun.smp.troubles import Troubles
 from ftrun.smp.watch import Watch
 from ftrun.snapshot.group_plan import GroupPlan
@@ -82,6 +83,7 @@ class Protector:
         self._vaults = tools.vaults
         self._jobs = tools.jobs
         self._maps = tools.maps
+        self._exchange = tools.exchange
         self._tell_agent = tell_agent
         self._corrupt = corrupt
         self._rounds = Rounds()
@@ -157,7 +159,7 @@ class Protector:
         if round_.problem:
             self._give_up(round_, round_.problem)
             return
-        shards = hold(self._maps, fds, wanted)
+        shards = self._maps.hold(fds, wanted)
         self._jobs.submit(
             "protect",
             partial(self._describe, round_, shards, sorted(fds)),
@@ -296,7 +298,7 @@ class Protector:
             unable=partial(self._unable, round_),
             corrupt=partial(self._corrupt_here, round_),
         )
-        exchange = Exchange(
+        exchange = self._exchange(
             round_.shards, plan, group, attempt=round_.attempt, tools=tools, events=events
         )
         round_.exchange = exchange

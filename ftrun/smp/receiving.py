@@ -15,7 +15,7 @@ import msgspec
 from ftrun.errors import FragmentRefused, ProtocolError
 from ftrun.smp.fetch_desk import FetchDesk
 from ftrun.smp.jobs import Jobs
-from ftrun.smp.links import FETCH, PROTECT
+from ftrun.smp.link_rules import FETCH, PROTECT
 from ftrun.smp.peers import Incoming
 from ftrun.smp.protector import Protector
 from ftrun.snapshot.manifest import NodeManifest
@@ -25,6 +25,7 @@ from ftrun.wire import transfer as t
 MAX_MANIFEST_BYTES = 1 << 28
 # Made once, here: two threads that make one for the same types at once crash msgspec 0.22.
 _MANIFEST = msgspec.msgpack.Decoder(NodeManifest)
+_of_thread = threading.local()
 _log = logging.getLogger(__name__)
 
 
@@ -35,7 +36,6 @@ class Receiving:
         self._protector = protector
         self._fetch_desk = fetch_desk
         self._jobs = jobs
-        self._local = threading.local()
 
     def received(self, source: Incoming, envelope: t.TransferEnvelope) -> None:
         """Take one frame.
@@ -133,8 +133,8 @@ class Receiving:
 
     def _staging(self) -> memoryview:
         """This thread's own block, touched once."""
-        if not hasattr(self._local, "block"):
-            self._local.block = memoryview(bytearray(MAX_BLOCK_BYTES))
-        found = self._local.block
+        if not hasattr(_of_thread, "block"):
+            _of_thread.block = memoryview(bytearray(MAX_BLOCK_BYTES))
+        found = _of_thread.block
         assert isinstance(found, memoryview)
         return found

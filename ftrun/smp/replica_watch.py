@@ -16,7 +16,7 @@ from ftrun import clock
 from ftrun.errors import LayoutUnknown, SnapshotCorrupt
 from ftrun.ids import Rank, Version
 from ftrun.smp.jobs import Finish, Jobs
-from ftrun.smp.shards import ArenaMaps, HeldShards, hold
+from ftrun.smp.shards import ArenaMaps, HeldShards
 from ftrun.snapshot.manifest import NodeManifest
 from ftrun.snapshot.node_replicas import NodeReplicas
 from ftrun.wire import smp_messages
@@ -50,7 +50,7 @@ class ReplicaWatch:
         if self._is_busy or clock.now_s() < self._due_s:
             return
         self._due_s = clock.now_s() + _EVERY_S
-        shards = hold(self._maps, fds(), committed)
+        shards = self._maps.hold(fds(), committed)
         if len(shards.ranks) < 2:
             return
         self._is_busy = True
@@ -66,7 +66,7 @@ class ReplicaWatch:
     def _compare(self, shards: HeldShards, manifest: NodeManifest, fds: Descriptors) -> None:
         self._is_busy = False
         wanted = shards.version
-        is_there = hold(self._maps, fds(), wanted).ranks == shards.ranks  # rule 1
+        is_there = self._maps.hold(fds(), wanted).ranks == shards.ranks  # rule 1
         if wanted.generation != self._generation or not is_there:
             return
         ranks = sorted(self._replicas.look(manifest))

@@ -6,7 +6,6 @@ Gives:    ArenaGranted, RestoreReady or RestoreFailed to the agent; arenas to wo
 """
 
 import logging
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -50,6 +49,7 @@ class Restores:
         memory: the arenas of this node.
         desk: where questions to other nodes go.
         here: called when all local ranks have the version.
+        fetcher: gets it from other nodes.
     """
 
     def __init__(
@@ -60,12 +60,14 @@ class Restores:
         *,
         tell_agent: TellAgent,
         here: Callable[[], None],
+        fetcher: type[Fetcher] = Fetcher,
     ) -> None:
         self._memory = memory
         self._desk = desk
         self._jobs = jobs
         self._tell_agent = tell_agent
         self._here = here
+        self._fetcher = fetcher
         self._restore: _Restore | None = None
         self._load: SharedLoad | None = None
         self._waiting: list[tuple[Asker, Rank, Version]] = []
@@ -149,7 +151,7 @@ class Restores:
                 partial(self._tell_agent, smp_messages.SmpNotice("source_set_aside", why))
             ),
         )
-        restore.fetcher = Fetcher(order, self._desk, events)
+        restore.fetcher = self._fetcher(order, self._desk, events)
         restore.fetcher.start()
 
     def _complete(
@@ -232,7 +234,7 @@ class Restores:
     def _fetched(self, restore: _Restore, fds: Mapping[Rank, int], num_bytes: int) -> None:
         if restore is not self._restore:
             for fd in fds.values():
-                os.close(fd)
+                self._memory.discard(fd)
             return
         for rank, fd in sorted(fds.items()):
             arena = self._memory.add(fd, restore.generation)

@@ -21,7 +21,7 @@ from ftrun.ids import Generation, Rank, Version, version
 from ftrun.smp.filling import stripes_of
 from ftrun.smp.mirror import mirror_parts
 from ftrun.smp.sending import OwnBlocks
-from ftrun.smp.shards import ArenaMaps, HeldShards, hold
+from ftrun.smp.shards import ArenaMaps, HeldShards
 from ftrun.smp.shared_load import SharedLoad
 from ftrun.smp.vaults import Vaults
 from ftrun.snapshot.stripe_space import StripeSpace
@@ -85,7 +85,7 @@ class Served:
         """This node's slots with the version."""
         with self._lock:
             if self._held is None:
-                self._held = hold(self._maps, self._fds, self.version)
+                self._held = self._maps.hold(self._fds, self.version)
             return self._held
 
     def piece(self, digest: int) -> memoryview:

@@ -302,7 +302,7 @@ class Server:
                 self._let_workers_in()
                 return None
             case smp_messages.TakeInventory() as body:
-                return keeper.inventory(body)
+                return keeper.group_work.inventory(body)
             case smp_messages.VoidAfter() as body:
                 return keeper.void_after(body)
             case smp_messages.HandOver():

@@ -58,6 +58,26 @@ class ArenaMaps:
                 self._maps[inode] = MappedArena(Arena(fd, writable=False), {})
             return self._maps[inode]
 
+    def hold(self, fds: Mapping[Rank, Sequence[int]], version: Version) -> "HeldShards":
+        """The shards of a version, as far as they are here and describe themselves.
+
+        Args:
+            fds: descriptors of each rank's arenas.
+            version: of the slots wanted.
+        """
+        found: dict[Rank, HeldShard] = {}
+        problems: dict[Rank, str] = {}
+        for rank, some in fds.items():
+            for fd in some:
+                try:
+                    mapped = self.get(fd)
+                    slot = mapped.arena.find(version)
+                    if slot is not None:
+                        found[rank] = HeldShard(mapped, slot)
+                except (LayoutUnknown, SnapshotCorrupt) as error:
+                    problems[rank] = str(error)
+        return HeldShards(version, found, problems)
+
     def keep_only(self, fds: Iterable[int]) -> None:
         """Let go of arenas that are none of these."""
         inodes = {os.fstat(fd).st_ino for fd in fds}
@@ -229,25 +249,3 @@ class HeldShards:
             why = self.problems.get(Rank(rank), f"rank {rank} has no slot with {self.version} here")
             raise LayoutUnknown(why)
         return shard
-
-
-def hold(maps: ArenaMaps, fds: Mapping[Rank, Sequence[int]], version: Version) -> HeldShards:
-    """The shards of a version, as far as they are here and describe themselves.
-
-    Args:
-        maps: of this process.
-        fds: descriptors of each rank's arenas.
-        version: of the slots wanted.
-    """
-    found: dict[Rank, HeldShard] = {}
-    problems: dict[Rank, str] = {}
-    for rank, some in fds.items():
-        for fd in some:
-            try:
-                mapped = maps.get(fd)
-                slot = mapped.arena.find(version)
-                if slot is not None:
-                    found[rank] = HeldShard(mapped, slot)
-            except (LayoutUnknown, SnapshotCorrupt) as error:
-                problems[rank] = str(error)
-    return HeldShards(version, found, problems)

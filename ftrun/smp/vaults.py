@@ -128,12 +128,9 @@ class Vaults:
             self._slots[slot] = None
         return None
 
-    def put(self, slot: int, fd: int) -> Vault:
+    def put(self, slot: int, vault: Vault) -> None:
         """Keep a new vault."""
-        self._slots[slot] = Vault(fd)
-        vault = self._slots[slot]
-        assert vault is not None
-        return vault
+        self._slots[slot] = vault
 
     def commit(self, version: Version, protected_in: int) -> list[int]:
         """This protection is what counts from now on; which slots were freed."""
@@ -180,8 +177,8 @@ class Vaults:
         self._kept = self._committed = None
 
 
-def make_vault(record: VaultRecord) -> int:
-    """A descriptor of a vault for this record, its memory touched.
+def make_vault(record: VaultRecord) -> Vault:
+    """A vault for this record, its memory touched.
 
     Raises:
         MemoryTooSmall: it does not fit.
@@ -193,7 +190,7 @@ def make_vault(record: VaultRecord) -> int:
             needed_bytes=needed, available_bytes=available.num_bytes, limit=available.limit
         )
     try:
-        return create_vault(needed)
+        return Vault(create_vault(needed))
     except (OSError, OverflowError) as error:
         raise MemoryTooSmall(
             needed_bytes=needed,

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ftrun.smp.links import FETCH
+from ftrun.smp.link_rules import FETCH
 from ftrun.smp.peers import Peers, Session
 from ftrun.wire.handshake import accept_handshake, dial_handshake
 from ftrun.wire.identity import PeerIdentity

@@ -5,10 +5,10 @@ from collections.abc import Iterator
 import pytest
 
 from ftrun.ids import version
-from ftrun.smp.vaults import Vaults
+from ftrun.smp.vaults import Vaults, make_vault
 from ftrun.snapshot.redundancy import NodePlan
 from ftrun.wire.protected import GroupMember
-from ftrun.wire.vault import VaultRecord, VaultState, create_vault, vault_bytes
+from ftrun.wire.vault import VaultRecord, VaultState
 
 
 def record(step: int, protected_in: int = 0) -> VaultRecord:
@@ -40,7 +40,10 @@ def fill(vaults: Vaults, step: int, state: VaultState, protected_in: int = 0) ->
     """As an exchange does it; in which slot."""
     wanted = record(step, protected_in)
     slot = vaults.free_slot()
-    vault = vaults.take(slot, wanted) or vaults.put(slot, create_vault(vault_bytes(wanted)))
+    vault = vaults.take(slot, wanted)
+    if vault is None:
+        vault = make_vault(wanted)
+        vaults.put(slot, vault)
     vault.begin(wanted)
     vault.mark(state)
     return slot

@@ -1,0 +1,105 @@
+"""When a link dials again, when its node counts as lost, and which links a session admits.
+
+Runs in:  the SMP, in the threads of the links. Pure: time is an argument.
+Takes in: what became of a connection, or of an attempt to make one.
+Gives:    pauses, and reasons to report.
+
+Rule 1: a link to fetch whose connection is lost dials again before the node is reported lost. The
+        node is lost if it refuses the new connection or accepts none within the patience.
+Rule 2: a link to protect reports each lost connection: what was on its way is gone.
+Rule 3: a session admits links of its own generation; of those to protect only links of its own
+        group. A link of an older generation is turned away. Any other waits.
+"""
+
+from ftrun.wire.transfer import LinkHello
+
+PROTECT, FETCH = "protect", "fetch"
+"""What a link is for."""
+
+FIRST_PAUSE_S = 0.05
+_LONGEST_PAUSE_S = 1.0
+_BRIEF_S = 0.1
+"""A peer of another generation ends a connection within this time. A reset in the network comes
+later, and no growing pause follows it."""
+
+
+class LinkRules:
+    """The state of one link.
+
+    Args:
+        dials_again_first: rule 1.
+        patience_s: time without a connection after which the node is reported lost.
+    """
+
+    def __init__(self, *, dials_again_first: bool, patience_s: float) -> None:
+        self.dials_again_first = dials_again_first
+        self.is_lost = False
+        """The node was reported lost, and no connection was made since then."""
+        self._patience_s = patience_s
+        self._times = 0
+        self._connected_s = 0.0
+        self._rest_s = self._pause_s = FIRST_PAUSE_S
+        self._report_s = 0.0
+        self._reported = ""
+
+    def begin_dialing(self, now_s: float) -> None:
+        """There is no connection."""
+        self._report_s = now_s + self._patience_s
+        self._pause_s = FIRST_PAUSE_S
+        self._reported = ""
+
+    def dial_failed(
+        self, reason: str, *, is_refused: bool, is_turned_away: bool, now_s: float
+    ) -> str:
+        """An attempt to connect has failed.
+
+        Args:
+            reason: in words.
+            is_refused: no process listens there.
+            is_turned_away: another process than the expected one listens there.
+            now_s: the present time.
+
+        Returns:
+            The reason if the node is to be reported lost now, else nothing.
+        """
+        is_gone = is_refused and self._times > 0 and self.dials_again_first
+        is_final = is_gone or is_turned_away or now_s > self._report_s
+        if not is_final or reason == self._reported:
+            return ""
+        self._reported, self.is_lost = reason, True
+        return reason
+
+    def pause_s(self) -> float:
+        """Seconds until the next attempt to connect."""
+        pause_s = self._pause_s
+        self._pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        return pause_s
+
+    def connected(self, now_s: float) -> bool:
+        """A connection was made; whether one was lost before, or the node was."""
+        self._times += 1
+        was_lost, self.is_lost = self.is_lost, False
+        self._connected_s = now_s
+        return self._times > 1 or was_lost
+
+    def disconnected(self, reason: str) -> str:
+        """The connection is lost; the reason if the node is to be reported lost now."""
+        if self.dials_again_first:
+            return ""
+        self.is_lost = True
+        return reason
+
+    def rest_s(self, now_s: float) -> float:
+        """Seconds from the loss of a connection until the next attempt."""
+        is_brief = now_s - self._connected_s < _BRIEF_S
+        self._rest_s = min(2 * self._rest_s, _LONGEST_PAUSE_S) if is_brief else FIRST_PAUSE_S
+        return self._rest_s
+
+
+def admits(hello: LinkHello, *, generation: int, session: int) -> bool | None:
+    """Whether a link is of the running session; None if it may be of a coming one: rule 3."""
+    if hello.generation < generation:
+        return False
+    if hello.generation > generation:
+        return None
+    return True if hello.purpose == FETCH or hello.session == session else None
