@@ -61,6 +61,7 @@ class Engines:
         fetcher: fetches slots of the restored version.
         served: reads the restored version for other nodes.
         old_shards: reads shards of the restored version for ranks that did not take them.
+        replica_watch: compares what ranks of one node hold alike.
     """
 
     peers: Peers
@@ -70,6 +71,7 @@ class Engines:
     fetcher: type[Fetcher] = Fetcher
     served: type[Served] = Served
     old_shards: type[OldShards] = OldShards
+    replica_watch: type[ReplicaWatch] = ReplicaWatch
 
     @classmethod
     def real(cls, jobs: Jobs) -> "Engines":
@@ -120,7 +122,7 @@ class GroupWork:
             fetcher=self._engines.fetcher,
         )
         self.range_fetches = RangeFetches(jobs)
-        self._replicas = ReplicaWatch(jobs, self._maps, tell_agent)
+        self._replicas = self._engines.replica_watch(jobs, self._maps, tell_agent)
         commits.protect_with(self._protector)
         commits.after_commit(self._committed)
         self._peers.tell(Receiving(self._protector, self._desk, jobs))

@@ -1,175 +1,386 @@
-"""What one node keeps in memory: sealed slots, and its parts in the protection of other nodes.
+"""The memory of one node: slots of its ranks, and vaults with parts of what others protect.
 
-The bytes of a shard are one number, the state of the whole world at that step: shards of one
-version have the same. A digest is that number as it was sealed.
+The SMP's own code decides what is kept, overwritten and voided here; only the bytes are made up. A
+shard is one number, the state of the whole world at that step: all shards of one version have the
+same. A digest is that number as it was sealed. A vault keeps whole shards instead of parity.
 """
 
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
 from random import Random
 
-from ftrun.ids import Version
+import xxhash
+
+from ftrun.errors import LayoutUnknown, SnapshotCorrupt
+from ftrun.ids import Generation, Rank, Version
+from ftrun.smp.memory import ArenaMemory, HeldArena
+from ftrun.smp.vaults import Vaults
+from ftrun.snapshot.manifest import NodeManifest, RankManifest, Section
+from ftrun.wire.arena import ArenaShape, SlotHeader, SlotState
 from ftrun.wire.plan import Plan
-from ftrun.wire.protected import GroupMember, Protected, ShardOffer
-from ftrun.wire.smp_messages import Inventory
+from ftrun.wire.vault import VaultRecord, VaultState
 
-Arena = tuple[int, tuple[int, ...]]
-"""World size and local ranks: what a pair of slots is laid out for."""
+STATE_BYTES = 8
+_WHOLE = (VaultState.COMPLETE, VaultState.COMMITTED)
+
+Removed = Callable[[Version], None]
 
 
-@dataclass
 class Slot:
-    """One sealed slot of all ranks of a node."""
+    """One sealed slot of one rank."""
 
-    version: Version
-    arena: Arena
-    state: int
-    digest: int
+    __slots__ = ("digest", "header", "rank", "state", "version")
+
+    def __init__(self, rank: int, version: Version, state: int) -> None:
+        self.rank = rank
+        self.version = version
+        self.state = self.digest = state
+        self.header = SlotHeader(
+            SlotState.SEALED, version.generation, version.step, STATE_BYTES, state, 0
+        )
 
     @property
     def is_whole(self) -> bool:
         return self.state == self.digest
 
-    def holds(self, rank: int) -> bool:
-        return rank in self.arena[1]
+    def overwrite(self) -> None:
+        """A worker writes here: whatever still reads it finds other bytes."""
+        self.state = ~self.digest
 
     def spoil(self, random: Random) -> None:
         """Flip a bit of it."""
         self.state ^= 1 << random.randrange(60)
 
 
-@dataclass
-class Part:
-    """What a node keeps for its group: mirrors and parity of one version."""
+class Arena:
+    """The memory of one rank; it stands for its own descriptor."""
 
-    version: Version
-    world_size: int
-    protected_in: int
-    members: list[GroupMember]
-    parity: int
-    given: dict[str, int] = field(default_factory=dict)
-    """State that each node has brought in."""
-    digests: dict[str, int] = field(default_factory=dict)
-    is_committed: bool = False
+    def __init__(self, rank: int, world_size: int, removed: Removed) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.shape = ArenaShape(rank, world_size, STATE_BYTES, 1, rank + 1)
+        self.slots: list[Slot | None] = [None, None]
+        self._removed = removed
+
+    def find(self, version: Version | None) -> Slot | None:
+        first, second = self.slots
+        if first is not None and first.version == version:
+            return first
+        return second if second is not None and second.version == version else None
 
     @property
-    def key(self) -> tuple[Version, int]:
-        return (self.version, self.protected_in)
+    def sealed(self) -> list[Slot]:
+        return [slot for slot in self.slots if slot is not None]
 
-    def is_complete(self, node_id: str) -> bool:
-        return all(one.node_id in self.given for one in self.members if one.node_id != node_id)
+    def place_of(self, version: Version | None) -> int | None:
+        slot = self.find(version)
+        return self.slots.index(slot) if slot is not None else None
 
-    def is_whole(self, node_id: str) -> bool:
-        return self.given == self.digests and self.is_complete(node_id)
+    def seal(self, version: Version, state: int, at: int = 0) -> None:
+        self.slots[at] = Slot(self.rank, version, state)
+
+    def empty(self, at: int) -> None:
+        """What is in this slot is no more."""
+        slot, self.slots[at] = self.slots[at], None
+        if slot is not None:
+            slot.overwrite()
+            self._removed(slot.version)
+
+    def void(self, chosen: Callable[[Version], bool]) -> int:
+        found = [at for at, slot in enumerate(self.slots) if slot and chosen(slot.version)]
+        for at in found:
+            self.empty(at)
+        return len(found)
+
+
+class HeldHere(HeldArena):
+    """An arena as the SMP's code sees it."""
+
+    __slots__ = ()
+
+    def slots(self) -> list[SlotHeader]:
+        return self.sealed()
+
+    def sealed(self) -> list[SlotHeader]:
+        return [slot.header for slot in self.fd.sealed]
+
+    def holds(self, version: Version) -> bool:
+        return self.fd.find(version) is not None
+
+    def void(self, chosen: Callable[[Version], bool]) -> int:
+        return self.fd.void(chosen)
+
+    def close(self) -> None:
+        self.fd.void(lambda _: True)
+
+
+class Arenas(ArenaMemory):
+    """What the SMP knows of the arenas of its node."""
+
+    def __init__(self, memory: "Memory") -> None:
+        super().__init__()
+        self._node_memory = memory
+
+    def _held(self, fd: Arena, generation: Generation) -> HeldArena:
+        if fd not in self._node_memory.arenas:
+            self._node_memory.arenas.append(fd)
+        return HeldHere(fd, fd.shape, generation)
+
+    def _free(self, arena: HeldArena) -> None:
+        super()._free(arena)
+        self._node_memory.arenas.remove(arena.fd)
+
+    def discard(self, fd: Arena) -> None:
+        fd.void(lambda _: True)
+
+
+class HeldShards:
+    """The slots of one version, as an exchange and others read them."""
+
+    def __init__(self, version: Version, slots: Iterable[Slot]) -> None:
+        self.version = version
+        self.slots = {slot.rank: slot for slot in slots}
+
+    def state(self, ranks: Iterable[int]) -> int:
+        """What all of them hold.
+
+        Raises:
+            LayoutUnknown: one of them is not here.
+            SnapshotCorrupt: one is not what was sealed.
+        """
+        found = 0
+        for rank in ranks:
+            slot = self.slots.get(rank)
+            if slot is None:
+                raise LayoutUnknown(f"rank {rank} has no slot with {self.version} here")
+            if not is_good(slot.state, slot.digest):
+                raise SnapshotCorrupt(what=f"rank {rank}, {self.version}", piece=0, pieces=1)
+            found = slot.state
+        return found
+
+    def manifest(self, ranks: Iterable[int]) -> NodeManifest:
+        found = []
+        for rank in sorted(ranks):
+            slot = self.slots.get(rank)
+            if slot is None:
+                raise LayoutUnknown(f"rank {rank} has no slot with {self.version} here")
+            found.append(_manifest(rank, slot.digest))
+        return NodeManifest(found)
+
+
+class ArenaMaps:
+    """As in `ftrun.smp.shards`."""
+
+    def keep_only(self, fds: Iterable[Arena]) -> None:
+        pass
+
+    def hold(self, fds: dict[Rank, list[Arena]], version: Version) -> HeldShards:
+        slots = (arena.find(version) for arenas in fds.values() for arena in arenas)
+        return HeldShards(version, [slot for slot in slots if slot is not None])
+
+
+class Vault:
+    """What a node keeps of one version for its group; it stands for its own descriptor."""
+
+    def __init__(self, memory: "Memory") -> None:
+        self.size = 1 << 40
+        self.state = VaultState.EMPTY
+        self.record: VaultRecord | None = None
+        self.given: dict[str, int] = {}
+        """State that each node has brought in."""
+        self.digests: dict[str, int] = {}
+        self.mirrored: set[int] = set()
+        """Places whose small state is here."""
+        self.is_mapped = True
+        """The SMP has it; it may live on where the agent has a duplicate."""
+        self._memory = memory
+
+    @property
+    def fd(self) -> "Vault":
+        return self
+
+    @property
+    def version(self) -> Version:
+        assert self.record is not None
+        return self.record.version
+
+    @property
+    def name(self) -> tuple[object, ...]:
+        """Parts of the same name fit together."""
+        record = self.record
+        assert record is not None
+        members = tuple((one.node_id, tuple(one.ranks)) for one in record.members)
+        return record.protected_in, record.parity, members
+
+    @property
+    def is_complete(self) -> bool:
+        return self.state in _WHOLE
+
+    @property
+    def is_whole(self) -> bool:
+        return self.is_complete and self.given == self.digests
+
+    @property
+    def holds_something(self) -> bool:
+        return self.record is not None and self.state not in (VaultState.EMPTY, VaultState.VOID)
+
+    def begin(self, record: VaultRecord) -> None:
+        self._lose()
+        self.record, self.state = record, VaultState.FILLING
+        self.given, self.digests, self.mirrored = {}, {}, set()
+
+    def mark(self, state: VaultState) -> None:
+        if state in (VaultState.VOID, VaultState.EMPTY):
+            self._lose()
+        self.state = state
+
+    def mirrored_places(self) -> list[int]:
+        return sorted(self.mirrored)
+
+    def mirrors(self) -> list[str]:
+        """Nodes whose small state is here, and is what they brought in."""
+        assert self.record is not None
+        names = [self.record.members[place].node_id for place in self.mirrored]
+        return [one for one in names if self.given.get(one) == self.digests.get(one)]
+
+    def close(self) -> None:
+        self.is_mapped = False
+        if self not in self._memory.vaults.values():
+            self._lose()
 
     def spoil(self, random: Random) -> None:
         """Flip a bit of something in it."""
         if self.given:
             self.given[random.choice(sorted(self.given))] ^= 1 << random.randrange(60)
 
+    def _lose(self) -> None:
+        if self.is_complete:
+            self._memory.removed(self.version)
+
 
 class Memory:
-    """It lasts as long as the stub, the agent or the SMP of its node does."""
+    """It lasts as long as something on its node holds it.
 
-    def __init__(self) -> None:
-        self.slots: list[Slot] = []
-        self.parts: list[Part] = []
+    The stub keeps arenas; vaults last as long as the SMP or the agent does.
+
+    Args:
+        removed: told of each version of which something is no more.
+    """
+
+    def __init__(self, removed: Removed) -> None:
+        self.removed = removed
+        self.arenas: list[Arena] = []
+        self.vaults: dict[int, Vault] = {}
+        """Duplicates that the agent has, by the slot that the SMP has named."""
         self.kept: tuple[Plan, bool] | None = None
         """What the last agent knew: the plan it accepted, and whether that took effect."""
+        self._mapped = Vaults()
 
-    def slot(self, version: Version, arena: Arena) -> Slot | None:
-        for slot in self.slots:
-            if slot.version == version and slot.arena == arena:
-                return slot
-        return None
+    def map_vaults(self, vaults: Vaults) -> None:
+        """Another SMP has come, and is given what the agent has."""
+        self._mapped = vaults
+        for slot, (_, vault) in enumerate(sorted(self.vaults.items())):
+            vault.is_mapped = True
+            vaults.put(slot, vault)
 
-    def part(self, version: Version, protected_in: int) -> Part | None:
-        for part in self.parts:
-            if part.key == (version, protected_in):
-                return part
-        return None
+    def hand_over(self) -> None:
+        """Another agent has come, and is given what the SMP has."""
+        self.vaults = dict(enumerate(self._mapped.fds))
 
-    def inventory(self, node_id: str) -> Inventory:
-        offers = [
-            ShardOffer(rank, slot.version.generation, slot.version.step, slot.arena[0], 1)
-            for slot in self.slots
-            for rank in slot.arena[1]
-        ]
-        return Inventory(offers, [self._protected(part, node_id) for part in self.parts])
+    def agent_died(self) -> None:
+        self._drop([*self.vaults])
 
-    def void_after(self, newest: Version | None) -> list[Version]:
-        """Versions later than this never come back; which ones those were."""
-        things = [*self.slots, *self.parts]
-        voided = [one.version for one in things if newest is None or one.version > newest]
-        self.slots = [one for one in self.slots if newest is not None and one.version <= newest]
-        self.parts = [one for one in self.parts if newest is not None and one.version <= newest]
-        return voided
+    def smp_died(self) -> None:
+        mapped, self._mapped = self._mapped.fds, Vaults()
+        for vault in mapped:
+            vault.close()
 
-    @staticmethod
-    def _protected(part: Part, node_id: str) -> Protected:
-        return Protected(
-            generation=part.version.generation,
-            step=part.version.step,
-            world_size=part.world_size,
-            protected_in=part.protected_in,
-            members=part.members,
-            parity=part.parity,
-            node_id=node_id,
-            mirrors=sorted(part.given),
-            is_complete=part.is_complete(node_id),
-            is_committed=part.is_committed,
-        )
+    def keep_vault(self, slot: int, vault: Vault) -> None:
+        self._drop([slot])
+        self.vaults[slot] = vault
+
+    def drop_vault(self, slot: int) -> None:
+        self._drop([slot])
+
+    def _drop(self, slots: list[int]) -> None:
+        for slot in slots:
+            vault = self.vaults.pop(slot, None)
+            if vault is not None and not vault.is_mapped:
+                vault.close()
+
+    # --- what there is, for faults and invariants ----------------------------------------------
+
+    @property
+    def slots(self) -> list[Slot]:
+        return [slot for arena in self.arenas for slot in arena.slots if slot is not None]
+
+    @property
+    def parts(self) -> list[Vault]:
+        """Vaults that hold something."""
+        found = [*self._mapped.fds, *self.vaults.values()]
+        return [vault for vault in dict.fromkeys(found) if vault.holds_something]
+
+    def arena_of(self, rank: int, version: Version) -> Arena | None:
+        return next((a for a in self.arenas if a.rank == rank and a.find(version)), None)
+
+    def holds(self, rank: int, version: Version) -> bool:
+        """As the agent's `HeldMemory` does it."""
+        return self.arena_of(rank, version) is not None
+
+
+def is_good(state: int, digest: int) -> bool:
+    """The check of a digest."""
+    return state == digest
+
+
+def _manifest(rank: int, digest: int) -> RankManifest:
+    key = xxhash.xxh3_64_intdigest(b"%d" % rank)
+    sections = [Section(key, 0, 1, STATE_BYTES, False)]
+    content = (digest & (1 << 64) - 1).to_bytes(8, "little")
+    return RankManifest(rank, 0, STATE_BYTES, 1, rank + 1, 8, rank + 1, 0, sections, content)
 
 
 def can_have(version: Version, memories: dict[str, Memory]) -> bool:
     """Whether every rank of a version can be had from these nodes' memory, bit flips counted."""
-    slots = [
-        (node_id, slot)
-        for node_id, memory in memories.items()
-        for slot in memory.slots
-        if slot.version == version and slot.is_whole
-    ]
+    held: dict[int, dict[int, set[str]]] = {}
+    for node_id, memory in memories.items():
+        for arena in memory.arenas:
+            slot = arena.find(version)
+            if slot is not None and slot.is_whole:
+                ranks = held.setdefault(arena.world_size, {})
+                ranks.setdefault(arena.rank, set()).add(node_id)
     parts = [
         (node_id, part)
         for node_id, memory in memories.items()
         for part in memory.parts
-        if part.version == version
+        if part.is_complete and part.version == version
     ]
-    sizes = {slot.arena[0] for _, slot in slots} | {part.world_size for _, part in parts}
-    return any(_can_have(size, slots, parts) for size in sizes)
+    sizes = {*held, *(part.record.world_size for _, part in parts if part.record is not None)}
+    return any(_can_have(size, held.get(size, {}), parts) for size in sizes)
 
 
-def _can_have(
-    world_size: int, slots: list[tuple[str, Slot]], parts: list[tuple[str, Part]]
-) -> bool:
-    held: dict[int, set[str]] = {}
-    for node_id, slot in slots:
-        if slot.arena[0] == world_size:
-            for rank in slot.arena[1]:
-                held.setdefault(rank, set()).add(node_id)
-    groups: dict[str, tuple[Part, set[str], set[str]]] = {}
+def _can_have(world_size: int, held: dict[int, set[str]], parts: list[tuple[str, Vault]]) -> bool:
+    lost = [rank for rank in range(world_size) if rank not in held]
+    if not lost:
+        return True
+    groups: dict[tuple[object, ...], tuple[VaultRecord, set[str], set[str]]] = {}
     for node_id, part in parts:
-        if part.world_size != world_size:
-            continue
-        name = f"{part.protected_in} {part.parity} {part.members}"
-        _, whole, mirrors = groups.setdefault(name, (part, set(), set()))
-        if part.is_whole(node_id):
-            whole.add(node_id)
-        mirrors |= {one for one, state in part.given.items() if state == part.digests[one]}
-    for rank in range(world_size):
-        if rank not in held and not any(
-            _rebuilds(rank, part, whole, mirrors, held) for part, whole, mirrors in groups.values()
-        ):
-            return False
-    return True
+        record = part.record
+        assert record is not None
+        if record.world_size == world_size:
+            _, whole, mirrors = groups.setdefault(part.name, (record, set(), set()))
+            mirrors.update(part.mirrors())
+            if part.is_whole:
+                whole.add(node_id)
+    return all(any(_rebuilds(rank, held, *group) for group in groups.values()) for rank in lost)
 
 
 def _rebuilds(
-    rank: int, part: Part, whole: set[str], mirrors: set[str], held: dict[int, set[str]]
+    rank: int, held: dict[int, set[str]], record: VaultRecord, whole: set[str], mirrors: set[str]
 ) -> bool:
-    owner = next((one.node_id for one in part.members if rank in one.ranks), None)
+    owner = next((one.node_id for one in record.members if rank in one.ranks), None)
     missing = sum(
         one.node_id not in whole
         or not all(one.node_id in held.get(local, ()) for local in one.ranks)
-        for one in part.members
+        for one in record.members
     )
-    return owner is not None and owner in mirrors and missing <= part.parity
+    return owner is not None and owner in mirrors and missing <= record.parity

@@ -2,8 +2,13 @@
 
 from collections import deque
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
+from ftrun.agent.generations import NOTHING
+from ftrun.agent.smp_places import begin_generation
 from ftrun.events import Kind, WorkerExit
 from ftrun.ids import Version
 from ftrun.monitor.fitness import Fitness, Outcome
@@ -22,12 +27,21 @@ from ftrun.recovery.happenings import (
 )
 from ftrun.recovery.member import Member
 from ftrun.recovery.oversight import Oversight
+from ftrun.wire import smp_messages
 from ftrun.wire.heartbeats import Beat, RankReport
+from ftrun.wire.pages import Command
 from ftrun.wire.plan import NodeCard, Plan
 from simulation.memory import Memory
 from simulation.network import End
-from simulation.snapshots import Smp, as_version
+from simulation.smp_link import SmpLink
+from simulation.snapshots import FETCH_FOR_S, RETRY_S, Page, Smp, as_version
 from simulation.training import Ranks, beginning, exit_of
+
+_SPEC = SimpleNamespace(
+    profile=SimpleNamespace(erasure=SimpleNamespace(small_state_bytes=0)),
+    checkpoint_directory=None,
+)
+"""Of the settings of a run, what is told to its SMPs: all state is coded."""
 
 if TYPE_CHECKING:
     from simulation.network import Network
@@ -49,8 +63,10 @@ class Node:
         self.is_frozen = False
         self.is_running = False
         """On, and not frozen."""
-        self.memory = Memory()
+        self.memory = Memory(self.removed)
         self.smp: Smp | None = None
+        self.page: Page | None = None
+        """The command page of the generation that was adopted last."""
         self.agent: Agent | None = None
         self.ranks: Ranks | None = None
         self.restored_in: dict[int, Version | None] = {}
@@ -86,7 +102,7 @@ class Node:
         """Switched on, with nothing in memory; the stub is started a little later."""
         self._boots += 1
         self.is_on, self.is_frozen, self.is_running = True, False, True
-        self.memory = Memory()
+        self.memory = Memory(self.removed)
         self.restored_in = {}
         self.exit = None
         self.clock_s = self.random.random() * 1e5
@@ -107,9 +123,9 @@ class Node:
         self._deferred.clear()
         self.kill_agent(restart_s=None)
         if self.smp is not None:
-            self.smp.is_alive = False
+            self.smp.die()
             self.smp = None
-        self.memory = Memory()
+        self.memory, self.page = Memory(self.removed), None
         self.restored_in = {}
         self.simulation.invariants.memory_lost(self)
 
@@ -145,6 +161,7 @@ class Node:
         if not self.is_on or self.agent is not None or self.exit is not None:
             return
         self.start_smp()
+        self.memory.hand_over()
         self.end_ranks()
         self.simulation.invariants.stable_since_s = self.world.now_s
         self.agent = Agent(self)
@@ -160,6 +177,9 @@ class Node:
             return
         self.agent = None
         agent.die()
+        self.memory.agent_died()
+        if self.smp is not None and not self.smp.is_alive:
+            self.simulation.invariants.memory_lost(self)  # the stub keeps no vaults
         if restart_s is None or self.keeps_ranks_s == 0.0:
             self.end_ranks()
         else:
@@ -172,16 +192,18 @@ class Node:
         if self.smp is not None and self.smp.is_alive:
             return
         self._num_ports += 1
-        before, self.smp = self.smp, Smp(self, 1000 + self._num_ports)
-        if before is not None and self.agent is not None:
-            self.smp.go_on(before)
-        self.tell(is_urgent=True)
+        self.smp = Smp(self, 1000 + self._num_ports)
+        if self.agent is not None:
+            self.agent.hands.tell_new_smp()
+            self.tell(is_urgent=True)
 
     def kill_smp(self) -> None:
         """The agent, or the stub, keeps its memory and starts another one."""
         if self.smp is not None and self.smp.is_alive:
-            self.smp.is_alive = False
-            if self.agent is not None:
+            self.smp.die()
+            if self.agent is None:
+                self.simulation.invariants.memory_lost(self)
+            else:
                 self.later(0.05 + 0.5 * self.random.random(), self.start_smp)
 
     def _end_leftovers(self, ranks: Ranks | None) -> None:
@@ -205,9 +227,9 @@ class Node:
     def agent_noted(self, what: str) -> None:
         self.world.trace(self.node_id, what)
 
-    def restore_ready(self) -> None:
+    def told_by_smp(self, body: Any) -> None:
         if self.agent is not None:
-            self.agent.hands.restore_ready()
+            self.agent.call(self.agent.hands.told_by_smp, body)
 
     def ranks_ended(self, ranks: Ranks, kind: Kind) -> None:
         if self.agent is not None and self.ranks is ranks:
@@ -372,8 +394,11 @@ class Hands:
         self.node = agent.node
         self.random = agent.node.random
         self.exits: list[WorkerExit] = []
+        self.smp = SmpLink()
         self.plan: Plan | None = None
         """The generation whose ranks run here, or are about to."""
+        self.is_over = True
+        """The plan's ranks are dead, and another generation is on its way."""
         self.wants_ranks = False
         self._queue: deque[do.NodeCommand] = deque()
         self._is_busy = False
@@ -439,10 +464,8 @@ class Hands:
         match command:
             case do.Quiesce():
                 self.node.end_ranks()
-                self.plan, self.wants_ranks = None, False
-                smp.is_still = True
-                holdings = self.node.memory.inventory(self.node.node_id)
-                answer = Quiesced(command.generation, holdings, 29500, smp.port)
+                self.wants_ranks, self.is_over = False, True
+                answer = Quiesced(command.generation, smp.inventory(), 29500, smp.port)
                 self.agent.think(answer)
             case do.Adopt():
                 self._adopt(command.plan, smp)
@@ -452,11 +475,20 @@ class Hands:
             case do.RunGeneration():
                 self._run(command.plan)
             case do.Commit():
-                smp.commit(command.version)
+                if self.plan is not None and len(self.plan.members) > 1:
+                    smp.commit(command.version)
             case do.Abandon():
-                smp.abandon(command.step)
+                if self.plan is not None:
+                    smp.abandon(self.plan.generation, command.step)
+            case do.TakeFrom():
+                page = self.node.page
+                if page is not None:
+                    page.set(Command.TAKE_FROM, max(command.step, page.get(Command.TAKE_FROM)))
             case do.MovePeers():
-                smp.move_peers(command.ports)
+                if self.plan is not None:
+                    ports = {**self.plan.smp_ports, **command.ports}
+                    self.plan = msgspec.structs.replace(self.plan, smp_ports=ports)
+                    self._tell_smp()
             case do.AskLastSnapshot():
                 if self.node.ranks is not None:
                     # Ranks that have passed that boundary stop at the next one.
@@ -479,16 +511,17 @@ class Hands:
     def _adopt(self, plan: Plan, smp: Smp) -> None:
         node = self.node
         self.exits.clear()
-        self._awaits_boundary = False
+        self._awaits_boundary = self.is_over = False
         restored = as_version(plan.restore)
         name, rejected, problem = "", dict[str, str](), ""
-        for voided in node.memory.void_after(restored):
-            node.removed(voided)
         if restored is None and self._reads_checkpoint(plan):
             restored, name, rejected = node.simulation.load_checkpoint(node, plan)
             problem = "" if restored is not None else "no checkpoint can be used"
+        smp.void_after(restored if restored is not None else NOTHING)
         node.restored_in[plan.generation] = restored
-        smp.begin_generation(plan)
+        self.plan, node.page = plan, Page(restored)
+        self.smp.committed = restored if plan.restore is not None else None
+        self._tell_smp()
         node.memory.kept = (plan, False)
         pair = (int(restored.generation), int(restored.step)) if restored is not None else None
         self.agent.think(Adopted(plan.generation, pair, problem, name, rejected))
@@ -496,35 +529,86 @@ class Hands:
     def _run(self, plan: Plan) -> None:
         node = self.node
         node.memory.kept = (plan, True)
-        self.plan, self.wants_ranks = plan, True
+        self.wants_ranks = True
         group = node.simulation.group_of(plan)
         node.ranks = Ranks(node, plan, group)
         node.ranks.are_held = self.agent.member.is_held
         self.renew_lease()
-        self.restore_ready()
+        self._restore()
         self.tell(is_urgent=True)
 
-    def restore_ready(self) -> None:
-        """The SMP has what this generation starts from: ranks may read it."""
+    # --- the SMP ------------------------------------------------------------------------------
+
+    def tell_new_smp(self) -> None:
+        """One was started, and has been given the memory of the one before."""
+        if self.plan is None or self.is_over:
+            return
+        self._tell_smp()
+        smp, ranks = self.node.smp, self.node.ranks
+        if smp is not None and ranks is not None and ranks.are_alive:
+            smp.hear_again(ranks.locals)
+
+    def _tell_smp(self) -> None:
+        """As `Generations.tell_smp` does it."""
+        plan, smp, node = self.plan, self.node.smp, self.node
+        assert plan is not None
+        if smp is None or not smp.is_alive:
+            return
+        restored = node.restored_in.get(plan.generation)
+        newest = max((v for v in (restored, self.smp.committed) if v is not None), default=None)
+        old_world_size = plan.restore_world_size if plan.is_resized and newest == restored else 0
+        body = begin_generation(
+            plan, node.node_id, _SPEC, newest, node, old_world_size=old_world_size
+        )
+        self.smp.begin(plan.generation)
+        smp.begin_generation(body)
+
+    def told_by_smp(self, body: Any) -> None:
+        self.smp.take(body)
+        if isinstance(body, smp_messages.RestoreReady):
+            self._restore()
+        self.tell(is_urgent=True)
+
+    def _restore(self) -> None:
+        """Ranks read what this generation starts from, if the SMP has it."""
         smp, ranks, plan = self.node.smp, self.node.ranks, self.plan
-        if smp is None or ranks is None or plan is None or not self.wants_ranks:
+        if smp is None or not smp.is_alive or ranks is None or plan is None:
             return
-        if not smp.has_restored or smp.generation != plan.generation:
+        if not self.wants_ranks or ranks.are_ready or not ranks.are_alive:
             return
-        if ranks.are_ready or not ranks.are_alive:
-            return
-        restored = smp.restored
+        restored = self.node.restored_in.get(plan.generation)
         if restored is None:
-            ranks.state = beginning()
-        else:
-            slot = smp.memory.slot(restored, smp.arena)
-            if slot is None or not smp.is_good(slot.state, slot.digest):
-                smp.problem = f"{restored} does not match its digest"
-                if slot is not None:
-                    smp.set_aside(slot)
+            self._restored(ranks, None, beginning())
+        elif plan.is_resized:
+            self._read_old(ranks, restored, self.node.world.now_s)
+        elif self.smp.is_restored:
+            states = {smp.good_state(restored, rank) for rank in ranks.locals}
+            if None in states:
+                self.smp.restore_failed = f"{restored} does not match its digest"
                 self.tell(is_urgent=True)
                 return
-            ranks.state = slot.state
+            self._restored(ranks, restored, max(state for state in states if state is not None))
+
+    def _read_old(self, ranks: Ranks, restored: Version, since_s: float) -> None:
+        """Ranks of another world read it where it lies."""
+        smp, plan = self.node.smp, self.plan
+        if self.node.ranks is not ranks or not ranks.are_alive or plan is None:
+            return
+        state = None
+        if smp is not None and smp.is_alive and smp.body is not None:
+            state = smp.read_old(restored, smp.body.restore_from)
+        if state is not None:
+            self._restored(ranks, restored, state)
+        elif self.node.world.now_s - since_s < FETCH_FOR_S:
+            again = (self._read_old, ranks, restored, since_s)
+            self.node.later(RETRY_S, self.agent.call, *again)
+        else:
+            self.saw_exits(ranks, Kind.EXCEPTION)
+
+    def _restored(self, ranks: Ranks, restored: Version | None, state: int) -> None:
+        plan = ranks.plan
+        ranks.state = state
+        if restored is not None:
             ranks.step = ranks.first_step = restored.step
         self.node.simulation.invariants.restored(self.node, plan, restored, ranks.state)
         ranks.group.joined(ranks)
@@ -547,19 +631,23 @@ class Hands:
     def _tell(self, is_urgent: bool) -> None:
         ranks, smp, plan = self.node.ranks, self.node.smp, self.plan
         runs = ranks is not None and plan is not None and self.wants_ranks
-        matches = smp is not None and plan is not None and smp.generation == plan.generation
-        ready = smp.ready if smp is not None and matches else None
+        says = self.smp
+        matches = plan is not None and says.generation == plan.generation
+        ready = says.ready if matches else None
+        if plan is not None and len(plan.members) == 1:
+            ready = says.committed
         step = ranks.step if ranks is not None else 0
         exits, leaves = tuple(self.exits), self.agent.leaves_since_s is not None
         generation = plan.generation if runs and plan is not None else -1
         ready_pair = (int(ready.generation), int(ready.step)) if ready is not None else None
-        skipped = smp.skipped_step if smp is not None and matches else -1
+        skipped = says.abandoned_step if matches else -1
         at_boundary = self._awaits_boundary and ranks is not None and ranks.is_at_boundary
         stops = self.node.simulation.stops.get(self.node.node_id, 0)
         smp_port = smp.port if smp is not None and smp.is_alive else 0
-        problem = smp.problem if smp is not None and matches else ""
+        problem = says.restore_failed if matches else ""
         matters = (
             generation, exits, ready_pair, skipped, at_boundary, stops, leaves, smp_port, problem,
+            says.unreachable,
         )  # fmt: skip
         is_urgent |= matters != self._told
         self._told = matters
@@ -580,9 +668,12 @@ class Hands:
             stop_signal=15,
             leaves=leaves,
             smp_port=smp_port,
-            survives=smp.survives if smp is not None and matches else 0,
+            survives=says.survives if matches and plan and len(plan.members) > 1 else 0,
             problem=problem,
-            ranks=self._reports(ranks, smp.arena[1]) if ranks is not None and matches else (),
+            problem_is_link=bool(problem) and says.lost_links,
+            unreachable=says.unreachable,
+            unprotected=says.unprotected,
+            ranks=self._reports(ranks, ranks.locals) if ranks is not None and matches else (),
         )
         self.agent.think(HereIs(beat, is_urgent))
 
@@ -598,8 +689,8 @@ class Hands:
         node.simulation.invariants.ended(node, command)
         node.kill_agent(restart_s=None)
         if node.smp is not None:
-            node.smp.is_alive = False
-        node.memory = Memory()
+            node.smp.die()
+        node.memory = Memory(node.removed)
         node.simulation.invariants.memory_lost(node)
         if command.goes_on:
             node.simulation.faults.has_left(node)

@@ -1,6 +1,7 @@
 """One seed from beginning to end, and what became of it."""
 
 import gc
+import logging
 import traceback
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from ftrun.recovery.ballots import carries, electorate, identity
 from ftrun.wire.plan import Plan
 from simulation.faults import Faults
 from simulation.invariants import Invariants
-from simulation.memory import Slot, can_have
+from simulation.memory import Arena, can_have
 from simulation.network import Network
 from simulation.node import Node
 from simulation.roads import Tries
@@ -142,8 +143,11 @@ class Simulation:
             taken = version(-1, step)
             self.invariants.states.setdefault(taken, state)
             if member is not None:
-                arena = (plan.world_size, tuple(member.ranks))
-                node.memory.slots = [Slot(taken, arena, state, state)]
+                made = [Arena(rank, plan.world_size, node.removed) for rank in member.ranks]
+                for arena in made:
+                    arena.seal(taken, state)
+                assert node.smp is not None
+                node.smp.load(made)
             return taken, name, rejected
         return None, "", rejected
 
@@ -388,6 +392,8 @@ def run_seed(
     problem, verdict = "", ""
     # A run makes few cycles, and lasts for some hundredths of a second.
     gc.disable()
+    logged = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)  # what goes wrong on purpose is warned of
     try:
         verdict = simulation.run()
     except Violation as error:
@@ -397,6 +403,7 @@ def run_seed(
         problem = f"at {simulation.world.now_s:.3f} s: {error!r} in {at}"
     finally:
         gc.enable()
+        logging.disable(logged)
     return _outcome(simulation, problem, verdict, keep_log=keep_log)
 
 

@@ -1,17 +1,33 @@
-"""A small model of the SMP: what it promises, without the bytes.
+"""One SMP: its own code, over memory and links of the simulation.
 
-It keeps exactly what the real one does (see `ftrun/wire/messages.py`): two slots for the ranks
-of its node, of which the committed one is never overwritten; two parts in protections, of which
-the one that is relied on is never overwritten; nothing new is taken before the restored version
-is protected and committed again in the generation that runs.
+`Commits`, `Protector`, `Rounds`, `Exchange`, `Vaults`, `ArenaMemory`, `Restores` and `Receiving`
+are those of `ftrun/smp`. Here are the things below them: timers and jobs in virtual time, an
+exchange of whole shards instead of blocks, and reads of a version for ranks that did not take it.
 """
 
-from typing import TYPE_CHECKING
+from collections import deque
+from collections.abc import Callable, Iterable
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
-from ftrun.ids import Version, version
-from ftrun.wire.plan import Plan, Source
-from ftrun.wire.protected import GroupMember
-from simulation.memory import Arena, Memory, Part, Slot
+from ftrun.errors import FragmentRefused
+from ftrun.ids import Rank, RunId, Version, version
+from ftrun.smp.commits import Commits
+from ftrun.smp.exchange import Exchange, Prepared
+from ftrun.smp.fetcher import FetchEvents, FetchOrder
+from ftrun.smp.filling import FillEvents, RowOut
+from ftrun.smp.group_work import Engines, GroupWork
+from ftrun.smp.links import Frame
+from ftrun.smp.protecting import Protecting, protecting_of
+from ftrun.smp.sending import Sending
+from ftrun.wire import smp_messages
+from ftrun.wire import transfer as t
+from ftrun.wire.pages import Command
+from ftrun.wire.protected import OldGroup
+from ftrun.wire.smp_messages import BeginGeneration
+from ftrun.wire.vault import VaultRecord
+from simulation.links import Peers
+from simulation.memory import STATE_BYTES, Arena, ArenaMaps, Arenas, HeldShards, Vault, is_good
 
 if TYPE_CHECKING:
     from simulation.node import Node
@@ -19,40 +35,300 @@ if TYPE_CHECKING:
 
 RETRY_S = 0.5
 FETCH_FOR_S = 4.0
+RUN = RunId("run")
+
+
+class Page:
+    """As in `ftrun.wire.pages`; it lasts as long as the agent or a rank does."""
+
+    def __init__(self, restored: Version | None) -> None:
+        self._words = [0] * len(Command)
+        at = restored if restored is not None else version(-1, -1)
+        self.set(Command.COMMITTED_GENERATION, at.generation)
+        self.set(Command.COMMITTED_STEP, at.step)
+        for word in (Command.ABANDONED_STEP, Command.COMMITTED_IN):
+            self.set(word, -1)
+        for word in (Command.PROTECTING_STEP, Command.TAKE_FROM):
+            self.set(word, -1)
+
+    def get(self, at: Command) -> int:
+        return self._words[at]
+
+    def set(self, at: Command, value: int) -> None:
+        self._words[at] = value
+
+    def add(self, at: Command, value: int) -> None:
+        self._words[at] += value
+
+
+class Jobs:
+    """Work takes a little time; what it gives is run in the server's thread, as all else is."""
+
+    def __init__(self, smp: "Smp") -> None:
+        self._smp = smp
+
+    def submit(self, lane: str, work: Callable[[], Callable[[], None]], *, failed: object) -> None:
+        self._smp.later(0.001 + 0.004 * self._smp.random.random(), self._work, work)
+
+    def _work(self, work: Callable[[], Callable[[], None]]) -> None:
+        finish = work()
+        if self._smp.random.random() < 0.2:
+            self._smp.later(0.01 * self._smp.random.random(), finish)
+        else:
+            finish()
+
+    def post(self, finish: Callable[[], None]) -> None:
+        self._smp.run(finish)
+
+    def repeat(self, interval_s: float, look: Callable[[], None]) -> Callable[[], None]:
+        state = SimpleNamespace(is_over=False)
+
+        def turn() -> None:
+            if not state.is_over:
+                look()
+                self._smp.later(interval_s, turn)
+
+        self._smp.later(interval_s, turn)
+        return lambda: setattr(state, "is_over", True)
+
+
+class Codecs:
+    """Nothing is coded."""
+
+    def get(self, k: int, m: int) -> SimpleNamespace:
+        return SimpleNamespace(k=k, m=m)
+
+    def problem(self, codec: object) -> str:
+        return ""
+
+
+class Watch:
+    """Compares replicas on one node; there are none."""
+
+    def __init__(self, *_: object) -> None:
+        pass
+
+    def look(self, *_: object) -> None:
+        pass
+
+
+# --- an exchange of whole shards --------------------------------------------------------------
+
+
+class WholeExchange(Exchange):
+    """One attempt at one version: each node sends its state to each other node of the group."""
+
+    _shards: HeldShards
+
+    def _prepare(self, record: VaultRecord, *, needs_memory: bool) -> Prepared:
+        ranks = [rank.rank for rank in record.own.ranks]
+        raw = _bytes(self._shards.state(ranks))
+        vault = Vault(self._tools.peers.smp.node.memory) if needs_memory else None
+        return Prepared(vault, None, [raw])
+
+    def _filled(self, vault: Vault, events: FillEvents) -> "WholeFill":
+        return WholeFill(vault, self._group, events)
+
+    def _own_blocks(self, space: object) -> SimpleNamespace:
+        return SimpleNamespace(shards=self._shards)
+
+    def _block_stream(self, sending: Sending, place: int) -> "WholeStream":
+        return WholeStream(sending, self._mirror[0])
+
+
+class WholeStream:
+    """This node's state, once."""
+
+    def __init__(self, sending: Sending, raw: bytes) -> None:
+        self._sending = sending
+        self._raw = raw
+        self._is_sent = False
+        self._may_send = False
+
+    @property
+    def is_over(self) -> bool:
+        return self._sending.is_stopped or self._is_sent
+
+    def let(self, below: int) -> None:
+        self._may_send |= below > 0
+
+    def take(self) -> Frame | None:
+        if self.is_over or not self._may_send:
+            return None
+        self._is_sent = True
+        at = self._sending.blocks.shards.version
+        body = t.BlockOf(at.generation, at.step, self._sending.attempt, b"state")
+        return Frame(body, [self._raw])
+
+
+class WholeFill:
+    """A vault that is being filled.
+
+    Where m > 1, a node also waits for word of those that gather for it, as for rows of parity.
+    """
+
+    num_bytes = STATE_BYTES
+
+    def __init__(self, vault: Vault, group: Protecting, events: FillEvents) -> None:
+        record = vault.record
+        assert record is not None
+        self._vault = vault
+        self._record = record
+        self._group = group
+        self._events = events
+        self._is_active = True
+        count = len(group.nodes)
+        self._blocks = {place for place in range(count) if place != group.place}
+        self._rows = {(group.place - back) % count for back in range(1, group.parity)}
+        self._mirrors = {place for place, _ in record.mirrors}
+
+    @property
+    def missing(self) -> int:
+        return len(self._blocks) + len(self._rows) + len(self._mirrors)
+
+    def start(self) -> None:
+        self._events.window(1)
+        if not self.missing:
+            self._events.full()
+
+    def stop(self) -> None:
+        self._is_active = False
+
+    def take_block(self, sender: int, name: str, header: bytes, payload: memoryview) -> None:
+        if not self._is_active:
+            return
+        if header == b"row":
+            self._rows.discard(sender)
+        elif sender not in self._blocks:
+            raise FragmentRefused(what=f"a block of {name}", why="it came before")
+        else:
+            self._blocks.discard(sender)
+            state = int.from_bytes(payload, "little")
+            self._vault.given[name] = self._vault.digests[name] = state
+            if not self._blocks:
+                self._send_on()
+        self._count()
+
+    def mirror_room(self, place: int) -> int:
+        return STATE_BYTES if place in dict(self._record.mirrors) else 0
+
+    def take_mirror(self, sender: int, payload: bytearray, digest: int) -> None:
+        if self._is_active:
+            self._mirrors.discard(sender)
+            self._vault.mirrored.add(sender)
+            self._count()
+
+    def _send_on(self) -> None:
+        for place in self._group.parity_places(self._group.place):
+            out = RowOut(place, b"row", bytearray(STATE_BYTES))
+            self._events.forward(out, lambda: None)
+
+    def _count(self) -> None:
+        if not self.missing:
+            self._events.full()
+
+
+def _bytes(state: int) -> bytes:
+    return (state & (1 << 64) - 1).to_bytes(STATE_BYTES, "little")
+
+
+# --- what is restored -------------------------------------------------------------------------
+
+
+class Served:
+    """The restored version, for others."""
+
+    def __init__(self, run: int, wanted: Version, **_: object) -> None:
+        self.version = wanted
+
+    def take_in(self, fds: object) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class OldShards:
+    """Ranks that did not take the version read it in `Smp.read_old`."""
+
+    def __init__(self, world: Any, *_: object) -> None:
+        self.world = world
+
+    def note_lost(self, node_id: str, why: str) -> None:
+        pass
+
+    def cancel(self) -> None:
+        pass
+
+
+class Fetch:
+    """Slots of the restored version, from other nodes: tried until the patience is over."""
+
+    def __init__(self, order: FetchOrder, desk: Any, events: FetchEvents) -> None:
+        self._order = order
+        self._events = events
+        self._smp: Smp = desk._peers.smp
+        self._is_cancelled = False
+        self._since_s = self._smp.world.now_s
+
+    def start(self) -> None:
+        self._smp.later(0.02 + 0.3 * self._smp.random.random(), self._try)
+
+    def cancel(self) -> None:
+        self._is_cancelled = True
+
+    def _try(self) -> None:
+        if self._is_cancelled:
+            return
+        order, smp = self._order, self._smp
+        state = smp.state_of(order.wanted, order.ranks, order.groups)
+        if state is not None:
+            made = {rank: Arena(rank, order.world_size, smp.memory.removed) for rank in order.ranks}
+            for arena in made.values():
+                arena.seal(order.wanted, state)
+            self._events.done(made, STATE_BYTES)
+        elif smp.world.now_s - self._since_s < FETCH_FOR_S:
+            smp.later(RETRY_S, self._try)
+        else:
+            self._events.failed(f"{order.wanted} cannot be fetched", False)
 
 
 class Smp:
-    """One SMP process. Its memory is the node's."""
+    """One SMP process."""
 
     def __init__(self, node: "Node", port: int) -> None:
         self.node = node
         self.port = port
         self.is_alive = True
-        self.plan: Plan | None = None
-        self.arena: Arena = (0, ())
-        self.ports: dict[str, int] = {}
-        self.committed: Version | None = None
-        """The newest commit in this generation, as the command page shows it."""
-        self.ready: Version | None = None
-        self.abandoned_step = -1
-        """By the lead's word, which follows its word of the commits before it."""
-        self.skipped_step = -1
-        """By this node's own."""
-        self.problem = ""
-        self.has_restored = False
-        self.is_still = False
-        """It has told what it holds, and keeps that until the next generation begins."""
-        self.capturing: Version | None = None
-        """Begun, and neither committed nor abandoned."""
-        self._protecting: Version | None = None
-        self._acks: set[str] = set()
-        self._begun = 0
-        """Counts what was begun anew: work of before is dropped."""
-        self._random = node.random
-
-    @property
-    def memory(self) -> Memory:
-        return self.node.memory
+        self.random = node.random
+        self.memory = node.memory
+        self._inbox: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
+        self._is_busy = False
+        self.arenas = Arenas(self.memory)
+        self.commits = Commits(self.arenas, self._tell_agent)
+        self.peers = Peers(self)
+        engines = Engines(
+            self.peers,
+            ArenaMaps(),
+            Codecs(),
+            exchange=WholeExchange,
+            fetcher=Fetch,
+            served=Served,
+            old_shards=OldShards,
+            replica_watch=Watch,
+        )
+        self.work = GroupWork(
+            RUN,
+            memory=self.arenas,
+            commits=self.commits,
+            jobs=Jobs(self),
+            tell_agent=self._tell_agent,
+            engines=engines,
+        )
+        self.body: BeginGeneration | None = None
+        for arena in list(self.memory.arenas):
+            self.arenas.add(arena, self.commits.tracker.generation)
+        self.memory.map_vaults(self.work.vaults)
 
     @property
     def world(self) -> "World":
@@ -60,386 +336,204 @@ class Smp:
 
     @property
     def generation(self) -> int:
-        return self.plan.generation if self.plan is not None else -1
+        return int(self.commits.tracker.generation)
 
     @property
-    def restored(self) -> Version | None:
-        """What this generation has started from."""
-        return self.node.restored_in.get(self.generation)
+    def committed(self) -> Version | None:
+        """As the command page shows it, in this generation."""
+        page = self.node.page
+        if page is None or page.get(Command.COMMITTED_IN) < self.generation:
+            return None
+        return self.commits.tracker.committed
 
-    # --- a generation ---------------------------------------------------------------------------
+    # --- threads ------------------------------------------------------------------------------
 
-    def begin_generation(self, plan: Plan) -> None:
-        """Who takes part from now on; again after it, or another SMP, was started anew."""
-        is_again = self.plan is not None and self.plan.generation == plan.generation
-        self.plan = plan
-        self.is_still = self.is_still and is_again
-        self._begun += 1
-        self._acks.clear()
-        self._protecting = None
-        self.ports = dict(plan.smp_ports)
-        if is_again:
-            self._protect_again()
+    def run(self, what: Callable[..., None], *args: Any) -> None:
+        """Do this in the server's thread, after what it does now."""
+        self._inbox.append((what, args))
+        if self._is_busy:
             return
-        node = plan.member(self.node.node_id)
-        self.arena = (plan.world_size, tuple(node.ranks) if node is not None else ())
-        self.committed = self.ready = self.capturing = None
-        self.abandoned_step = self.skipped_step = -1
-        self.problem = ""
-        self.has_restored = False
-        if node is None:
-            return
-        restored = self.restored
-        if restored is None:
-            self.has_restored = True
-        elif all(self.good_slot(restored, rank) for rank in self.arena[1]) and (
-            self.memory.slot(restored, self.arena) is not None
-        ):
-            self._restored(restored)
-        else:
-            self._fetch(restored, self._begun, self.world.now_s)
+        self._is_busy = True
+        try:
+            while self._inbox and self.is_alive:
+                what, args = self._inbox.popleft()
+                what(*args)
+        finally:
+            self._is_busy = False
 
-    def go_on(self, before: "Smp") -> None:
-        """Take over from an SMP that has died, in the middle of its generation."""
-        self.plan, self.arena, self.ports = before.plan, before.arena, before.ports
-        self.committed, self.capturing = before.committed, before.capturing
-        self.has_restored, self.problem = before.has_restored, before.problem
-        self.is_still = before.is_still
-        self.abandoned_step, self.skipped_step = before.abandoned_step, before.skipped_step
-        if self.plan is None or not self.arena[1]:
-            return
-        restored = self.restored
-        if restored is not None and not self.has_restored:
-            self._fetch(restored, self._begun, self.world.now_s)
-        else:
-            self._protect_again()
+    def later(self, delay_s: float, what: Callable[..., None], *args: Any) -> None:
+        self.node.later(delay_s, self._fire, what, args)
 
-    def move_peers(self, ports: dict[str, int]) -> None:
-        if self.plan is not None:
-            self.ports = {**self.plan.smp_ports, **ports}
-            self._begun += 1
-            self._acks.clear()
-            if self.has_restored:
-                self._protect_again()
-            elif self.restored is not None and self.arena[1]:
-                self._fetch(self.restored, self._begun, self.world.now_s)
+    def _fire(self, what: Callable[..., None], args: tuple[Any, ...]) -> None:
+        if self.is_alive:
+            self.run(what, *args)
 
-    def _protect_again(self) -> None:
-        """Whatever is sealed and not committed; else the newest commit, for peers that lost it."""
-        for wanted in (self.capturing, self.committed, self.restored):
-            if wanted is not None and self.memory.slot(wanted, self.arena) is not None:
-                self._protect(wanted)
-                return
+    def die(self) -> None:
+        if self.is_alive:
+            self.is_alive = False
+            self.peers.die()
+            self.memory.smp_died()
 
-    # --- restore --------------------------------------------------------------------------------
+    def _tell_agent(self, body: Any, *, fds: tuple[Any, ...] = ()) -> None:
+        match body:
+            case smp_messages.VaultMade():
+                if self.node.agent is not None:
+                    self.memory.keep_vault(body.slot, *fds)
+            case smp_messages.VaultFreed():
+                if self.node.agent is not None:
+                    self.memory.drop_vault(body.slot)
+            case smp_messages.VersionCommitted():
+                self.node.has_committed(version(body.generation, body.step))
+        self.node.told_by_smp(body)
 
-    def _fetch(self, wanted: Version, begun: int, since_s: float) -> None:
-        delay_s = 0.02 + 0.3 * self._random.random()
-        self.node.later(delay_s, self._try_to_fetch, self, wanted, begun, since_s)
+    # --- the agent ----------------------------------------------------------------------------
 
-    def _try_to_fetch(self, _: "Smp", wanted: Version, begun: int, since_s: float) -> None:
-        if not self.is_alive or begun != self._begun or self.plan is None:
-            return
-        state = self._state_of(wanted, self.plan)
-        if state is not None:
-            self._put(Slot(wanted, self.arena, state, state))
-            self._restored(wanted)
-        elif self.world.now_s - since_s < FETCH_FOR_S:
-            self.node.later(RETRY_S, self._try_to_fetch, self, wanted, begun, since_s)
-        else:
-            self.problem = f"{wanted} cannot be fetched"
-            self.node.tell(is_urgent=True)
+    def begin_generation(self, body: BeginGeneration) -> None:
+        self.run(self._begin, body)
 
-    def _state_of(self, wanted: Version, plan: Plan) -> int | None:
-        """The state in the shards of the ranks that are needed here; None if one is not had."""
-        world_size = sum(len(ranks) for source in plan.sources for ranks in source.ranks)
-        ranks = self.arena[1] if world_size == self.arena[0] else range(world_size)
-        states = {self._shard(rank, wanted, plan.sources) for rank in ranks}
+    def _begin(self, body: BeginGeneration) -> None:
+        self.body = body
+        page = self.node.page
+        assert page is not None
+        self.work.begin_generation(body, protecting_of(body), page)
+        committed = self.commits.tracker.committed
+        if not body.group and body.local_ranks and committed is not None:
+            self.node.has_committed(committed)  # alone, it commits what it begins with
+
+    def inventory(self) -> smp_messages.Inventory:
+        found: list[smp_messages.Inventory] = []
+        body = smp_messages.TakeInventory(stand_still=True)
+        self.run(lambda: found.append(self.work.inventory(body)))
+        return found[0]
+
+    def void_after(self, newest: Version) -> None:
+        self.run(self.work.void_after, newest)
+
+    def commit(self, wanted: Version) -> None:
+        self.run(self.commits.commit, wanted)
+
+    def abandon(self, generation: int, step: int) -> None:
+        self.run(self.commits.abandon, generation, step)
+
+    def load(self, arenas: Iterable[Arena]) -> None:
+        """A checkpoint was read into these."""
+        self.run(self.arenas.put_instead, list(arenas), self.commits.tracker.generation)
+
+    # --- workers ------------------------------------------------------------------------------
+
+    def arena_for(self, rank: int) -> Arena:
+        """The one that a worker of the running generation writes to."""
+        generation = self.commits.tracker.generation
+        size = self.commits.tracker.world_size
+        for held in self.arenas.of(Rank(rank)):
+            if held.shape.world_size == size:
+                again = self.arenas.grant_again(held.shape, generation)
+                assert again is not None
+                return again.fd
+        return self.arenas.add(Arena(rank, size, self.memory.removed), generation).fd
+
+    def sealed(self, rank: int, taken: Version) -> None:
+        self.run(self.commits.sealed, Rank(rank), taken)
+
+    def skipped(self, taken: Version) -> None:
+        self.run(self.commits.skipped, taken)
+
+    def withdraw(self, rank: int, taken: Version) -> None:
+        self.run(self.commits.withdraw, Rank(rank), taken)
+
+    def hear_again(self, ranks: Iterable[int]) -> None:
+        for rank in ranks:
+            self.run(self.commits.hear_again, Rank(rank))
+
+    # --- other nodes' memory --------------------------------------------------------------------
+
+    def read_old(self, wanted: Version, groups: Iterable[OldGroup]) -> int | None:
+        """The state, read by ranks of another world from wherever its shards lie."""
+        groups = list(groups)
+        ranks = [rank for group in groups for node in group.nodes for rank in node.ranks]
+        return self.state_of(wanted, ranks, groups)
+
+    def state_of(
+        self, wanted: Version, ranks: Iterable[int], groups: Iterable[OldGroup]
+    ) -> int | None:
+        """The state in the shards of these ranks; None if one is not had."""
+        groups = list(groups)
+        states = {self._shard(rank, wanted, groups) for rank in ranks}
         if None in states or not states:
             return None
         # What a rank reads is the digest's business; that all read the same is the run's.
         return max(state for state in states if state is not None)
 
-    def _shard(self, rank: int, wanted: Version, sources: list[Source]) -> int | None:
-        for source in sources:
-            held = next((i for i, ranks in enumerate(source.ranks) if rank in ranks), None)
+    def _shard(self, rank: int, wanted: Version, groups: list[OldGroup]) -> int | None:
+        for group in groups:
+            held = next((at for at, node in enumerate(group.nodes) if rank in node.ranks), None)
             if held is None:
                 continue
-            peer = self._peer(source.node_ids[held])
-            slot = peer.good_slot(wanted, rank) if peer is not None else None
-            if slot is not None:
-                return slot.state
-            rebuilt = self._rebuild(source.node_ids[held], wanted, source)
-            if rebuilt is not None:
-                return rebuilt
+            peer = self._peer(group.nodes[held].node_id, group.nodes[held].smp_port)
+            state = peer.good_state(wanted, rank) if peer is not None else None
+            if state is None:
+                state = self._rebuild(held, wanted, group)
+            if state is not None:
+                return state
         return None
 
-    def _rebuild(self, owner: str, wanted: Version, source: Source) -> int | None:
+    def _rebuild(self, owner: int, wanted: Version, group: OldGroup) -> int | None:
         """A lost node's state from the rest of its group."""
-        if source.parity < 1:
+        if group.parity < 1:
             return None
-        missing, found = 0, []
-        for node_id, ranks in zip(source.node_ids, source.ranks, strict=True):
-            peer = self._peer(node_id)
-            part = peer.good_part(wanted, source) if peer is not None else None
-            whole = peer is not None and all(peer.good_slot(wanted, rank) for rank in ranks)
+        missing, found, has_mirror = 0, [], False
+        for node in group.nodes:
+            peer = self._peer(node.node_id, node.smp_port)
+            part = peer.good_part(wanted, group) if peer is not None else None
+            whole = peer is not None and all(
+                peer.good_state(wanted, rank) is not None for rank in node.ranks
+            )
             if part is None or not whole:
                 missing += 1
-            elif owner in part.given:
-                found.append(part.given[owner])
-        return found[0] if found and missing <= source.parity else None
+            if part is not None and group.nodes[owner].node_id in part.given:
+                found.append(part.given[group.nodes[owner].node_id])
+                has_mirror |= owner in part.mirrored
+        return found[0] if has_mirror and missing <= group.parity else None
 
-    def _peer(self, node_id: str) -> "Smp | None":
+    def _peer(self, node_id: str, port: int) -> "Smp | None":
         """The SMP of a node, where it is reached at the port that is known."""
         if node_id == self.node.node_id:
             return self
         peer = self.node.neighbour(node_id)
         smp = peer.smp if peer is not None else None
-        if smp is None or not smp.is_alive or smp.port != self.ports.get(node_id):
+        if smp is None or not smp.is_alive or smp.port != port:
             return None
-        network = self.node.network
-        mine = self.node.node_id
+        network, mine = self.node.network, self.node.node_id
         both = network.passes(mine, node_id) and network.passes(node_id, mine)
         return smp if both and smp.generation == self.generation else None
 
-    def good_slot(self, wanted: Version, rank: int) -> Slot | None:
-        """A slot that is what was sealed; a corrupt one is set aside."""
-        for slot in list(self.memory.slots):
-            if slot.version == wanted and slot.holds(rank):
-                if self.is_good(slot.state, slot.digest):
-                    return slot
-                self.set_aside(slot)
+    def good_state(self, wanted: Version, rank: int) -> int | None:
+        """What a slot holds, if that is what was sealed; a corrupt one is set aside."""
+        for arena in self.memory.arenas:
+            slot = arena.find(wanted) if arena.rank == rank else None
+            if slot is not None:
+                if is_good(slot.state, slot.digest):
+                    return slot.state
+                self.set_aside(rank, wanted)
         return None
 
-    def set_aside(self, slot: Slot) -> None:
-        self.memory.slots.remove(slot)
-        self.node.removed(slot.version)
-        self.world.trace(self.node.node_id, f"sets its slot of {slot.version} aside")
+    def set_aside(self, rank: int, wanted: Version) -> None:
+        self.arenas.void(Rank(rank), wanted)
+        self.world.trace(self.node.node_id, f"sets its slot of {wanted} aside")
 
-    def good_part(self, wanted: Version, source: Source) -> Part | None:
-        part = self.memory.part(wanted, source.generation)
-        if part is None or [one.node_id for one in part.members] != source.node_ids:
+    def good_part(self, wanted: Version, group: OldGroup) -> Vault | None:
+        part = self.work.vaults.find(wanted, group.generation)
+        record = part.record if part is not None else None
+        if part is None or record is None:
             return None
-        if all(self.is_good(part.given[one], part.digests[one]) for one in sorted(part.given)):
-            return part if part.is_complete(self.node.node_id) else None
-        self.memory.parts.remove(part)
-        self.node.removed(part.version)
-        self.world.trace(self.node.node_id, f"sets its part of {wanted} aside")
+        if [one.node_id for one in record.members] != [one.node_id for one in group.nodes]:
+            return None
+        if all(is_good(part.given[one], part.digests[one]) for one in sorted(part.given)):
+            return part
         return None
-
-    @staticmethod
-    def is_good(state: int, digest: int) -> bool:
-        """The check of a digest."""
-        return state == digest
-
-    def _restored(self, wanted: Version) -> None:
-        self.has_restored = True
-        self.node.world.trace(self.node.node_id, f"has {wanted}")
-        self._protect(wanted)
-        self.node.restore_ready()
-
-    # --- captures -------------------------------------------------------------------------------
-
-    def may_capture(self) -> bool:
-        """Nothing is under way, and what was restored is committed again."""
-        if self.capturing is not None or not self.has_restored:
-            return False
-        return self.restored is None or self.committed is not None
-
-    def begin_capture(self, taken: Version) -> None:
-        """Ranks begin to overwrite the older slot."""
-        self.capturing = taken
-        mine = [slot for slot in self.memory.slots if slot.arena == self.arena]
-        if len(mine) >= 2:
-            old = self.slot_to_overwrite(mine)
-            self.memory.slots.remove(old)
-            self.node.removed(old.version)
-
-    def slot_to_overwrite(self, mine: list[Slot]) -> Slot:
-        """The older one; never the committed one."""
-        free = [slot for slot in mine if slot.version != self.newest_committed()]
-        return min(free, key=lambda slot: slot.version)
-
-    def newest_committed(self) -> Version | None:
-        return self.committed if self.committed is not None else self.restored
-
-    def sealed(self, taken: Version, state: int) -> None:
-        """All ranks of this node have sealed it."""
-        if self.capturing != taken:
-            return
-        self._put(Slot(taken, self.arena, state, state))
-        if self.is_alive:
-            self._protect(taken)
-
-    def skipped(self, step: int) -> None:
-        """A rank here took no snapshot of this step and never will."""
-        self.skipped_step = max(self.skipped_step, step)
-        self.node.tell(is_urgent=True)
-
-    def _put(self, slot: Slot) -> None:
-        self.memory.slots.append(slot)
-
-    # --- protection -----------------------------------------------------------------------------
-
-    @property
-    def _group(self) -> list[str]:
-        groups = self.plan.groups if self.plan is not None else []
-        return next((group for group in groups if self.node.node_id in group), [])
-
-    @property
-    def survives(self) -> int:
-        """So many nodes of the group may go without loss of what is ready."""
-        parity = self.plan.parity if self.plan is not None else 0
-        return parity if len(self._group) > parity else 0
-
-    def _protect(self, wanted: Version) -> None:
-        self._protecting = wanted
-        self._acks.clear()
-        group = self._group
-        if not group:
-            if self.plan is not None and len(self.plan.members) == 1:
-                self.commit(wanted)
-                self._is_ready(wanted)
-            return
-        assert self.plan is not None
-        if len(group) <= self.plan.parity or self.plan.parity < 1:
-            self._is_ready(wanted)
-            return
-        self._give(self, wanted, self._begun)
-
-    def _give(self, _: "Smp", wanted: Version, begun: int) -> None:
-        """Send what others are to keep, until they have it."""
-        if not self.is_alive or begun != self._begun or self._protecting != wanted:
-            return
-        if self.is_still:
-            return
-        slot = self.memory.slot(wanted, self.arena)
-        if slot is None:
-            return
-        if not self.is_good(slot.state, slot.digest):
-            self.set_aside(slot)
-            self.problem = f"{wanted} does not match its digest"
-            self.node.tell(is_urgent=True)
-            return
-        waiting = [one for one in self._group if one != self.node.node_id and one not in self._acks]
-        for node_id in waiting:
-            delay_s = 0.01 + self.node.simulation.scenario.transfer_s * self._random.random()
-            self.node.later(delay_s, self._arrives, self, node_id, slot, begun)
-        if waiting:
-            self.node.later(RETRY_S, self._give, self, wanted, begun)
-
-    def _arrives(self, _: "Smp", node_id: str, slot: Slot, begun: int) -> None:
-        peer = self._peer(node_id)
-        if peer is None or begun != self._begun or not self.is_alive:
-            return
-        if peer.keep(self.node.node_id, slot) and slot.version == self._protecting:
-            self._acks.add(node_id)
-            if len(self._acks) == len(self._group) - 1:
-                self._is_ready(slot.version)
-
-    def keep(self, giver: str, slot: Slot) -> bool:
-        """Keep a mirror of this, and count it into the parity; False while there is no room."""
-        assert self.plan is not None
-        if self.is_still or giver not in self._group:
-            return False
-        if not self.is_good(slot.state, slot.digest):
-            return False
-        part = self.memory.part(slot.version, self.plan.generation)
-        if part is None:
-            if not self._make_room():
-                return False
-            members = [
-                GroupMember(node_id, list(node.ranks))
-                for node_id in self._group
-                if (node := self.plan.member(node_id)) is not None
-            ]
-            part = Part(
-                slot.version, slot.arena[0], self.plan.generation, members, self.plan.parity
-            )
-            self.memory.parts.append(part)
-        if giver not in part.given:
-            part.given[giver] = slot.state
-            part.digests[giver] = slot.digest
-        return True
-
-    def _make_room(self) -> bool:
-        if len(self.memory.parts) < 2:
-            return True
-        relied = self._relied_on()
-        free = [part for part in self.memory.parts if not any(part is one for one in relied)]
-        free = [part for part in free if not self._is_wanted(part)]
-        if not free:
-            # What is relied on and what is committed: a third one is filled until the commit.
-            return len(self.memory.parts) == len(relied) == 2
-        old = min(free, key=lambda part: part.key)
-        self.memory.parts.remove(old)
-        self.node.removed(old.version)
-        return True
-
-    def _relied_on(self) -> list[Part]:
-        """Those without which the newest committed version could be lost."""
-        assert self.plan is not None
-        committed = [part for part in self.memory.parts if part.is_committed]
-        newest = max(committed, key=lambda part: part.key, default=None)
-        named = self._named()
-        if named is not None and named.is_committed:
-            return [named]
-        return [part for part in (named, newest) if part is not None]
-
-    def _named(self) -> Part | None:
-        """The protection of the version that this generation has started from."""
-        assert self.plan is not None
-        restored = self.restored
-        if self.committed is None and restored is not None:
-            relied = self.plan.protected_in(self.node.node_id)
-            if relied >= 0:
-                return self.memory.part(restored, relied)
-        return None
-
-    def _is_wanted(self, part: Part) -> bool:
-        """It is being protected in this generation, and neither committed nor abandoned."""
-        if part.protected_in != self.generation or part.is_committed:
-            return False
-        return part.version.step > self.abandoned_step or part.version == self.restored
-
-    def _is_ready(self, wanted: Version) -> None:
-        self.ready = wanted
-        self.node.tell(is_urgent=True)
-
-    # --- the lead's word ------------------------------------------------------------------------
-
-    def commit(self, wanted: Version) -> None:
-        """Every node holds and protects it: it may be relied on."""
-        if self.committed is not None and wanted <= self.committed:
-            is_held = self.memory.slot(wanted, self.arena) is not None
-            if is_held and wanted == self.committed:
-                # It has committed that by itself where it is alone, before the plan took effect.
-                self.node.has_committed(wanted)
-            return
-        self.committed = wanted
-        if self.capturing is not None and self.capturing <= wanted:
-            self.capturing = None
-        part = self.memory.part(wanted, self.generation)
-        if part is not None:
-            part.is_committed = True
-            if len(self.memory.parts) > 2:
-                others = [one for one in self.memory.parts if one is not part]
-                self.memory.parts.remove(others[0])
-                self.node.removed(others[0].version)
-        if wanted.generation == self.generation:
-            # The first commit of this layout: nobody needs another one any more.
-            for slot in [one for one in self.memory.slots if one.arena != self.arena]:
-                self.memory.slots.remove(slot)
-                self.node.removed(slot.version)
-        self.node.has_committed(wanted)
-
-    def abandon(self, step: int) -> None:
-        """Uncommitted versions of this generation up to this step are over."""
-        self.abandoned_step = max(self.abandoned_step, step)
-        if self.capturing is not None and self.capturing.step <= step:
-            self.capturing = None
-            self._protecting = None
 
 
 def as_version(pair: tuple[int, int] | None) -> Version | None:
     return version(*pair) if pair is not None else None
+
+

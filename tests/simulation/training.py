@@ -9,12 +9,16 @@ from typing import TYPE_CHECKING
 import xxhash
 
 from ftrun.events import Kind, WorkerExit
-from ftrun.ids import Rank, version
+from ftrun.ids import Rank, Version, version
+from ftrun.wire.pages import Command
 from ftrun.wire.plan import Plan
+from ftrun.worker.settling import Settling
+from simulation.memory import Arena
 
 if TYPE_CHECKING:
     from simulation.node import Node
     from simulation.run import Simulation
+    from simulation.snapshots import Smp
 
 _STUCK_S = 0.25
 _BEGINNING = 1
@@ -42,6 +46,13 @@ class Ranks:
         self.stop_after = -1
         self.state = 0
         self.has_finished = False
+        member = plan.member(node.node_id)
+        assert member is not None
+        self.locals = tuple(member.ranks)
+        assert node.page is not None
+        self.page = node.page
+        restored = node.restored_in.get(plan.generation)
+        self.settling = Settling(self.page, plan.generation, restored)
 
     @property
     def can_move(self) -> bool:
@@ -121,35 +132,51 @@ class Group:
 
     def _capture(self, members: list[Ranks]) -> None:
         taken = version(self.plan.generation, self.step)
-        every = self.simulation.scenario.every
-        due = [r for r in members if self.step % every == 0 or r.stop_after == self.step]
-        if not due:
+        for ranks in members:
+            if is_due(ranks, self.step, self.simulation.scenario.every):
+                self._take(ranks, taken)
+
+    def _take(self, ranks: Ranks, taken: Version) -> None:
+        """As `ftrun.worker.capture` does it."""
+        smp = ranks.node.smp
+        if smp is None or not smp.is_alive:
+            ranks.settling.skipped(taken.step)  # the next SMP is told with the next one
             return
-        able = [ranks for ranks in due if self._may_capture(ranks)]
-        for ranks in due:
-            smp = ranks.node.smp
-            if smp is None:
-                continue
-            if ranks not in able:
-                if able:
-                    smp.skipped(self.step)  # or the one that comes after it is told
-                continue
-            smp.begin_capture(taken)
-            ranks.node.agent_noted(f"captures {taken}")
-            delay_s = 0.02 + 0.2 * ranks.node.random.random()
-            ranks.node.later(delay_s, self._seal, ranks, taken, ranks.state)
+        if not is_free(ranks) and (
+            ranks.settling.is_under_way or not self._take_back(ranks, smp)
+        ):
+            ranks.settling.skipped(taken.step)
+            smp.skipped(taken)
+            return
+        ranks.node.agent_noted(f"captures {taken}")
+        arenas = [smp.arena_for(rank) for rank in ranks.locals]
+        places = [slot_to_overwrite(ranks, arena) for arena in arenas]
+        for arena, place in zip(arenas, places, strict=True):
+            arena.empty(place)
+        delay_s = 0.02 + 0.2 * ranks.node.random.random()
+        for arena, place in zip(arenas, places, strict=True):
+            ranks.node.later(delay_s, self._seal, ranks, arena, place, taken, ranks.state)
+            delay_s += 0.02 * ranks.node.random.random()
 
     @staticmethod
-    def _may_capture(ranks: Ranks) -> bool:
-        smp = ranks.node.smp
-        return smp is not None and smp.is_alive and smp.may_capture()
+    def _take_back(ranks: Ranks, smp: "Smp") -> bool:
+        """Withdraw the newest seal, for which nobody needs to wait any more."""
+        last = ranks.settling.newest_sealed
+        if last is not None:
+            ranks.settling.skipped(last.step)
+            for rank in ranks.locals:
+                smp.withdraw(rank, last)
+        return is_free(ranks)
 
-    def _seal(self, ranks: Ranks, taken: "object", state: int) -> None:
-        smp = ranks.node.smp
-        if not ranks.are_alive or smp is None or smp.generation != self.plan.generation:
+    def _seal(self, ranks: Ranks, arena: Arena, at: int, taken: Version, state: int) -> None:
+        if not ranks.are_alive:
             return
         self.simulation.invariants.sealed(taken, state)
-        smp.sealed(taken, state)
+        arena.seal(taken, state, at)
+        ranks.settling.sealed(taken.step)
+        smp = ranks.node.smp
+        if smp is not None and smp.is_alive:
+            smp.sealed(arena.rank, taken)
 
     def _finish(self, members: list[Ranks]) -> None:
         for ranks in members:
@@ -173,6 +200,23 @@ class Group:
         if ranks.are_alive:
             ranks.are_alive = False
             ranks.node.ranks_ended(ranks, Kind.EXCEPTION)
+
+
+def is_due(ranks: Ranks, step: int, every: int) -> bool:
+    """As `ftrun.worker.cadence` does it."""
+    if ranks.stop_after == step:
+        return True
+    return step % every == 0 and step >= ranks.page.get(Command.TAKE_FROM)
+
+
+def is_free(ranks: Ranks) -> bool:
+    return ranks.settling.is_free
+
+
+def slot_to_overwrite(ranks: Ranks, arena: Arena) -> int:
+    """The one without the committed version."""
+    kept = arena.place_of(ranks.settling.committed)
+    return 0 if kept is None else 1 - kept
 
 
 def exit_of(ranks: Ranks, rank: int, kind: Kind) -> WorkerExit:

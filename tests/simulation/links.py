@@ -1,0 +1,410 @@
+"""Links between SMPs, over the network of the simulation.
+
+When a link dials again, when its node is lost and which links a session admits is decided by the
+SMP's own code (`ftrun/smp/link_rules.py`). A dead process on a living kernel refuses, and its
+connections are reset. A node that is off, frozen or cut off is silent: what was sent waits, and is
+lost when the patience is over.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from ftrun.smp.link_rules import FETCH, PROTECT, LinkRules, admits
+from ftrun.smp.links import SILENT_S, Frame
+from ftrun.wire.protected import NodePlace
+from ftrun.wire.transfer import LinkHello
+
+if TYPE_CHECKING:
+    from ftrun.smp.peers import PeerEvents, Session
+    from simulation.snapshots import Smp
+
+_RESEND_S = 0.5
+_SYN_S = 1.0
+"""Until a packet that was not answered is sent again."""
+
+
+class Incoming:
+    """The receiving end of a connection."""
+
+    def __init__(self, link: "Link", peers: "Peers") -> None:
+        self.link = link
+        self.peers = peers
+        self.node_id = link.peers.smp.node.node_id
+        self.hello = link.hello
+        self.is_open = True
+        self.is_admitted = False
+        self.waiting: list[Frame] = []
+        """What has come before this side has heard of the session."""
+
+
+class Envelope:
+    """One frame as it arrives; its own socket."""
+
+    __slots__ = ("_raw", "body", "generation", "raw_bytes", "raw_digest", "socket")
+
+    def __init__(self, generation: int, frame: Frame) -> None:
+        self.generation = generation
+        self.body = frame.body
+        self._raw = b"".join(frame.raw) if frame.raw else b""
+        self.raw_bytes = len(self._raw)
+        self.raw_digest = frame.raw_digest
+
+    def receive_raw(self, _: object, room: Sequence[memoryview] | None) -> bool:
+        at = 0
+        for view in room or ():
+            view[:] = self._raw[at : at + len(view)]
+            at += len(view)
+        return True
+
+
+class Source:
+    """What a receiver sees of the connection that a frame has come over."""
+
+    __slots__ = ("hello", "node_id", "socket")
+
+    def __init__(self, incoming: Incoming, envelope: Envelope) -> None:
+        self.node_id = incoming.node_id
+        self.hello = incoming.hello
+        self.socket = envelope
+
+
+class Link:
+    """The sending end; it dials by itself."""
+
+    def __init__(self, peers: "Peers", place: NodePlace, purpose: str, session: "Session") -> None:
+        number = session.number if purpose == PROTECT else 0
+        self.peers = peers
+        self.place = place
+        self.purpose = purpose
+        self.hello = LinkHello(session.generation, purpose, number)
+        self.is_closed = False
+        self._patience_s = session.patience_s
+        self._rules = LinkRules(
+            dials_again_first=purpose == FETCH, patience_s=session.patience_s
+        )
+        self._there: Incoming | None = None
+        self._frames: list[Frame] = []
+        self._streams: list[Any] = []
+        self._is_awake = False
+        self._last_s = 0.0
+        self._silent_s: float | None = None
+        """Since when nothing of it arrives."""
+
+    @property
+    def is_connected(self) -> bool:
+        return self._there is not None
+
+    @property
+    def dials_again_first(self) -> bool:
+        return self._rules.dials_again_first
+
+    @property
+    def carries_nothing(self) -> bool:
+        if self._there is None:
+            return self._rules.is_lost
+        self._probe()
+        silent_s = self._silent_s
+        return silent_s is not None and self._now_s - silent_s > SILENT_S
+
+    @property
+    def _now_s(self) -> float:
+        return self.peers.smp.world.now_s
+
+    def start(self) -> None:
+        self._rules.begin_dialing(self._now_s)
+        self._later(0.0, self._dial)
+
+    def tell(self, frame: Frame) -> None:
+        if self.is_closed:
+            _release(frame)
+            return
+        self._frames.append(frame)
+        self.wake()
+
+    def add(self, stream: Any) -> None:
+        self._streams.append(stream)
+        self.wake()
+
+    def wake(self) -> None:
+        if not self._is_awake and self._there is not None:
+            self._is_awake = True
+            self._later(0.0, self._flush)
+
+    def close(self) -> None:
+        self.is_closed = True
+        self._hang_up()
+        self._forget()
+
+    # --- dialing ------------------------------------------------------------------------------
+
+    def _dial(self) -> None:
+        node, network = self.peers.smp.node, self.peers.smp.node.network
+        mine, there = node.node_id, self.place.node_id
+        if not (network.passes(mine, there) and network.passes(there, mine)):
+            self._dial_failed("it is silent", _SYN_S)
+            return
+        target = network.nodes[there].smp
+        if target is None or not target.is_alive or target.port != self.place.smp_port:
+            self._dial_failed("it is refused", 0.0, is_refused=True)
+            return
+        peers = target.peers
+        if peers.session is None:
+            self._dial_failed("it does not answer", _SYN_S)
+        elif peers.session.own.incarnation != self.place.incarnation:
+            self._dial_failed("another life", 0.0, is_turned_away=True)
+        else:
+            self._there = Incoming(self, peers)
+            self._silent_s = None
+            self._last_s = self._now_s + network.delay_s(mine, there)
+            self._later(self._last_s - self._now_s, peers.accept, self._there)
+            if self._rules.connected(self._now_s):
+                self.peers.events.linked(there, self.purpose)
+            self.wake()
+
+    def _dial_failed(
+        self, why: str, after_s: float, *, is_refused: bool = False, is_turned_away: bool = False
+    ) -> None:
+        reason = self._rules.dial_failed(
+            f"{self.place.node_id}: {why}",
+            is_refused=is_refused,
+            is_turned_away=is_turned_away,
+            now_s=self._now_s,
+        )
+        if reason:
+            self.peers.events.lost(self.place.node_id, self.purpose, reason)
+        self._later(after_s + self._rules.pause_s(), self._dial)
+
+    def ended(self, there: Incoming) -> None:
+        """The other side has closed this connection, or the kernel has given it up."""
+        if self._there is not there:
+            return
+        self._there = None
+        self._forget()
+        reason = self._rules.disconnected(f"{self.place.node_id}: the connection is closed")
+        if reason:
+            self.peers.events.lost(self.place.node_id, self.purpose, reason)
+        rest_s = self._rules.rest_s(self._now_s)
+        self._rules.begin_dialing(self._now_s + rest_s)
+        self._later(rest_s, self._dial)
+
+    def _hang_up(self) -> None:
+        there, self._there = self._there, None
+        if there is not None:
+            self.peers.smp.world.after(self._delay_s(), there.peers.ended, there)
+
+    def _forget(self) -> None:
+        frames, self._frames = self._frames, []
+        self._streams.clear()
+        for frame in frames:
+            _release(frame)
+
+    # --- frames -------------------------------------------------------------------------------
+
+    def _flush(self) -> None:
+        """Send what there is, if the network lets it through."""
+        self._is_awake = False
+        there = self._there
+        if there is None:
+            return
+        self._probe()
+        if self._silent_s is not None:
+            if self._there is there:
+                self._is_awake = True
+                self._later(_RESEND_S, self._flush)
+            return
+        frames, self._frames = self._frames, []
+        if frames:
+            self._send(there, frames, self._delay_s())
+        bulk = [frame for stream in self._streams for frame in iter(stream.take, None)]
+        self._streams = [stream for stream in self._streams if not stream.is_over]
+        if bulk:
+            scenario, random = self.peers.smp.node.simulation.scenario, self.peers.smp.random
+            self._send(there, bulk, 0.01 + scenario.transfer_s * random.random())
+
+    def _send(self, there: Incoming, frames: list[Frame], delay_s: float) -> None:
+        now_s = self._now_s
+        self._last_s = max(self._last_s, now_s + delay_s)
+        self.peers.smp.world.after(self._last_s - now_s, self._arrive, there, frames)
+        for frame in frames:
+            _release(frame)
+
+    def _arrive(self, there: Incoming, frames: list[Frame]) -> None:
+        network = self.peers.smp.node.network
+        if not network.passes(self.peers.smp.node.node_id, self.place.node_id):
+            # Sent again for as long as the sender lives and has patience.
+            if self._there is there and not self.is_closed:
+                self._probe()
+                self.peers.smp.world.after(_RESEND_S, self._arrive, there, frames)
+            return
+        there.peers.arrive(there, frames)
+
+    def _probe(self) -> None:
+        """As the kernel does it: is the other end there, and for how long has it not been?"""
+        there, node = self._there, self.peers.smp.node
+        if there is None:
+            return
+        network = node.network
+        mine, target = node.node_id, self.place.node_id
+        if not (network.passes(mine, target) and network.passes(target, mine)):
+            if self._silent_s is None:
+                self._silent_s = self._now_s
+            elif self._now_s - self._silent_s > self._patience_s:
+                self.ended(there)
+            return
+        self._silent_s = None
+        if not there.is_open or not there.peers.smp.is_alive:
+            self.ended(there)
+
+    def _delay_s(self) -> float:
+        return self.peers.smp.node.network.delay_s(
+            self.peers.smp.node.node_id, self.place.node_id
+        )
+
+    def _later(self, delay_s: float, what: Any, *args: Any) -> None:
+        self.peers.smp.later(delay_s, self._unless_closed, what, args)
+
+    def _unless_closed(self, what: Any, args: tuple[Any, ...]) -> None:
+        if not self.is_closed:
+            what(*args)
+
+
+class Peers:
+    """All links of one SMP."""
+
+    def __init__(self, smp: "Smp") -> None:
+        self.smp = smp
+        self.session: Session | None = None
+        self.events: PeerEvents
+        self._links: dict[tuple[str, str], Link] = {}
+        self._incoming: dict[tuple[str, str], Incoming] = {}
+        self._parked: list[Incoming] = []
+        self._seen: set[tuple[str, str]] = set()
+
+    def tell(self, events: "PeerEvents") -> None:
+        self.events = events
+
+    def begin(self, session: "Session") -> None:
+        if self.session == session:
+            return
+        self._drop()
+        self.session = session
+        parked, self._parked = self._parked, []
+        for incoming in parked:
+            self._let_in(incoming)
+
+    def link(self, place: NodePlace, purpose: str) -> Link:
+        key = (place.node_id, purpose)
+        if key not in self._links:
+            assert self.session is not None
+            self._links[key] = link = Link(self, place, purpose, self.session)
+            link.start()
+        return self._links[key]
+
+    def find(self, node_id: str, purpose: str) -> Link | None:
+        return self._links.get((node_id, purpose))
+
+    def close(self) -> None:
+        self._drop()
+        self.session = None
+
+    def die(self) -> None:
+        """The process is dead: its kernel closes what it had open."""
+        self._drop()
+        for incoming in self._parked:
+            self._hang_up(incoming)
+
+    def _drop(self) -> None:
+        for link in self._links.values():
+            link.close()
+        for incoming in self._incoming.values():
+            self._hang_up(incoming)
+        self._links.clear()
+        self._incoming.clear()
+        self._seen.clear()
+
+    # --- what comes in ------------------------------------------------------------------------
+
+    def accept(self, incoming: Incoming) -> None:
+        """Somebody has connected."""
+        if self.smp.is_alive and incoming.is_open:
+            self.smp.run(self._let_in, incoming)
+
+    def _let_in(self, incoming: Incoming) -> None:
+        session, hello = self.session, incoming.hello
+        if not incoming.is_open:
+            return
+        if session is None:
+            self._parked.append(incoming)
+            return
+        admitted = admits(hello, generation=session.generation, session=session.number)
+        if admitted is None:
+            self._parked.append(incoming)
+        elif not admitted:
+            self._hang_up(incoming)
+        else:
+            key = (incoming.node_id, hello.purpose)
+            before = self._incoming.get(key)
+            if before is not None:
+                self._hang_up(before)
+            self._incoming[key] = incoming
+            is_again = key in self._seen
+            self._seen.add(key)
+            incoming.is_admitted = True
+            if is_again:
+                self.events.linked(*key)
+            waiting, incoming.waiting = incoming.waiting, []
+            self._take(incoming, waiting)
+
+    def arrive(self, incoming: Incoming, frames: list[Frame]) -> None:
+        if not self.smp.is_alive or not incoming.is_open:
+            self._reset(incoming)
+        elif incoming.is_admitted:
+            self.smp.run(self._take, incoming, frames)
+        else:
+            incoming.waiting += frames
+
+    def _take(self, incoming: Incoming, frames: list[Frame]) -> None:
+        generation = incoming.hello.generation
+        for frame in frames:
+            envelope = Envelope(generation, frame)
+            self.events.received(Source(incoming, envelope), envelope)
+
+    def ended(self, incoming: Incoming) -> None:
+        """The other side has closed it."""
+        if not incoming.is_open or not self.smp.is_alive:
+            return
+        incoming.is_open = False
+        self.smp.run(self._lost, incoming)
+
+    def _lost(self, incoming: Incoming) -> None:
+        key = (incoming.node_id, incoming.hello.purpose)
+        if self._incoming.get(key) is not incoming:
+            return
+        link = self._links.get(key)
+        if link is not None and link.dials_again_first:
+            assert self.session is not None
+            self.smp.later(self.session.patience_s, self._tell_lost, key, incoming)
+        else:
+            self._tell_lost(key, incoming)
+
+    def _tell_lost(self, key: tuple[str, str], incoming: Incoming) -> None:
+        if self._incoming.get(key) is incoming:
+            self.events.lost(*key, f"{incoming.node_id}: the connection is closed")
+
+    def _hang_up(self, incoming: Incoming) -> None:
+        if incoming.is_open:
+            incoming.is_open = False
+            self._reset(incoming)
+
+    def _reset(self, incoming: Incoming) -> None:
+        """Its sender learns of it, where the network lets it."""
+        link, network = incoming.link, self.smp.node.network
+        mine = self.smp.node.node_id
+        if network.passes(mine, incoming.node_id):
+            delay_s = network.delay_s(mine, incoming.node_id)
+            link.peers.smp.later(delay_s, link.ended, incoming)
+
+
+def _release(frame: Frame) -> None:
+    if frame.release is not None:
+        frame.release()
