@@ -79,17 +79,17 @@ def rebuild_stripe(
     """
     if not wanted:
         return Rebuilt((), frozenset(), ())
-    work = _Work(codec, facts, wanted)
+    work = StripeWork(codec, facts, wanted)
     if work.finish(None):
         return work.result
     for fragment in fragments:
-        if work.accept(fragment) and work.finish(fragment.index):
+        if work.take(fragment):
             return work.result
     raise work.refusal()
 
 
-class _Work:
-    """One stripe on its way."""
+class StripeWork:
+    """One stripe on its way; arguments as of `rebuild_stripe`."""
 
     def __init__(self, codec: Codec, facts: StripeFacts, wanted: Mapping[int, Buffer]) -> None:
         if len(facts.nodes) != codec.k + codec.m:
@@ -105,6 +105,10 @@ class _Work:
         self._blocks = dict.fromkeys(facts.empty, zeros)
         self._silent = {*range(codec.k + codec.m)} - facts.empty
         self._problems: list[str] = []
+
+    def take(self, fragment: Fragment) -> bool:
+        """Take the next fragment; whether all that is wanted is there now."""
+        return self.accept(fragment) and self.finish(fragment.index)
 
     def accept(self, fragment: Fragment) -> bool:
         """Whether a fragment counts; where it does not, the reason is kept."""

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from ftrun.smp.downloads import Downloads, Item
 from ftrun.smp.fetch_desk import FetchDesk
 from ftrun.smp.links import Frame
+from ftrun.smp.waits import Steps, drive
 from ftrun.wire import transfer as t
 
 Question = Callable[[int, Sequence[Item]], t.AskPieces | t.AskRebuilt]
@@ -35,10 +36,10 @@ class Asking:
         self._lost: dict[str, str] = {}
         self._lock = threading.Lock()
 
-    def begin(self, name: str, work: Callable[[], None]) -> None:
+    def begin(self, name: str, work: Steps[None]) -> None:
         """Do the work of a fetch in a thread of this name."""
         self._desk.on_lost(self.note_lost)
-        threading.Thread(target=work, name=name, daemon=True).start()
+        self._desk.runner.start(name, work)
 
     def why_lost(self, node_id: str) -> str:
         """Why a node cannot be asked any more; empty where it can."""
@@ -64,6 +65,10 @@ class Asking:
                 downloads.cancel()
 
     def run(self, items: Sequence[Item], question: Question) -> list[Item]:
+        """As `steps`, in this thread."""
+        return drive(self.steps(items, question))
+
+    def steps(self, items: Sequence[Item], question: Question) -> Steps[list[Item]]:
         """Get all of these; those that nobody could give.
 
         When this returns no answer is written to an item's memory any more.
@@ -72,7 +77,12 @@ class Asking:
         def ask(node_id: str, number: int, batch: Sequence[Item]) -> bool:
             return self._desk.tell(node_id, Frame(question(number, batch)))
 
-        downloads = Downloads(self._desk.requests, ask, patience_s=self._patience_s)
+        downloads = Downloads(
+            self._desk.requests,
+            ask,
+            patience_s=self._patience_s,
+            now_s=self._desk.runner.now_s,
+        )
         with self._lock:
             self._running.add(downloads)
             if self.is_cancelled:
@@ -80,7 +90,7 @@ class Asking:
             for node_id, why in self._lost.items():
                 downloads.lost(node_id, why)
         try:
-            return downloads.run(items)
+            return (yield from downloads.steps(items))
         finally:
             with self._lock:
                 self._running.discard(downloads)

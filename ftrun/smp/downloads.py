@@ -1,6 +1,6 @@
 """Gets many items from whoever has them, each from the next source where one fails.
 
-Runs in:  the SMP, in the thread that fetches; answers come in threads of links.
+Runs in:  the SMP, in the thread that fetches (waits.py); answers come in threads of links.
 Takes in: items, each with the memory it goes to and the nodes that may have it.
 Gives:    the items, checked; and for those that nobody could give, why not.
 
@@ -15,8 +15,8 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from ftrun import clock
 from ftrun.smp.requests import Requests
+from ftrun.smp.waits import Steps, Wait
 
 PIECE, BLOCK = "piece", "block"
 """Kinds of items. Pieces are asked for several at a time."""
@@ -100,12 +100,16 @@ class Downloads:
         requests: where answers are waited for.
         ask: sends a question.
         patience_s: how long a source may deliver nothing.
+        now_s: the present time.
     """
 
-    def __init__(self, requests: Requests, ask: Ask, *, patience_s: float) -> None:
+    def __init__(
+        self, requests: Requests, ask: Ask, *, patience_s: float, now_s: Callable[[], float]
+    ) -> None:
         self._requests = requests
         self._ask = ask
         self._patience_s = patience_s
+        self._now_s = now_s
         self._events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
         self._waiting: dict[str, deque[Item]] = defaultdict(deque)
         self._open: dict[int, _Question] = {}
@@ -125,7 +129,7 @@ class Downloads:
         """A node cannot be reached any more; from whichever thread."""
         self._events.put(_Event(0, -1, why, node=node))
 
-    def run(self, items: Sequence[Item]) -> list[Item]:
+    def steps(self, items: Sequence[Item]) -> Steps[list[Item]]:
         """Get all of them; those that nobody could give, with their problems.
 
         When this returns no answer is written to an item's memory any more.
@@ -138,7 +142,8 @@ class Downloads:
                 self._ask_all()
                 if not self._open and not any(self._waiting.values()):
                     break
-                self._take_event()
+                event = yield Wait(self._events, min(_TICK_S, self._patience_s))
+                self._take_event(event)
         finally:
             for number in list(self._open):
                 self._requests.close(number)
@@ -174,16 +179,14 @@ class Downloads:
         sink = _Batch(batch, self._events)
         sink.number = self._requests.open(sink)
         if not self._owed[node]:
-            self._heard_s[node] = clock.now_s()
+            self._heard_s[node] = self._now_s()
         self._open[sink.number] = _Question(node, sink, set(range(len(batch))))
         self._owed[node] += sum(item.num_bytes for item in batch)
         if not self._ask(node, sink.number, batch):
             self.lost(node, "it cannot be asked")
 
-    def _take_event(self) -> None:
-        try:
-            event = self._events.get(timeout=min(_TICK_S, self._patience_s))
-        except queue.Empty:
+    def _take_event(self, event: _Event | None) -> None:
+        if event is None:
             self._give_up_silent()
             return
         if event.node:
@@ -191,7 +194,7 @@ class Downloads:
         question = self._open.get(event.number)
         if question is None or event.index not in question.left:
             return
-        self._heard_s[question.node] = clock.now_s()
+        self._heard_s[question.node] = self._now_s()
         item = self._settle(event.number, question, event.index)
         why = event.why
         if not why and item.digest is not None and event.digest != item.digest:
@@ -212,7 +215,7 @@ class Downloads:
         return item
 
     def _give_up_silent(self) -> None:
-        now_s = clock.now_s()
+        now_s = self._now_s()
         for node in {question.node for question in self._open.values()}:
             if now_s - self._heard_s[node] > self._patience_s:
                 self._give_up(node, f"silent for {self._patience_s:.0f} s")

@@ -18,6 +18,7 @@ from ftrun.smp.links import Frame
 from ftrun.smp.peers import Incoming, Peers
 from ftrun.smp.requests import Requests
 from ftrun.smp.served import Served
+from ftrun.smp.waits import Runner
 from ftrun.wire import transfer as t
 from ftrun.wire.crash_points import crash_point
 from ftrun.wire.protected import NodePlace
@@ -35,9 +36,11 @@ class FetchDesk:
     Args:
         peers: the links.
         set_aside: told, in a link's thread, of what was found damaged here.
+        runner: drives work that asks other nodes.
     """
 
-    def __init__(self, peers: Peers, *, set_aside: SetAside) -> None:
+    def __init__(self, peers: Peers, *, set_aside: SetAside, runner: Runner) -> None:
+        self.runner = runner
         self.requests = Requests()
         self.served: Served | None = None
         self.rebuild: Rebuild | None = None

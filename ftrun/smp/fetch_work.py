@@ -168,6 +168,11 @@ class FetchWork:
             header = self._header(rank, SlotState.SEALED)
             arena.write_header(_SLOT, header)
 
+    def close(self) -> None:
+        """Unmap the arenas."""
+        for arena in self._arenas.values():
+            arena.close()
+
     def question(self, number: int, batch: Sequence[Item]) -> t.AskPieces | t.AskRebuilt:
         """What to ask for some items of one kind."""
         lost = self._lost

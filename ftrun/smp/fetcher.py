@@ -10,14 +10,12 @@ with that digest, all at once, and blocks from the survivors, who rebuild them. 
 is compared with the digest table, the table with the mirror, and the slot is sealed.
 """
 
-import contextlib
 import logging
 import os
 import queue
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ftrun import clock
 from ftrun.errors import FetchFailed, FtrunError, LayoutUnknown
 from ftrun.ids import Generation, Rank, Version
 from ftrun.smp.asking import Asking
@@ -28,6 +26,7 @@ from ftrun.smp.links import Frame
 from ftrun.smp.memory import create
 from ftrun.smp.mirror import Mirror
 from ftrun.smp.old_shards import OldShards, OldWorld
+from ftrun.smp.waits import Steps, Wait
 from ftrun.wire import transfer as t
 from ftrun.wire.arena import Arena
 from ftrun.wire.crash_points import crash_point
@@ -88,7 +87,7 @@ class Fetcher:
         self._bare: OldShards | None = None
 
     def start(self) -> None:
-        self._asking.begin("ftrun-fetch", self._run)
+        self._asking.begin("ftrun-fetch", self._run())
 
     def cancel(self) -> None:
         """Give up; see `Asking.cancel`."""
@@ -98,12 +97,12 @@ class Fetcher:
 
     # --- the thread --------------------------------------------------------------------------
 
-    def _run(self) -> None:
+    def _run(self) -> Steps[None]:
         fds: dict[Rank, int] = {}
         try:
             for lost in self._lost_nodes():
-                is_bare = lost.group.parity < 1
-                fds.update(self._fetch_bare(lost) if is_bare else self._fetch(lost))
+                found = self._fetch_bare(lost) if lost.group.parity < 1 else self._fetch(lost)
+                fds.update((yield from found))
         except FtrunError as error:
             self._give_up(fds, str(error))
         except Exception:  # noqa: BLE001
@@ -112,7 +111,7 @@ class Fetcher:
             self._give_up(fds, "a bug in ftrun; the SMP's log has it")
         else:
             if self._asking.is_cancelled:
-                _close(fds)
+                self._close(fds)
             else:
                 self._events.done(fds, self._asking.num_bytes)
 
@@ -142,11 +141,11 @@ class Fetcher:
         return [lost for lost in found if lost.ranks]
 
     def _give_up(self, fds: dict[Rank, int], why: str) -> None:
-        _close(fds)
+        self._close(fds)
         if not self._asking.is_cancelled:
             self._events.failed(why, self._asking.has_lost)
 
-    def _fetch(self, lost: LostNode) -> dict[Rank, int]:
+    def _fetch(self, lost: LostNode) -> Steps[dict[Rank, int]]:
         """Arenas of some ranks of one node.
 
         Raises:
@@ -155,36 +154,64 @@ class Fetcher:
         self._desk.meet(list(lost.group.nodes))
         for node in lost.alive:
             self._desk.tell(node.node_id, Frame(t.Meet(lost.alive)))
-        mirror = self._mirror(lost)
+        mirror = yield from self._mirror(lost)
         crash_point("smp.fetch.mirror_taken")
+        fds: dict[Rank, int] = {}
+        work: FetchWork | None = None
+        try:
+            work = self._begin(lost, mirror, fds)
+            yield from self._fill(lost, work)
+            work.seal()
+            crash_point("smp.fetch.sealed")
+        except BaseException:
+            self._close(fds)
+            raise
+        finally:
+            if work is not None:
+                work.close()
+        return fds
+
+    # --- bytes -------------------------------------------------------------------------------
+
+    def _opened(self, raw: bytearray, lost: LostNode) -> Mirror:
+        """Raises: LayoutUnknown: it is not the mirror of this node."""
+        mirror = Mirror(memoryview(raw))
+        check_mirror(mirror, lost)
+        return mirror
+
+    def _begin(self, lost: LostNode, mirror: Mirror, fds: dict[Rank, int]) -> FetchWork:
+        """Make arenas, put their descriptors into `fds`, and fill them with what is here.
+
+        Raises:
+            FtrunError: it is not possible.
+        """
         shapes = {Rank(head.rank): head.shape for head in mirror.head.ranks}
         self._order.check(sum(shapes[rank].total_bytes for rank in lost.ranks))
         arenas: dict[Rank, Arena] = {}
-        fds: dict[Rank, int] = {}
         try:
             for rank in lost.ranks:
                 fds[rank] = create(shapes[rank])
                 arenas[rank] = Arena(fds[rank], writable=True)
             served = self._desk.served
             held = served.shards if served is not None else None
-            work = FetchWork(lost, mirror, arenas, held)
-            self._fill(lost, work)
-            work.seal()
-            crash_point("smp.fetch.sealed")
+            return FetchWork(lost, mirror, arenas, held)
         except BaseException:
-            _close(fds)
-            raise
-        finally:
             for arena in arenas.values():
                 arena.close()
-        return fds
+            raise
 
-    def _fetch_bare(self, lost: LostNode) -> dict[Rank, int]:
+    def _close(self, fds: dict[Rank, int]) -> None:
+        for fd in fds.values():
+            os.close(fd)
+        fds.clear()
+
+    def _fetch_bare(self, lost: LostNode) -> Steps[dict[Rank, int]]:
         """The same where no protection is relied on: their slots, as they lie in a node's memory.
 
         Raises:
             FtrunError: it is not possible.
         """
+        yield from ()  # its parts wait by themselves
         order, served = self._order, self._desk.served
         assert served is not None
         world = OldWorld(order.wanted, order.groups, order.own, order.own.node_id, order.patience_s)
@@ -197,11 +224,13 @@ class Fetcher:
             for rank, shape in shapes.items():
                 fds[rank] = fetch_slot(shards, rank, order.wanted, shape)
         except BaseException:
-            _close(fds)
+            self._close(fds)
             raise
         return fds
 
-    def _mirror(self, lost: LostNode) -> Mirror:
+    # --- what is asked -----------------------------------------------------------------------
+
+    def _mirror(self, lost: LostNode) -> Steps[Mirror]:
         """The small state of the lost node, from one of those who have it.
 
         Raises:
@@ -210,15 +239,15 @@ class Fetcher:
         problems = []
         for node in lost.mirror_holders:
             try:
-                mirror = Mirror(memoryview(self._ask_mirror(lost, node)))
-                check_mirror(mirror, lost)
+                raw = yield from self._ask_mirror(lost, node)
+                mirror = self._opened(raw, lost)
             except (LayoutUnknown, FetchFailed) as error:
                 problems.append(f"{node.node_id}: {error}")
             else:
                 return mirror
         raise FetchFailed(lost.missing("its small state", problems))
 
-    def _ask_mirror(self, lost: LostNode, node: NodePlace) -> bytearray:
+    def _ask_mirror(self, lost: LostNode, node: NodePlace) -> Steps[bytearray]:
         sink = _MirrorSink()
         requests = self._desk.requests
         number = requests.open(sink)
@@ -231,19 +260,21 @@ class Fetcher:
             lost.group.generation,
             place=lost.place,
         )
-        give_up_s = clock.now_s() + self._order.patience_s
+        now_s = self._desk.runner.now_s
+        give_up_s = now_s() + self._order.patience_s
         try:
             self._desk.tell(node.node_id, Frame(ask))
             while True:
-                with contextlib.suppress(queue.Empty):
-                    return sink.answer(timeout_s=_TICK_S)
+                refusal = yield Wait(sink.answers, _TICK_S)
+                if refusal is not None:
+                    return sink.answer(refusal)
                 why = self._asking.why_lost(node.node_id)
-                if self._asking.is_cancelled or clock.now_s() > give_up_s or why:
+                if self._asking.is_cancelled or now_s() > give_up_s or why:
                     raise FetchFailed(why or f"silent for {self._order.patience_s:.0f} s")
         finally:
             requests.close(number)
 
-    def _fill(self, lost: LostNode, work: FetchWork) -> None:
+    def _fill(self, lost: LostNode, work: FetchWork) -> Steps[None]:
         """Get all that the mirror did not have, until every digest matches.
 
         Raises:
@@ -251,7 +282,7 @@ class Fetcher:
         """
         items = work.items()
         while True:
-            failed = self._asking.run(items, work.question)
+            failed = yield from self._asking.steps(items, work.question)
             if self._asking.is_cancelled:
                 raise FetchFailed("it was given up")
             if failed and not work.has_blocks and all(item.is_coded for item in failed):
@@ -276,18 +307,17 @@ class _MirrorSink:
     def __init__(self) -> None:
         self._raw: bytearray | None = None
         self._is_here = False
-        self._answers: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self.answers: queue.SimpleQueue[str] = queue.SimpleQueue()
+        """Why it does not come; empty where it is here."""
 
-    def answer(self, *, timeout_s: float) -> bytearray:
+    def answer(self, refusal: str) -> bytearray:
         """The mirror.
 
         Raises:
-            queue.Empty: nothing has come yet.
             FetchFailed: it will not come.
         """
-        why = self._answers.get(timeout=timeout_s)
-        if why or self._raw is None:
-            raise FetchFailed(why)
+        if refusal or self._raw is None:
+            raise FetchFailed(refusal)
         return self._raw
 
     def room(self, index: int, num_bytes: int) -> Sequence[memoryview] | None:
@@ -298,13 +328,7 @@ class _MirrorSink:
 
     def arrived(self, index: int, header: bytes, digest: int | None) -> None:
         self._is_here = True
-        self._answers.put("" if digest is not None else "it has sent no digest")
+        self.answers.put("" if digest is not None else "it has sent no digest")
 
     def refused(self, index: int, why: str) -> None:
-        self._answers.put(why or "it was refused")
-
-
-def _close(fds: dict[Rank, int]) -> None:
-    for fd in fds.values():
-        os.close(fd)
-    fds.clear()
+        self.answers.put(why or "it was refused")

@@ -39,6 +39,7 @@ from ftrun.smp.restores import Restores
 from ftrun.smp.served import Served
 from ftrun.smp.shards import ArenaMaps
 from ftrun.smp.vaults import Vaults
+from ftrun.smp.waits import Runner
 from ftrun.wire import messages, protected, smp_messages
 from ftrun.wire.identity import PeerIdentity
 from ftrun.wire.pages import Command, Page
@@ -57,6 +58,7 @@ class Engines:
         peers: the links.
         maps: of this node's arenas.
         codecs: one for each k and m.
+        runner: drives work that asks other nodes.
         exchange: moves the bytes of one attempt to protect a version.
         fetcher: fetches slots of the restored version.
         served: reads the restored version for other nodes.
@@ -67,6 +69,7 @@ class Engines:
     peers: Peers
     maps: ArenaMaps
     codecs: Codecs
+    runner: Runner
     exchange: type[Exchange] = Exchange
     fetcher: type[Fetcher] = Fetcher
     served: type[Served] = Served
@@ -75,7 +78,7 @@ class Engines:
 
     @classmethod
     def real(cls, jobs: Jobs) -> "Engines":
-        return cls(Peers(), ArenaMaps(), Codecs(jobs))
+        return cls(Peers(), ArenaMaps(), Codecs(jobs), Runner())
 
 
 class GroupWork:
@@ -111,7 +114,9 @@ class GroupWork:
             corrupt=commits.corrupt,
         )
         self._desk = FetchDesk(
-            self._peers, set_aside=lambda why: jobs.post(partial(self._note, why))
+            self._peers,
+            set_aside=lambda why: jobs.post(partial(self._note, why)),
+            runner=self._engines.runner,
         )
         self.restores = Restores(
             memory,

@@ -10,19 +10,19 @@ takes the lost one's place receives what was lost and not k times as much.
 
 import queue
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from ftrun import clock
 from ftrun.erasure.codec import Codec
 from ftrun.erasure.fragments import Fragment, StripeId
-from ftrun.erasure.rebuild import StripeFacts, rebuild_stripe
-from ftrun.errors import LayoutUnknown, SnapshotCorrupt, StripeLost
+from ftrun.erasure.rebuild import StripeFacts, StripeWork
+from ftrun.errors import LayoutUnknown, SnapshotCorrupt
 from ftrun.ids import Generation
 from ftrun.smp.fetch_desk import FetchDesk
 from ftrun.smp.filling import num_stripes_of, stripes_of
 from ftrun.smp.links import Frame
 from ftrun.smp.served import Served, group_of
+from ftrun.smp.waits import Steps, Wait, drive
 from ftrun.wire import transfer as t
 from ftrun.wire.crash_points import crash_point
 from ftrun.wire.transfer_socket import digest_of
@@ -90,7 +90,7 @@ class Rebuilder:
         self._codec_for = codec_for
         self._patience_s = patience_s
         self._asks: queue.SimpleQueue[tuple[str, t.AskRebuilt] | None] = queue.SimpleQueue()
-        self._threads: list[threading.Thread] = []
+        self._num_threads = 0
         self._silent: set[str] = set()
         self._is_stopped = False
         self._lock = threading.Lock()
@@ -98,10 +98,10 @@ class Rebuilder:
     def ask(self, asker: str, ask: t.AskRebuilt) -> None:
         """Rebuild this block, after those that were asked for before."""
         with self._lock:
-            if len(self._threads) < NUM_THREADS and not self._is_stopped:
-                thread = threading.Thread(target=self._work, name="ftrun-rebuild", daemon=True)
-                self._threads.append(thread)
-                thread.start()
+            is_new = self._num_threads < NUM_THREADS and not self._is_stopped
+            self._num_threads += is_new
+        if is_new:
+            self._desk.runner.start("ftrun-rebuild", self._work())
         self._asks.put((asker, ask))
 
     def stop(self) -> None:
@@ -110,11 +110,11 @@ class Rebuilder:
         for _ in range(NUM_THREADS):
             self._asks.put(None)
 
-    def _work(self) -> None:
-        while not self._is_stopped and (one := self._asks.get()) is not None:
+    def _work(self) -> Steps[None]:
+        while not self._is_stopped and (one := (yield Wait(self._asks))) is not None:
             asker, ask = one
             try:
-                raw = self.rebuild(ask)
+                raw = yield from self._rebuild(ask)
             except (LayoutUnknown, SnapshotCorrupt) as error:
                 self._desk.refuse(asker, ask, 0, error)
             else:
@@ -122,6 +122,10 @@ class Rebuilder:
                 self._desk.tell(asker, Frame(t.Found(ask.request, 0), [raw], digest_of([raw])))
 
     def rebuild(self, ask: t.AskRebuilt) -> memoryview:
+        """As `_rebuild`, in this thread."""
+        return drive(self._rebuild(ask))
+
+    def _rebuild(self, ask: t.AskRebuilt) -> Steps[memoryview]:
         """The block of the lost node.
 
         Raises:
@@ -147,18 +151,12 @@ class Rebuilder:
             if node in ask.alive and node not in (ask.place, record.place)
         ]
         candidates.sort(key=lambda node: self._is_doubtful(record.members[node].node_id))
-        needed = stripes.k - 1 - len(facts.empty)
         out = bytearray(record.block_bytes)
-        problems: list[str] = []
-        fragments = self._fragments(ask, record, own, (candidates, needed), problems)
-        try:
-            codec = self._codec_for(stripes.k, stripes.m)
-            wanted = {stripes.index(ask.stripe, ask.place): out}
-            rebuild_stripe(codec, facts, fragments, wanted)
-        except StripeLost as error:
-            raise LayoutUnknown("; ".join([str(error), *problems])) from error
-        finally:
-            fragments.close()
+        codec = self._codec_for(stripes.k, stripes.m)
+        work = StripeWork(codec, facts, {stripes.index(ask.stripe, ask.place): out})
+        if not work.take(own):
+            needed = stripes.k - 1 - len(facts.empty)
+            yield from self._gather(ask, record, work, (candidates, needed))
         _, size = stripes.span(block, record.coded_bytes[ask.place])
         return memoryview(out)[:size]
 
@@ -177,68 +175,80 @@ class Rebuilder:
             generation=Generation(record.protected_in),
         )
 
-    def _fragments(
+    def _gather(
         self,
         ask: t.AskRebuilt,
         record: VaultRecord,
-        own: Fragment,
+        work: StripeWork,
         others: tuple[list[int], int],
-        problems: list[str],
-    ) -> Generator[Fragment, None, None]:
-        # `others`: places to ask, the best first, and how many of them are needed. `problems` is
-        # filled with what did not come.
-        yield own
+    ) -> Steps[None]:
+        """Ask others for their fragments until the stripe is rebuilt.
+
+        Args:
+            ask: what is to be rebuilt.
+            record: of this node's part.
+            work: takes the fragments.
+            others: places to ask, the best first, and how many of them are needed.
+
+        Raises:
+            LayoutUnknown: too little of the stripe is left.
+        """
         answers: queue.SimpleQueue[_Answer] = queue.SimpleQueue()
         stripes = stripes_of(record)
         left, needed = others
         waiting: dict[int, float] = {}
         numbers: list[int] = []
+        problems: list[str] = []
         try:
             while True:
                 while left and len(waiting) < max(needed, 1):
                     node = left.pop(0)
-                    waiting[node] = clock.now_s()
+                    waiting[node] = self._now_s()
                     numbers.append(self._ask(ask, record, node, answers))
                 if not waiting:
-                    return
-                for answer in self._next(record, waiting, answers):
-                    name = record.members[answer.place].node_id
-                    if answer.payload is None:
-                        problems.append(f"{name}: {answer.why}")
-                    else:
-                        needed -= 1
-                        index = stripes.index(ask.stripe, answer.place)
-                        yield Fragment(name, index, answer.header, answer.payload)
+                    raise LayoutUnknown("; ".join([str(work.refusal()), *problems]))
+                answer = yield Wait(answers, _TICK_S)
+                for found in self._settled(record, waiting, answer):
+                    name = record.members[found.place].node_id
+                    if found.payload is None:
+                        problems.append(f"{name}: {found.why}")
+                        continue
+                    needed -= 1
+                    index = stripes.index(ask.stripe, found.place)
+                    if work.take(Fragment(name, index, found.header, found.payload)):
+                        return
         finally:
             for number in numbers:
                 self._desk.requests.close(number)
 
-    def _next(
-        self,
-        record: VaultRecord,
-        waiting: dict[int, float],
-        answers: "queue.SimpleQueue[_Answer]",
+    def _settled(
+        self, record: VaultRecord, waiting: dict[int, float], answer: _Answer | None
     ) -> list[_Answer]:
-        """The next answer, or those that will not come; taken out of `waiting`."""
-        try:
-            answer = answers.get(timeout=_TICK_S)
-        except queue.Empty:
-            found = []
-            for place, since_s in list(waiting.items()):
-                name = record.members[place].node_id
-                why = self._desk.why_gone(name)
-                if not why and clock.now_s() - since_s > self._patience_s:
-                    self._silent.add(name)
-                    why = f"silent for {self._patience_s:.0f} s"
-                if why:
-                    found.append(_Answer(place, why=why))
+        """This answer; without one, those that will not come. Taken out of `waiting`."""
+        if answer is None:
+            found = self._silent_ones(record, waiting)
         else:
             if answer.payload is not None:
                 self._silent.discard(record.members[answer.place].node_id)
             found = [answer] if answer.place in waiting else []
-        for answer in found:
-            del waiting[answer.place]
+        for one in found:
+            del waiting[one.place]
         return found
+
+    def _silent_ones(self, record: VaultRecord, waiting: dict[int, float]) -> list[_Answer]:
+        found = []
+        for place, since_s in waiting.items():
+            name = record.members[place].node_id
+            why = self._desk.why_gone(name)
+            if not why and self._now_s() - since_s > self._patience_s:
+                self._silent.add(name)
+                why = f"silent for {self._patience_s:.0f} s"
+            if why:
+                found.append(_Answer(place, why=why))
+        return found
+
+    def _now_s(self) -> float:
+        return self._desk.runner.now_s()
 
     def _ask(
         self,

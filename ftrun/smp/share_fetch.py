@@ -16,6 +16,7 @@ from ftrun.smp.asking import Asking
 from ftrun.smp.downloads import PIECE, Item
 from ftrun.smp.fetch_desk import FetchDesk
 from ftrun.smp.shared_load import SharedLoad
+from ftrun.smp.waits import Steps
 from ftrun.snapshot.shares import Place
 from ftrun.wire import transfer as t
 from ftrun.wire.crash_points import crash_point
@@ -63,7 +64,7 @@ class ShareFetch:
         self._asking = Asking(desk, patience_s=PATIENCE_S)
 
     def start(self) -> None:
-        self._asking.begin("ftrun-share", self._run)
+        self._asking.begin("ftrun-share", self._run())
 
     def cancel(self) -> None:
         """Give up; see `Asking.cancel`."""
@@ -71,11 +72,11 @@ class ShareFetch:
 
     # --- the thread --------------------------------------------------------------------------
 
-    def _run(self) -> None:
+    def _run(self) -> Steps[None]:
         try:
             with self._load.lock:  # one that was given up may not have ended yet
                 if not self._load.is_whole:
-                    self._fill()
+                    yield from self._fill()
         except (FtrunError, OSError) as error:
             self._give_up(str(error))
         except Exception:  # noqa: BLE001
@@ -86,12 +87,12 @@ class ShareFetch:
             if not self._asking.is_cancelled:
                 self._events.done(self._asking.num_bytes)
 
-    def _fill(self) -> None:
+    def _fill(self) -> Steps[None]:
         """Raises: FtrunError, OSError: something is nowhere to be had."""
         load = self._load
         self._desk.meet([place for place in self._nodes if place.smp_port > 0])
         wanted = {place: self._item(place, reader) for place, reader in load.left.items()}
-        self._asking.run(list(wanted.values()), self._question)
+        yield from self._asking.steps(list(wanted.values()), self._question)
         if self._asking.is_cancelled:
             return
         problems: list[str] = []

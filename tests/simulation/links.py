@@ -79,9 +79,7 @@ class Link:
         self.hello = LinkHello(session.generation, purpose, number)
         self.is_closed = False
         self._patience_s = session.patience_s
-        self._rules = LinkRules(
-            dials_again_first=purpose == FETCH, patience_s=session.patience_s
-        )
+        self._rules = LinkRules(dials_again_first=purpose == FETCH, patience_s=session.patience_s)
         self._there: Incoming | None = None
         self._frames: list[Frame] = []
         self._streams: list[Any] = []
@@ -256,9 +254,7 @@ class Link:
             self.ended(there)
 
     def _delay_s(self) -> float:
-        return self.peers.smp.node.network.delay_s(
-            self.peers.smp.node.node_id, self.place.node_id
-        )
+        return self.peers.smp.node.network.delay_s(self.peers.smp.node.node_id, self.place.node_id)
 
     def _later(self, delay_s: float, what: Any, *args: Any) -> None:
         self.peers.smp.later(delay_s, self._unless_closed, what, args)

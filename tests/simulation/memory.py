@@ -20,6 +20,10 @@ from ftrun.wire.plan import Plan
 from ftrun.wire.vault import VaultRecord, VaultState
 
 STATE_BYTES = 8
+BLOCK_BYTES = 4096
+BLOCKS_PER_RANK = 2
+"""A shard is said to be so long, and rebuilt in so many blocks; each has the state in it."""
+
 _WHOLE = (VaultState.COMPLETE, VaultState.COMMITTED)
 
 Removed = Callable[[Version], None]
@@ -334,7 +338,7 @@ def is_good(state: int, digest: int) -> bool:
 
 def _manifest(rank: int, digest: int) -> RankManifest:
     key = xxhash.xxh3_64_intdigest(b"%d" % rank)
-    sections = [Section(key, 0, 1, STATE_BYTES, False)]
+    sections = [Section(key, 0, 1, BLOCKS_PER_RANK * BLOCK_BYTES, False)]
     content = (digest & (1 << 64) - 1).to_bytes(8, "little")
     return RankManifest(rank, 0, STATE_BYTES, 1, rank + 1, 8, rank + 1, 0, sections, content)
 

@@ -43,6 +43,15 @@ _SPEC = SimpleNamespace(
 )
 """Of the settings of a run, what is told to its SMPs: all state is coded."""
 
+_MATTERS = (
+    smp_messages.VersionReady
+    | smp_messages.VersionCommitted
+    | smp_messages.AbandonVersion
+    | smp_messages.RestoreFailed
+    | smp_messages.PeersUnreachable
+)
+"""What of an SMP's words is in the heartbeats of its node."""
+
 if TYPE_CHECKING:
     from simulation.network import Network
     from simulation.run import Simulation
@@ -567,7 +576,8 @@ class Hands:
         self.smp.take(body)
         if isinstance(body, smp_messages.RestoreReady):
             self._restore()
-        self.tell(is_urgent=True)
+        if isinstance(body, _MATTERS):
+            self.tell(is_urgent=True)
 
     def _restore(self) -> None:
         """Ranks read what this generation starts from, if the SMP has it."""
@@ -603,7 +613,8 @@ class Hands:
             again = (self._read_old, ranks, restored, since_s)
             self.node.later(RETRY_S, self.agent.call, *again)
         else:
-            self.saw_exits(ranks, Kind.EXCEPTION)
+            self.smp.restore_failed = f"{restored} cannot be read"
+            self.tell(is_urgent=True)
 
     def _restored(self, ranks: Ranks, restored: Version | None, state: int) -> None:
         plan = ranks.plan

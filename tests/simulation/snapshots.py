@@ -7,27 +7,47 @@ exchange of whole shards instead of blocks, and reads of a version for ranks tha
 
 from collections import deque
 from collections.abc import Callable, Iterable
+from functools import cache
+from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from ftrun.errors import FragmentRefused
-from ftrun.ids import Rank, RunId, Version, version
+from ftrun.erasure.codec import Codec, choose_codec
+from ftrun.erasure.fragments import FragmentHeader, StripeId, block_digest, pack
+from ftrun.erasure.stripes import Stripes
+from ftrun.errors import FetchFailed, FragmentRefused, LayoutUnknown, SnapshotCorrupt
+from ftrun.ids import Generation, Rank, RunId, Version, version
 from ftrun.smp.commits import Commits
+from ftrun.smp.downloads import BLOCK, PIECE, Item
 from ftrun.smp.exchange import Exchange, Prepared
-from ftrun.smp.fetcher import FetchEvents, FetchOrder
-from ftrun.smp.filling import FillEvents, RowOut
+from ftrun.smp.fetch_work import FetchWork, LostNode
+from ftrun.smp.fetcher import Fetcher
+from ftrun.smp.filling import FillEvents, RowOut, stripes_of
 from ftrun.smp.group_work import Engines, GroupWork
 from ftrun.smp.links import Frame
 from ftrun.smp.protecting import Protecting, protecting_of
 from ftrun.smp.sending import Sending
+from ftrun.smp.served import group_of
+from ftrun.smp.vaults import Vaults
+from ftrun.smp.waits import Steps, Wait
 from ftrun.wire import smp_messages
 from ftrun.wire import transfer as t
 from ftrun.wire.pages import Command
 from ftrun.wire.protected import OldGroup
 from ftrun.wire.smp_messages import BeginGeneration
 from ftrun.wire.vault import VaultRecord
+from simulation import memory
 from simulation.links import Peers
-from simulation.memory import STATE_BYTES, Arena, ArenaMaps, Arenas, HeldShards, Vault, is_good
+from simulation.memory import (
+    BLOCK_BYTES,
+    BLOCKS_PER_RANK,
+    STATE_BYTES,
+    Arena,
+    ArenaMaps,
+    Arenas,
+    HeldShards,
+    Vault,
+)
 
 if TYPE_CHECKING:
     from simulation.node import Node
@@ -35,6 +55,8 @@ if TYPE_CHECKING:
 
 RETRY_S = 0.5
 FETCH_FOR_S = 4.0
+TICK_S = 0.5
+"""A generator looks so often whether waiting is of no more use; the real ones do more often."""
 RUN = RunId("run")
 
 
@@ -93,10 +115,10 @@ class Jobs:
 
 
 class Codecs:
-    """Nothing is coded."""
+    """The real ones, made once."""
 
-    def get(self, k: int, m: int) -> SimpleNamespace:
-        return SimpleNamespace(k=k, m=m)
+    def get(self, k: int, m: int) -> Codec:
+        return _codec(k, m)
 
     def problem(self, codec: object) -> str:
         return ""
@@ -228,6 +250,11 @@ class WholeFill:
             self._events.full()
 
 
+@cache
+def _codec(k: int, m: int) -> Codec:
+    return choose_codec(k, m)
+
+
 def _bytes(state: int) -> bytes:
     return (state & (1 << 64) - 1).to_bytes(STATE_BYTES, "little")
 
@@ -236,16 +263,83 @@ def _bytes(state: int) -> bytes:
 
 
 class Served:
-    """The restored version, for others."""
+    """The restored version, as this node can give it to others."""
 
-    def __init__(self, run: int, wanted: Version, **_: object) -> None:
+    def __init__(
+        self, run: int, wanted: Version, *, maps: ArenaMaps, vaults: Vaults, fds: Any, **_: object
+    ) -> None:
         self.version = wanted
+        self._run = run
+        self._maps = maps
+        self._vaults = vaults
+        self._fds = fds
 
-    def take_in(self, fds: object) -> None:
-        pass
+    def take_in(self, fds: Any) -> None:
+        self._fds = fds
 
     def close(self) -> None:
         pass
+
+    @property
+    def shards(self) -> HeldShards:
+        return self._maps.hold(self._fds, self.version)
+
+    def vault(self, ask: t.Ask) -> tuple[Vault, VaultRecord]:
+        found = self._vaults.find(version(ask.generation, ask.step), ask.protected_in)
+        record = found.record if found is not None else None
+        if record is None or group_of(record).id != ask.group:
+            raise LayoutUnknown("this node has no whole part of it")
+        return found, record
+
+    def mirror(self, ask: t.AskMirror) -> list[bytes]:
+        """The digest of a node's state, as digest tables are in a mirror."""
+        vault, record = self.vault(ask)
+        member = record.members[ask.place]
+        if ask.place == record.place:
+            return [_bytes(self.shards.state(member.ranks))]
+        if ask.place not in vault.mirrored or member.node_id not in vault.mirrors():
+            raise LayoutUnknown("the mirror is not here, or damaged")
+        return [_bytes(vault.digests[member.node_id])]
+
+    def piece(self, digest: int) -> bytes:
+        for rank, slot in self.shards.slots.items():
+            if slot.digest == digest:
+                return _bytes(self.shards.state([rank]))
+        raise LayoutUnknown("no piece with this digest is here")
+
+    def unit(self, ask: t.AskUnit) -> tuple[bytes, list[bytes]]:
+        vault, record = self.vault(ask)
+        stripes = stripes_of(record)
+        if stripes.block_of(record.place, ask.stripe) is None:
+            return self.row(vault, record, ask.stripe)
+        raw = _bytes(self.shards.state(record.members[record.place].ranks))
+        return self._header(record, ask.stripe, raw), [raw]
+
+    def row(self, vault: Vault, record: VaultRecord, stripe: int) -> tuple[bytes, list[bytes]]:
+        """Parity of what others have brought in."""
+        stripes = stripes_of(record)
+        codec = Codecs().get(stripes.k, stripes.m)
+        row = bytearray(record.block_bytes)
+        parity_row = stripes.parity_row(record.place, stripe)
+        if parity_row is None:
+            raise LayoutUnknown(f"no parity of stripe {stripe} belongs here")
+        for at, place in enumerate(stripes.senders(stripe, record.coded_bytes)):
+            name = record.members[place].node_id
+            if not memory.is_good(vault.given.get(name), vault.digests.get(name)):
+                raise SnapshotCorrupt(what=f"parity of stripe {stripe}", piece=0, pieces=1)
+            block = bytearray(record.block_bytes)
+            block[:STATE_BYTES] = _bytes(vault.given[name])
+            codec.update(stripes.index(stripe, place), block, parity_row, row, first=not at)
+        return self._header(record, stripe, row), [row]
+
+    def _header(self, record: VaultRecord, stripe: int, raw: bytes | bytearray) -> bytes:
+        header = FragmentHeader(
+            StripeId(self._run, record.version, group_of(record).id, stripe),
+            Generation(record.protected_in),
+            stripes_of(record).index(stripe, record.place),
+            block_digest(raw),
+        )
+        return pack(header)
 
 
 class OldShards:
@@ -261,36 +355,128 @@ class OldShards:
         pass
 
 
-class Fetch:
-    """Slots of the restored version, from other nodes: tried until the patience is over."""
+class Fetch(Fetcher):
+    """Of slots: from whom, and what then. Where no protection is relied on, they are looked up."""
 
-    def __init__(self, order: FetchOrder, desk: Any, events: FetchEvents) -> None:
-        self._order = order
-        self._events = events
-        self._smp: Smp = desk._peers.smp
-        self._is_cancelled = False
-        self._since_s = self._smp.world.now_s
+    def _opened(self, raw: bytearray, lost: LostNode) -> int:
+        return int.from_bytes(raw, "little")
 
-    def start(self) -> None:
-        self._smp.later(0.02 + 0.3 * self._smp.random.random(), self._try)
+    def _begin(self, lost: LostNode, mirror: int, fds: dict[Rank, Arena]) -> "WholeWork":
+        for rank in lost.ranks:
+            fds[rank] = self._arena(rank)
+        return WholeWork(lost, mirror, fds)
 
-    def cancel(self) -> None:
-        self._is_cancelled = True
+    def _close(self, fds: dict[Rank, Arena]) -> None:
+        fds.clear()
 
-    def _try(self) -> None:
-        if self._is_cancelled:
+    def _fetch_bare(self, lost: LostNode) -> Steps[dict[Rank, Arena]]:
+        smp, order = self._desk.runner.smp, self._order
+        give_up_s = smp.world.now_s + FETCH_FOR_S
+        yield Wait(SimpleQueue(), 0.3 * smp.random.random())
+        while (state := smp.state_of(order.wanted, lost.ranks, [lost.group])) is None:
+            if smp.world.now_s > give_up_s:
+                raise FetchFailed(lost.missing("its slot", []))
+            yield Wait(SimpleQueue(), RETRY_S)
+        made = {rank: self._arena(rank) for rank in lost.ranks}
+        for arena in made.values():
+            arena.seal(order.wanted, state)
+        return made
+
+    def _arena(self, rank: Rank) -> Arena:
+        return Arena(rank, self._order.world_size, self._desk.runner.smp.memory.removed)
+
+
+class WholeWork:
+    """The state of one lost node on its way: from its owner, or in blocks that are rebuilt."""
+
+    question = FetchWork.question
+    describe = FetchWork.describe
+
+    def __init__(self, lost: LostNode, digest: int, arenas: dict[Rank, Arena]) -> None:
+        self._lost = lost
+        self._digest = digest
+        self._arenas = arenas
+        self._room = bytearray(STATE_BYTES)
+        self._blocks: list[Item] = []
+
+    @property
+    def has_blocks(self) -> bool:
+        return bool(self._blocks)
+
+    def items(self) -> list[Item]:
+        owner = self._lost.owner
+        if owner is None:
+            return self.block_items()
+        sources, view = deque([owner.node_id]), memoryview(self._room)
+        return [Item(PIECE, self._digest, STATE_BYTES, [view], sources, self._digest, True)]
+
+    def block_items(self) -> list[Item]:
+        lost = self._lost
+        stripes = Stripes(len(lost.group.nodes), lost.group.parity, BLOCK_BYTES)
+        self._blocks = []
+        for block in range(BLOCKS_PER_RANK * len(lost.group.nodes[lost.place].ranks)):
+            stripe = stripes.stripe_of(lost.place, block)
+            keepers = [at for at in stripes.parity_nodes(stripe) if at in lost.alive_places]
+            names = deque(lost.group.nodes[at].node_id for at in keepers)
+            room = memoryview(bytearray(BLOCK_BYTES))
+            self._blocks.append(Item(BLOCK, stripe, BLOCK_BYTES, [room], names))
+        return self._blocks
+
+    def copy_twins(self) -> None:
+        pass
+
+    def bad_items(self) -> list[Item]:
+        return [item for item in self._blocks if not self._is_good(item.views[0][:STATE_BYTES])]
+
+    def seal(self) -> None:
+        raw = self._blocks[0].views[0][:STATE_BYTES] if self._blocks else self._room
+        state = int.from_bytes(raw, "little")
+        for arena in self._arenas.values():
+            arena.seal(self._lost.wanted, state)
+
+    def close(self) -> None:
+        pass
+
+    def _is_good(self, raw: memoryview) -> bool:
+        return memory.is_good(int.from_bytes(raw, "little"), self._digest)
+
+
+class Runner:
+    """Drives generators in virtual time."""
+
+    def __init__(self, smp: "Smp") -> None:
+        self.smp = smp
+        self.waiting: dict[int, tuple[Steps[None], Wait]] = {}
+        self._count = 0
+
+    def now_s(self) -> float:
+        return self.smp.world.now_s
+
+    def start(self, name: str, steps: Steps[None]) -> None:
+        self.smp.later(0.001, self._go_on, steps, None)
+
+    def look(self) -> None:
+        """Something has happened: go on with what waited for it."""
+        for number, (steps, wait) in list(self.waiting.items()):
+            if not wait.events.empty() and self.waiting.pop(number, None) is not None:
+                self._go_on(steps, wait.events.get())
+
+    def _go_on(self, steps: Steps[None], event: object) -> None:
+        try:
+            wait = steps.send(event)
+            while not wait.events.empty():
+                wait = steps.send(wait.events.get())
+        except StopIteration:
             return
-        order, smp = self._order, self._smp
-        state = smp.state_of(order.wanted, order.ranks, order.groups)
-        if state is not None:
-            made = {rank: Arena(rank, order.world_size, smp.memory.removed) for rank in order.ranks}
-            for arena in made.values():
-                arena.seal(order.wanted, state)
-            self._events.done(made, STATE_BYTES)
-        elif smp.world.now_s - self._since_s < FETCH_FOR_S:
-            smp.later(RETRY_S, self._try)
-        else:
-            self._events.failed(f"{order.wanted} cannot be fetched", False)
+        self._count += 1
+        self.waiting[self._count] = (steps, wait)
+        if wait.timeout_s is not None:
+            self.smp.later(max(wait.timeout_s, TICK_S), self._too_late, self._count)
+
+    def _too_late(self, number: int) -> None:
+        found = self.waiting.pop(number, None)
+        if found is not None:
+            self._go_on(found[0], None)
 
 
 class Smp:
@@ -307,10 +493,12 @@ class Smp:
         self.arenas = Arenas(self.memory)
         self.commits = Commits(self.arenas, self._tell_agent)
         self.peers = Peers(self)
+        self.runner = Runner(self)
         engines = Engines(
             self.peers,
             ArenaMaps(),
             Codecs(),
+            self.runner,
             exchange=WholeExchange,
             fetcher=Fetch,
             served=Served,
@@ -358,6 +546,8 @@ class Smp:
             while self._inbox and self.is_alive:
                 what, args = self._inbox.popleft()
                 what(*args)
+                if self.runner.waiting and not self._inbox:
+                    self.runner.look()
         finally:
             self._is_busy = False
 
@@ -512,7 +702,7 @@ class Smp:
         for arena in self.memory.arenas:
             slot = arena.find(wanted) if arena.rank == rank else None
             if slot is not None:
-                if is_good(slot.state, slot.digest):
+                if memory.is_good(slot.state, slot.digest):
                     return slot.state
                 self.set_aside(rank, wanted)
         return None
@@ -528,12 +718,10 @@ class Smp:
             return None
         if [one.node_id for one in record.members] != [one.node_id for one in group.nodes]:
             return None
-        if all(is_good(part.given[one], part.digests[one]) for one in sorted(part.given)):
+        if all(memory.is_good(part.given[one], part.digests[one]) for one in sorted(part.given)):
             return part
         return None
 
 
 def as_version(pair: tuple[int, int] | None) -> Version | None:
     return version(*pair) if pair is not None else None
-
-

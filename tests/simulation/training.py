@@ -142,9 +142,7 @@ class Group:
         if smp is None or not smp.is_alive:
             ranks.settling.skipped(taken.step)  # the next SMP is told with the next one
             return
-        if not is_free(ranks) and (
-            ranks.settling.is_under_way or not self._take_back(ranks, smp)
-        ):
+        if not is_free(ranks) and (ranks.settling.is_under_way or not self._take_back(ranks, smp)):
             ranks.settling.skipped(taken.step)
             smp.skipped(taken)
             return

@@ -8,7 +8,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
+from msgspec import structs
 
+from ftrun.agent.generations import NOTHING
 from ftrun.ids import Version, version
 from ftrun.recovery import ballots, draining, election, follower, lead, planning, restore_choice
 from ftrun.recovery.attendance import Peers
@@ -16,11 +18,23 @@ from ftrun.recovery.commands import Command
 from ftrun.recovery.reports import Reports
 from ftrun.recovery.restore_choice import Choice
 from ftrun.recovery.waiting import Waiting
+from ftrun.smp.commits import Commits
+from ftrun.smp.group_work import GroupWork
+from ftrun.smp.link_rules import LinkRules
+from ftrun.smp.protector import Protector
+from ftrun.smp.rounds import Round
+from ftrun.smp.vaults import Vaults
+from ftrun.snapshot.versions import CommitTracker
 from ftrun.wire.heartbeats import Beat, LeadBeat
-from ftrun.wire.plan import Plan, Source, VersionPair
+from ftrun.wire.pages import Command as Word
+from ftrun.wire.plan import Plan, VersionPair
+from ftrun.wire.protected import Protected
 from ftrun.wire.smp_messages import Inventory
-from simulation.memory import Memory, Part, Slot
-from simulation.snapshots import Smp
+from ftrun.wire.transfer import RoundMessage
+from ftrun.worker.settling import Settling
+from simulation import links, memory, training
+from simulation.memory import Arena, Vault
+from simulation.training import Ranks
 
 Patch = pytest.MonkeyPatch
 
@@ -37,33 +51,27 @@ class Variant:
     """Only such worlds are looked at, where chance alone takes too long."""
 
 
+def _older(ranks: Ranks, arena: Arena) -> int:
+    return min((0, 1), key=lambda at: slot.version if (slot := arena.slots[at]) else NOTHING)
+
+
 def _older_slot_overwritten_before_commit(patch: Patch) -> None:
-    def may_capture(self: Smp) -> bool:
-        return self.has_restored and (self.restored is None or self.committed is not None)
+    def is_free(ranks: Ranks) -> bool:
+        restored = ranks.node.restored_in.get(ranks.plan.generation)
+        return restored is None or ranks.page.get(Word.COMMITTED_IN) >= ranks.plan.generation
 
-    def slot_to_overwrite(self: Smp, mine: list[Slot]) -> Slot:
-        return min(mine, key=lambda slot: slot.version)
-
-    patch.setattr(Smp, "may_capture", may_capture)
-    patch.setattr(Smp, "slot_to_overwrite", slot_to_overwrite)
+    patch.setattr(training, "is_free", is_free)
+    patch.setattr(training, "slot_to_overwrite", _older)
 
 
 def _capture_before_the_restored_version_is_protected(patch: Patch) -> None:
-    def may_capture(self: Smp) -> bool:
-        return self.capturing is None and self.has_restored
-
-    def slot_to_overwrite(self: Smp, mine: list[Slot]) -> Slot:
-        return min(mine, key=lambda slot: slot.version)
-
-    patch.setattr(Smp, "may_capture", may_capture)
-    patch.setattr(Smp, "slot_to_overwrite", slot_to_overwrite)
+    patch.setattr(Settling, "_awaits_recommit", False)
+    patch.setattr(Commits, "_awaits_recommit", False)
+    patch.setattr(training, "slot_to_overwrite", _older)
 
 
 def _abandoned_timeline_comes_back(patch: Patch) -> None:
-    def void_after(self: Memory, newest: Version | None) -> list[Version]:
-        return []
-
-    patch.setattr(Memory, "void_after", void_after)
+    patch.setattr(GroupWork, "void_after", lambda self, newest: 0)
     patch.setattr(restore_choice, "is_valid", lambda held, newest_plan: True)
 
 
@@ -103,7 +111,7 @@ def _restarted_agent_votes_at_once(patch: Patch) -> None:
 
 
 def _digest_not_checked(patch: Patch) -> None:
-    patch.setattr(Smp, "is_good", staticmethod(lambda state, digest: True))
+    patch.setattr(memory, "is_good", lambda state, digest: True)
 
 
 def _parity_of_another_step_accepted(patch: Patch) -> None:
@@ -118,12 +126,13 @@ def _parity_of_another_step_accepted(patch: Patch) -> None:
                         held.add_part(node_id, part)
         return found
 
-    def good_part(self: Smp, wanted: Version, source: Source) -> Part | None:
-        fits = [part for part in self.memory.parts if part.protected_in == source.generation]
+    def find(self: Vaults, wanted: Version, protected_in: int) -> Vault | None:
+        whole = [part for part in self.fds if part.is_complete]
+        fits = [part for part in whole if part.record.protected_in == protected_in]
         return min(fits, key=lambda part: part.version != wanted, default=None)
 
     patch.setattr(restore_choice, "_collect", collect)
-    patch.setattr(Smp, "good_part", good_part)
+    patch.setattr(Vaults, "find", find)
 
 
 def _restore_point_from_one_record(patch: Patch) -> None:
@@ -208,15 +217,66 @@ def _newest_protection_is_relied_on(patch: Patch) -> None:
 
 def _newest_of_equal_protections_is_relied_on(patch: Patch) -> None:
     patch.setattr(restore_choice._Group, "is_committed", False)
-    patch.setattr(Smp, "_relied_on", _named_or_committed)
+    patch.setattr(Vaults, "_newest_committed", lambda self: None)
 
 
-def _named_or_committed(self: Smp) -> list[Part]:
-    """Only one protection is kept while the next one is made."""
-    named = self._named()
-    committed = [part for part in self.memory.parts if part.is_committed]
-    newest = max(committed, key=lambda part: part.key, default=None)
-    return [part for part in (named or newest,) if part is not None]
+# --- the SMP ----------------------------------------------------------------------------------
+
+
+def _ready_before_all_nodes_have_stored(patch: Patch) -> None:
+    def stored(self: Protector, round_: Round, place: int) -> None:
+        round_.stored.add(place)
+        if not round_.is_ready:
+            self._ready(round_)
+
+    patch.setattr(Protector, "_stored", stored)
+
+
+def _vault_overwritten_before_commit(patch: Patch) -> None:
+    def free_slot(self: Vaults) -> int:
+        return self._kept if self._kept is not None else 0
+
+    patch.setattr(Vaults, "free_slot", free_slot)
+
+
+def _round_of_the_attempt_before_counts(patch: Patch) -> None:
+    real = Protector.heard
+
+    def heard(self: Protector, session: int, node_id: str, body: RoundMessage) -> None:
+        at = self._rounds.find(version(body.generation, body.step))
+        if at is not None and body.attempt < at.attempt:
+            body = structs.replace(body, attempt=at.attempt)
+        real(self, session, node_id, body)
+
+    patch.setattr(Protector, "heard", heard)
+
+
+def _memory_changes_after_it_was_told(patch: Patch) -> None:
+    patch.setattr(Protector, "stand_still", lambda self: None)
+
+
+def _incomplete_part_is_offered_as_whole(patch: Patch) -> None:
+    real = Vaults.parts
+
+    def parts(self: Vaults) -> list[Protected]:
+        return [structs.replace(part, is_complete=True) for part in real(self)]
+
+    patch.setattr(Vaults, "parts", parts)
+
+
+def _seal_of_one_rank_counts_for_all(patch: Patch) -> None:
+    def complete(self: CommitTracker) -> Version | None:
+        return max((one for one in self._pending.values() if one is not None), default=None)
+
+    patch.setattr(CommitTracker, "complete", property(complete))
+
+
+def _stale_link_is_admitted(patch: Patch) -> None:
+    patch.setattr(links, "admits", lambda hello, **_: True)
+
+
+def _lost_connection_is_not_told(patch: Patch) -> None:
+    patch.setattr(LinkRules, "connected", lambda self, now_s: False)
 
 
 def _whoever_leaves_is_let_go_at_once(patch: Patch) -> None:
@@ -308,4 +368,36 @@ VARIANTS = [
         _whoever_leaves_is_let_go_at_once,
         ("leaves, and a part",),
     ),
+    Variant(
+        "ready before all nodes have stored",
+        _ready_before_all_nodes_have_stored,
+        ("does not bear", "is lost", "starts from"),
+    ),
+    Variant(
+        "vault overwritten before commit",
+        _vault_overwritten_before_commit,
+        ("is lost", "is there", "starts from", "no run after", "does not bear"),
+    ),
+    Variant(
+        "round of the attempt before counts",
+        _round_of_the_attempt_before_counts,
+        ("does not bear", "is lost", "starts from"),
+    ),
+    Variant(
+        "memory changes after it was told",
+        _memory_changes_after_it_was_told,
+        ("is lost", "is there", "starts from", "no run after", "does not bear"),
+    ),
+    Variant(
+        "incomplete part is offered as whole",
+        _incomplete_part_is_offered_as_whole,
+        ("is lost", "is there", "starts from", "no run after", "does not bear"),
+    ),
+    Variant(
+        "seal of one rank counts for all",
+        _seal_of_one_rank_counts_for_all,
+        ("does not bear", "is lost", "starts from", "no run after"),
+    ),
+    Variant("stale link is admitted", _stale_link_is_admitted, ("no run after",)),
+    Variant("lost connection is not told", _lost_connection_is_not_told, ("no run after",)),
 ]
