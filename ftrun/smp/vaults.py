@@ -129,7 +129,8 @@ class Vaults:
         return None
 
     def put(self, slot: int, vault: Vault) -> None:
-        """Keep a new vault."""
+        """Keep a new vault; of two that were made for one slot at once, the later one."""
+        self._free(slot)
         self._slots[slot] = vault
 
     def commit(self, version: Version, protected_in: int) -> list[int]:

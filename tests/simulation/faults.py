@@ -26,6 +26,9 @@ class Faults:
         self.counts: dict[str, int] = {}
         self.resets: Random | None = None
         """Says which cuts are firewalls that refuse connections; None: no cut is."""
+        self._resets = simulation.world.stream("resets")
+        self._resets_s = self._resets.choice((0.0, 0.0, 0.0, 0.1, 0.4))
+        """Seconds between resets of connections between SMPs; 0: none."""
         self._triggers = self.random.choice((0.0, 0.0, 0.01, 0.03))
         self._kinds: list[tuple[int, Callable[[Node], None]]] = [
             (6, self.kill_agent),
@@ -59,6 +62,21 @@ class Faults:
         if scenario.plot:
             Plots(self).begin(scenario.plot)
         self.world.after(scenario.faults_end_s, self.end)
+        if self._resets_s:
+            self.world.after(_FIRST_S, self._reset_links)
+
+    def _reset_links(self) -> None:
+        """Connections between SMPs are reset now and then, and nothing else notices."""
+        if self.are_over:
+            return
+        random = self._resets
+        smps = [node.smp for node in self._nodes() if node.smp is not None and node.is_running]
+        links = [link for smp in smps if smp.is_alive for link in smp.peers.links]
+        if links:
+            link = random.choice(links)
+            link.peers.smp.run(link.reset)
+            self.counts["reset a link"] = self.counts.get("reset a link", 0) + 1
+        self.world.after(self._resets_s * random.uniform(0.2, 1.8), self._reset_links)
 
     def strike(self) -> None:
         """One fault, somewhere."""

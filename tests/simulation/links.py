@@ -128,6 +128,13 @@ class Link:
             self._is_awake = True
             self._later(0.0, self._flush)
 
+    def reset(self) -> None:
+        """The network ends the connection, and both ends learn of it."""
+        there = self._there
+        if there is not None:
+            self.ended(there)
+            there.peers.ended(there)
+
     def close(self) -> None:
         self.is_closed = True
         self._hang_up()
@@ -295,6 +302,10 @@ class Peers:
             self._links[key] = link = Link(self, place, purpose, self.session)
             link.start()
         return self._links[key]
+
+    @property
+    def links(self) -> list[Link]:
+        return [link for _, link in sorted(self._links.items())]
 
     def find(self, node_id: str, purpose: str) -> Link | None:
         return self._links.get((node_id, purpose))

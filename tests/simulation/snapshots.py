@@ -88,16 +88,32 @@ class Jobs:
 
     def __init__(self, smp: "Smp") -> None:
         self._smp = smp
+        self._lanes: dict[str, deque[Callable[[], Callable[[], None]]]] = {}
+        """What each lane has still to do; the first is being done."""
 
     def submit(self, lane: str, work: Callable[[], Callable[[], None]], *, failed: object) -> None:
-        self._smp.later(0.001 + 0.004 * self._smp.random.random(), self._work, work)
+        waiting = self._lanes.setdefault(lane, deque())
+        waiting.append(work)
+        if len(waiting) == 1:
+            self._begin(waiting)
 
-    def _work(self, work: Callable[[], Callable[[], None]]) -> None:
-        finish = work()
+    def _begin(self, waiting: deque[Callable[[], Callable[[], None]]]) -> None:
+        self._smp.later(0.001 + 0.004 * self._smp.random.random(), self._work, waiting)
+
+    def _work(self, waiting: deque[Callable[[], Callable[[], None]]]) -> None:
+        finish = waiting[0]()
         if self._smp.random.random() < 0.2:
-            self._smp.later(0.01 * self._smp.random.random(), finish)
+            self._smp.later(0.01 * self._smp.random.random(), self._end, waiting, finish)
         else:
-            finish()
+            self._end(waiting, finish)
+
+    def _end(
+        self, waiting: deque[Callable[[], Callable[[], None]]], finish: Callable[[], None]
+    ) -> None:
+        waiting.popleft()
+        if waiting:
+            self._begin(waiting)
+        finish()
 
     def post(self, finish: Callable[[], None]) -> None:
         self._smp.run(finish)

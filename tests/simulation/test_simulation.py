@@ -175,6 +175,7 @@ KINDS = [
         "thaw agent",
         "thaw node",
         "heal",
+        "reset a link",
     ),
     *(f"plot {name}" for name in PLOTS),
 ]

@@ -1,5 +1,6 @@
 """Vaults: what must not be lost is never the one that is filled next."""
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -96,6 +97,17 @@ def test_without_memory_for_a_third_the_committed_one_is_overwritten(vaults: Vau
     assert not vaults.give_up_committed()
     fill(vaults, 22, VaultState.FILLING, protected_in=1)
     assert held(vaults) == {(22, 0), (22, 1)}
+
+
+def test_memory_that_was_made_twice_for_a_slot_is_not_leaked(vaults: Vaults) -> None:
+    """A lost connection ends an attempt whose memory is being made, and another one begins."""
+    slot, wanted = vaults.free_slot(), record(1)
+    first, second = make_vault(wanted), make_vault(wanted)
+    vaults.put(slot, first)
+    vaults.put(slot, second)
+    assert vaults.fds == [second.fd]
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(first.fd)
 
 
 def test_a_node_without_a_part_frees_what_is_over(vaults: Vaults) -> None:
