@@ -168,12 +168,19 @@ class Election:
     def promised(self, body: Promise) -> bool:
         """Whether this promise counts."""
         ballot = self.ballot
-        if ballot is None or body.generation != ballot.generation or ballot.plan is not None:
+        peer = self._peers.by_id.get(body.card.node_id)
+        if peer is not None:
+            peer.is_mute = False  # also if it answers too late: the run may grow by it
+        if (
+            peer is None
+            or ballot is None
+            or body.generation != ballot.generation
+            or ballot.plan is not None
+        ):
             return False
         ballot.take_promise(body)
         self.followers.add(body.card.node_id)
-        peer = self._peers.by_id[body.card.node_id]
-        peer.is_mute, peer.fitness = False, body.fitness or peer.fitness
+        peer.fitness = body.fitness or peer.fitness
         self._awaited.pop(body.card.node_id, None)
         return True
 

@@ -164,6 +164,18 @@ def test_who_does_not_answer_is_not_waited_for_for_ever() -> None:
     assert made.election.stage() is Stage.PROMISED
 
 
+def test_who_answers_too_late_may_take_part_in_the_next_ballot() -> None:
+    made = Proposer()
+    made.begin(now_s=10.0)
+    made.promise("ab")
+    made.election.repeat(now_s=40.0)
+    made.announce("ab")
+    assert made.peer("c").is_mute
+    assert not made.election.promised(promise(5, "c"))
+    assert not made.peer("c").is_mute
+    assert not made.election.promised(promise(5, "x")), "nobody knows it"
+
+
 def test_its_own_node_is_always_waited_for() -> None:
     made = Proposer()
     made.begin(now_s=10.0)
