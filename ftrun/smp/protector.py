@@ -186,11 +186,20 @@ class Protector:
         self._committed = newest
         round_ = self._rounds.find(newest)
         if round_ is not None and not round_.is_ready and not round_.problem:
-            return  # its vault is being filled again; see `_ready`
-        protected_in = round_.protected_in if round_ is not None else self._own_part(newest)
+            # It has begun again, see `_ready`. Nodes that were ready have dropped it, so it may
+            # never end: a part that is whole counts now, or the next version overwrites it.
+            part = self._own_part(newest)
+            if part >= 0 and (round_.exchange is None or part == round_.protected_in):
+                self._commit_part(newest, part)
+            return
+        self._commit_part(
+            newest, round_.protected_in if round_ is not None else self._own_part(newest)
+        )
+        self._rounds.drop(lambda other: other <= newest)
+
+    def _commit_part(self, newest: Version, protected_in: int) -> None:
         for slot in self._vaults.commit(newest, protected_in):
             self._tell_agent(smp_messages.VaultFreed(slot))
-        self._rounds.drop(lambda other: other <= newest)
 
     def status(self) -> dict[str, object]:
         group = self.group
