@@ -3,6 +3,7 @@
 
     python scripts/simulate.py --seed 4711 --mode safety      one world, with its whole story
     python scripts/simulate.py --seeds 1000000                many; what was not as it must be
+    python scripts/simulate.py --seeds 400000 --from 600000   the rest, after ^C
     python scripts/simulate.py --traffic 8,64,512,4096        what a quiet run of many nodes costs
 
 A seed stands for one world: so many nodes, these faults, that chance. The same seed is the same
@@ -13,10 +14,12 @@ liveness   the faults stop; then the run must go on, and come to its end
 
 What is looked at after every event stands in tests/simulation/invariants.py. Ends with 1 when
 something was not as it must be; each such world is named with the command that runs it again.
-^C ends at once, and shows what was found so far.
+^C ends at once, and shows what was found so far and how to continue. With the same --json FILE the
+figures of the first part are added to those of the rest.
 """
 
 import argparse
+import json
 import multiprocessing
 import os
 import signal
@@ -79,6 +82,20 @@ class Tally:
     num_violations: int = 0
     violations: list[tuple[int, str, str]] = field(default_factory=list)
     """Seed, mode, what; the first few."""
+    seconds: float = 0.0
+
+    @classmethod
+    def read(cls, path: Path, end: tuple[int, str]) -> "Tally":
+        """The figures in a file if they end where this count begins, else none."""
+        try:
+            found = json.loads(path.read_text())
+            if (found.pop("next_seed"), found.pop("kind")) != end:
+                return cls()
+            for name in ("verdicts", "faults", "happened"):
+                found[name] = Counter(found[name])
+            return cls(**found)
+        except (OSError, ValueError, KeyError, TypeError):
+            return cls()
 
     def take(self, outcome: Outcome) -> None:
         self.runs += 1
@@ -149,20 +166,31 @@ def replay(seed: int, mode: str, mishaps: bool) -> int:
 
 def run_many(args: argparse.Namespace) -> int:
     total, began_s = Tally(), time.monotonic()
-    said_s, wanted, is_whole = 0.0, args.seeds * len(args.modes), False
+    if args.json is not None:
+        total = Tally.read(args.json, (args.first, kind_of(args)))
+    before_s, next_seed = total.seconds, args.first
+    said_s, is_whole = 0.0, False
+    wanted = total.runs + args.seeds * len(args.modes)
+    if total.runs:
+        print(f"{total.runs:,} runs of {args.json} are counted in", flush=True)
     try:
         for tally in tallies(args):
+            next_seed = min(next_seed + CHUNK, args.first + args.seeds)
             for seed, mode, what in tally.violations[: MAX_KEPT - len(total.violations)]:
                 print(f"VIOLATION {replay_command(seed, mode, args)}\n    {what}", flush=True)
             total.add(tally)
             now_s = time.monotonic()
+            total.seconds = before_s + now_s - began_s
             if now_s - said_s >= REPORT_EVERY_S:
                 said_s = now_s
-                say_progress(total, wanted, now_s - began_s)
+                say_progress(total, wanted)
         is_whole = True
     except KeyboardInterrupt:
-        print("\nstopped before the end", flush=True)
-    report(total, time.monotonic() - began_s, args)
+        left = args.first + args.seeds - next_seed
+        print(
+            f"\nstopped before the end; continue with --from {next_seed} --seeds {left}", flush=True
+        )
+    report(total, next_seed, args)
     if total.num_violations:
         return 1
     return 0 if is_whole else 130
@@ -181,7 +209,8 @@ def tallies(args: argparse.Namespace) -> Iterator[Tally]:
     context = multiprocessing.get_context("spawn")
     # Leaving it, in whatever way, ends all of its processes.
     with context.Pool(args.jobs, ignore_interrupt, (), CHUNKS_PER_PROCESS) as pool:
-        yield from pool.imap_unordered(run_chunk, chunks)
+        # In order, so that what is counted is all that comes before one seed.
+        yield from pool.imap(run_chunk, chunks)
 
 
 def run_chunk(chunk: Chunk) -> Tally:
@@ -226,8 +255,13 @@ def replay_command(seed: int, mode: str, args: argparse.Namespace) -> str:
     return f"{command} --mishaps" if args.mishaps else command
 
 
-def say_progress(total: Tally, wanted: int, took_s: float) -> None:
-    rate = total.runs / took_s
+def kind_of(args: argparse.Namespace) -> str:
+    """What figures must have in common to be added."""
+    return f"{' '.join(args.modes)}{' mishaps' * args.mishaps}{' twice' * args.twice}"
+
+
+def say_progress(total: Tally, wanted: int) -> None:
+    rate = total.runs / max(total.seconds, 1e-9)
     left_s = (wanted - total.runs) / rate
     print(
         f"{total.runs:,} of {wanted:,} runs, {rate:.0f} a second, {total.num_violations} "
@@ -236,8 +270,9 @@ def say_progress(total: Tally, wanted: int, took_s: float) -> None:
     )
 
 
-def report(total: Tally, took_s: float, args: argparse.Namespace) -> None:
-    runs = max(1, total.runs)
+def report(total: Tally, next_seed: int, args: argparse.Namespace) -> None:
+    runs, took_s = max(1, total.runs), total.seconds
+    first = next_seed - total.runs // len(args.modes)
     show_table(
         "How runs have ended",
         ["verdict", "runs", "%"],
@@ -246,7 +281,7 @@ def report(total: Tally, took_s: float, args: argparse.Namespace) -> None:
     show_table("Faults", ["what", "times"], list(total.faults.most_common()))
     show_table("What else has happened", ["what", "times"], list(total.happened.most_common()))
     print(
-        f"\n  {total.runs:,} runs of seeds {args.first} to {args.first + args.seeds - 1} "
+        f"\n  {total.runs:,} runs of seeds {first} to {next_seed - 1} "
         f"({', '.join(args.modes)}{', each twice' if args.twice else ''}), "
         f"{total.virtual_s / 3600:,.1f} hours of their time and {total.events:,} events in "
         f"{took_s:.0f} s: {total.runs / max(took_s, 1e-9):.0f} runs a second"
@@ -256,7 +291,7 @@ def report(total: Tally, took_s: float, args: argparse.Namespace) -> None:
         print(f"\n  {replay_command(seed, mode, args)}\n    {what}")
     if total.num_violations > len(total.violations):
         print(f"\n  and {total.num_violations - len(total.violations)} more")
-    write_json(args.json, {**vars(total), "seconds": took_s})
+    write_json(args.json, {**vars(total), "next_seed": next_seed, "kind": kind_of(args)})
 
 
 # --- traffic ----------------------------------------------------------------------------------

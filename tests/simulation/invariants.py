@@ -78,6 +78,8 @@ class Invariants:
         self.commits = 0
         self.restores = 0
         self.stable_since_s = 0.0
+        self.committed_s = -1.0
+        """When a node has last committed a version."""
         self.exits: list[tuple[str, do.EndRun]] = []
         self._leads: dict[int, str] = {}
         self._settled: dict[int, int] = {}
@@ -357,6 +359,7 @@ class Invariants:
         if plan is None:
             self.fail(f"{node.node_id} commits {version} before it was told of any generation")
             return
+        self.committed_s = self.world.now_s
         before = self.records.get(version)
         if before is not None and before.protected_in >= plan.generation:
             return

@@ -234,6 +234,8 @@ class Simulation:
         members = [self.network.nodes[one.node_id] for one in newest.members]
         if any(node.smp is None or node.smp.committed is None for node in members):
             return False
+        if self.invariants.committed_s < self.scenario.faults_end_s:
+            return False  # snapshots go on, too
         wishes = self.scenario.settings.wishes
         endpoint = self.nodes[0].agent
         here = sum(

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -48,6 +49,20 @@ def test_many_seeds_are_counted(tmp_path: Path, jobs: int) -> None:
     assert found["events"] == sum(run_seed(seed, "safety").num_events for seed in range(40, 100))
 
 
+@pytest.mark.slow
+def test_a_count_is_continued(tmp_path: Path) -> None:
+    path = tmp_path / "found.json"
+    for first, seeds in ((0, 50), (50, 50)):
+        done = simulate("--from", first, "--seeds", seeds, "--mode", "safety", "--json", path)
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert "50 runs of" in done.stdout
+    assert "100 runs of seeds 0 to 99" in done.stdout
+    found = json.loads(path.read_text())
+    assert found["events"] == sum(run_seed(seed, "safety").num_events for seed in range(100))
+    simulate("--from", 7, "--seeds", 1, "--mode", "safety", "--json", path)
+    assert json.loads(path.read_text())["runs"] == 1, "another count"
+
+
 def test_stopped_by_hand_it_shows_what_it_has_and_ends() -> None:
     command = [sys.executable, SCRIPT, "--seeds", "1000000", "--jobs", "2", "--mode", "safety"]
     run = subprocess.Popen(
@@ -72,7 +87,10 @@ def test_stopped_by_hand_it_shows_what_it_has_and_ends() -> None:
             run.kill()
             run.communicate()
     assert run.returncode == 130, first + rest
-    assert "runs of seeds 0 to 999999" in rest
+    at = re.search(r"continue with --from (\d+) --seeds (\d+)", rest)
+    assert at is not None, rest
+    assert int(at[1]) + int(at[2]) == 1_000_000
+    assert "runs of seeds 0 to" in rest
 
 
 def test_traffic_is_written_by_number_of_nodes(tmp_path: Path) -> None:

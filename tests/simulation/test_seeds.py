@@ -2,7 +2,8 @@
 
 import pytest
 
-from simulation.run import run_seed
+from simulation.mishaps import has_mishaps
+from simulation.run import Outcome, run_seed
 
 SEEDS = [
     pytest.param(2374, "liveness", id="a stale leader takes a node back"),
@@ -14,11 +15,23 @@ SEEDS = [
     pytest.param(5001480, "liveness", id="a node that is back leaves again"),
     pytest.param(9001403, "liveness", id="a leaver ends before what it holds is fetched"),
     pytest.param(98839449, "liveness", id="a leaver ends before the voters have changed"),
+    pytest.param(300, "liveness", id="a round begins again just before the commit"),
+]
+WITH_MISHAPS = [
+    pytest.param(20298, "liveness", id="a node that answers a ballot too late is never taken in"),
 ]
 
 
 @pytest.mark.parametrize(("seed", "mode"), SEEDS)
 def test_it_does_not_fail_again(seed: int, mode: str) -> None:
-    outcome = run_seed(seed, mode)
+    check(run_seed(seed, mode))
+
+
+@pytest.mark.parametrize(("seed", "mode"), WITH_MISHAPS)
+def test_it_does_not_fail_again_with_mishaps(seed: int, mode: str) -> None:
+    check(run_seed(seed, mode, prepare=has_mishaps))
+
+
+def check(outcome: Outcome) -> None:
     story = "\n".join(outcome.log[-40:])
     assert not outcome.problem, f"{outcome.problem}\n{story}"

@@ -20,7 +20,6 @@ from ftrun.recovery.restore_choice import Choice
 from ftrun.recovery.waiting import Waiting
 from ftrun.smp.commits import Commits
 from ftrun.smp.group_work import GroupWork
-from ftrun.smp.link_rules import LinkRules
 from ftrun.smp.protector import Protector
 from ftrun.smp.rounds import Round
 from ftrun.smp.vaults import Vaults
@@ -275,8 +274,8 @@ def _stale_link_is_admitted(patch: Patch) -> None:
     patch.setattr(links, "admits", lambda hello, **_: True)
 
 
-def _lost_connection_is_not_told(patch: Patch) -> None:
-    patch.setattr(LinkRules, "connected", lambda self, now_s: False)
+def _nothing_begins_again_when_a_link_is_back(patch: Patch) -> None:
+    patch.setattr(Protector, "linked", lambda self, node_id: None)
 
 
 def _whoever_leaves_is_let_go_at_once(patch: Patch) -> None:
@@ -399,5 +398,9 @@ VARIANTS = [
         ("does not bear", "is lost", "starts from", "no run after"),
     ),
     Variant("stale link is admitted", _stale_link_is_admitted, ("no run after",)),
-    Variant("lost connection is not told", _lost_connection_is_not_told, ("no run after",)),
+    Variant(
+        "nothing begins again when a link is back",
+        _nothing_begins_again_when_a_link_is_back,
+        ("no run after",),
+    ),
 ]
