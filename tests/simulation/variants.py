@@ -250,10 +250,6 @@ def _round_of_the_attempt_before_counts(patch: Patch) -> None:
     patch.setattr(Protector, "heard", heard)
 
 
-def _memory_changes_after_it_was_told(patch: Patch) -> None:
-    patch.setattr(Protector, "stand_still", lambda self: None)
-
-
 def _incomplete_part_is_offered_as_whole(patch: Patch) -> None:
     real = Vaults.parts
 
@@ -381,11 +377,6 @@ VARIANTS = [
         "round of the attempt before counts",
         _round_of_the_attempt_before_counts,
         ("does not bear", "is lost", "starts from"),
-    ),
-    Variant(
-        "memory changes after it was told",
-        _memory_changes_after_it_was_told,
-        ("is lost", "is there", "starts from", "no run after", "does not bear"),
     ),
     Variant(
         "incomplete part is offered as whole",
