@@ -91,7 +91,8 @@ class SmpLink:
         arenas = handed.fds[: len(handed.body.ranks)]
         for rank, fd in zip(handed.body.ranks, arenas, strict=True):
             self.memory.keep(Rank(rank), fd)
-        for slot, fd in enumerate(handed.fds[len(arenas) :]):
+        vaults = handed.fds[len(arenas) :]
+        for slot, fd in zip(handed.body.vault_slots, vaults, strict=True):
             self.memory.keep_vault(slot, fd)
         self._run_state = handed.body.run_state
         self.was_adopted = bool(self.memory.arenas)
@@ -154,7 +155,7 @@ class SmpLink:
 
     def _hand_over(self) -> None:
         memory = self.memory
-        body = smp_messages.Adopt([rank for rank, _ in memory.held], len(memory.vaults))
+        body = smp_messages.Adopt([rank for rank, _ in memory.held], sorted(memory.vaults))
         self._ask(body, fds=(*(fd for _, fd in memory.held), *memory.vault_fds))
 
     def listen_for_peers(self, host: str, secret: Secret | None, others: Sequence[str] = ()) -> int:

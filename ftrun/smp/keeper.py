@@ -118,32 +118,33 @@ class Keeper:
 
     def hand_over(self, asker: Asker) -> None:
         arenas = self.memory.all()
-        vaults = self.group_work.vaults.fds
+        vaults = self.group_work.vaults
         asker.tell(
             smp_messages.HandedOver(
-                [one.shape.rank for one in arenas], self._run_state, len(vaults)
+                [one.shape.rank for one in arenas], self._run_state, vaults.slots
             ),
-            fds=(*(one.fd for one in arenas), *vaults),
+            fds=(*(one.fd for one in arenas), *vaults.fds),
         )
 
     def adopt(self, body: smp_messages.Adopt, received: Received) -> messages.AnyMessage:
-        if len(received.fds) != len(body.ranks) + body.num_vaults:
+        num_ranks, num_vaults = len(body.ranks), len(body.vault_slots)
+        if len(received.fds) != num_ranks + num_vaults:
             raise ProtocolError(
-                f"Adopt names {len(body.ranks)} ranks and {body.num_vaults} vaults and brings "
+                f"Adopt names {num_ranks} ranks and {num_vaults} vaults and brings "
                 f"{len(received.fds)} descriptors"
             )
         problems = []
         for at, fd in enumerate(received.fds):
             ours = os.dup(fd)
             try:
-                if at < len(body.ranks):
+                if at < num_ranks:
                     generation = self.commits.tracker.generation
                     self.memory.adopt(ours, rank=body.ranks[at], generation=generation)
                 else:
-                    self.group_work.vaults.adopt(ours)
+                    self.group_work.vaults.adopt(ours, body.vault_slots[at - num_ranks])
             except LayoutUnknown as error:
                 os.close(ours)
-                rank = f"rank {body.ranks[at]}" if at < len(body.ranks) else "a vault"
+                rank = f"rank {body.ranks[at]}" if at < num_ranks else "a vault"
                 problems.append(f"{rank}: {error}")
         self.group_work.count_again()
         crash_point("smp.adopted")

@@ -36,6 +36,11 @@ class Vaults:
         """The newest committed protection, if the kept one is not committed."""
 
     @property
+    def slots(self) -> list[int]:
+        """Those that hold a vault, in the order of `fds`."""
+        return [at for at, vault in enumerate(self._slots) if vault is not None]
+
+    @property
     def fds(self) -> list[int]:
         return [vault.fd for vault in self._slots if vault is not None]
 
@@ -48,19 +53,21 @@ class Vaults:
         """The one that keeps what the run would be restored from."""
         return self._slots[self._kept] if self._kept is not None else None
 
-    def adopt(self, fd: int) -> None:
+    def adopt(self, fd: int, slot: int) -> None:
         """Keep a vault that outlived another SMP; the descriptor is ours from now on.
 
+        It keeps its slot, because the agent names its duplicates by slots.
+
         Raises:
-            LayoutUnknown: it is none, or there are two already; the descriptor stays the caller's.
+            LayoutUnknown: it is none, or the slot holds another one; the descriptor stays the
+                caller's.
         """
         if any(vault and os.path.sameopenfile(fd, vault.fd) for vault in self._slots):
             os.close(fd)
             return
-        free = [at for at, vault in enumerate(self._slots) if vault is None]
-        if not free:
-            raise LayoutUnknown(f"there are {_MOST_VAULTS} vaults here already")
-        self._slots[free[0]] = Vault(fd)
+        if slot not in range(_MOST_VAULTS) or self._slots[slot] is not None:
+            raise LayoutUnknown(f"there is no free slot {slot} for a vault here")
+        self._slots[slot] = Vault(fd)
 
     def keep(self, version: Version | None, protected_in: int) -> None:
         """Choose what must not be lost: the protection of a version.

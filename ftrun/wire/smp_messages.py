@@ -211,24 +211,24 @@ class HandedOver(Message, frozen=True):
     """SMP -> agent, with one memfd per entry of `ranks`, in that order.
 
     A rank stands twice while a new arena has not replaced the old one, the old one first. After
-    those come `num_vaults` memfds more: what is kept for other nodes.
+    those comes a memfd for each of `vault_slots`: what is kept for other nodes.
     """
 
     ranks: list[int]
     run_state: bytes
-    num_vaults: int = 0
+    vault_slots: list[int] = []
 
 
 class Adopt(Message, frozen=True):
     """Agent -> a new SMP, with one memfd per entry: memory that outlived the last SMP.
 
     Before BeginGeneration. A rank stands twice where it has an old and a new arena, the old one
-    first. Vaults come after the arenas. Answer: Done, or Refused, which names what is no arena;
-    the others are kept.
+    first. Vaults come after the arenas, each for the slot that it had. Answer: Done, or Refused,
+    which names what is no arena; the others are kept.
     """
 
     ranks: list[int]
-    num_vaults: int = 0
+    vault_slots: list[int] = []
 
 
 class KeepRunState(Message, frozen=True):

@@ -187,7 +187,7 @@ class Node:
         if adopt:
             fds = [self.arenas[rank] for rank in sorted(self.arenas)]
             fds += [self.vaults[slot] for slot in sorted(self.vaults)]
-            body = smp_messages.Adopt(sorted(self.arenas), len(self.vaults))
+            body = smp_messages.Adopt(sorted(self.arenas), sorted(self.vaults))
             assert self.ask(body, messages.Done, *fds) == messages.Done()
         self.listen(secret)
 

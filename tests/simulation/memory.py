@@ -282,13 +282,13 @@ class Memory:
     def map_vaults(self, vaults: Vaults) -> None:
         """Another SMP has come, and is given what the agent has."""
         self._mapped = vaults
-        for slot, (_, vault) in enumerate(sorted(self.vaults.items())):
+        for slot, vault in sorted(self.vaults.items()):
             vault.is_mapped = True
             vaults.put(slot, vault)
 
     def hand_over(self) -> None:
         """Another agent has come, and is given what the SMP has."""
-        self.vaults = dict(enumerate(self._mapped.fds))
+        self.vaults = dict(zip(self._mapped.slots, self._mapped.fds, strict=True))
 
     def agent_died(self) -> None:
         self._drop([*self.vaults])

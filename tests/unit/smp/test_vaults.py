@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from ftrun.errors import LayoutUnknown
 from ftrun.ids import version
 from ftrun.smp.vaults import Vaults, make_vault
 from ftrun.snapshot.redundancy import NodePlan
@@ -97,6 +98,24 @@ def test_without_memory_for_a_third_the_committed_one_is_overwritten(vaults: Vau
     assert not vaults.give_up_committed()
     fill(vaults, 22, VaultState.FILLING, protected_in=1)
     assert held(vaults) == {(22, 0), (22, 1)}
+
+
+def test_vaults_keep_their_slots_when_another_smp_takes_over(vaults: Vaults) -> None:
+    """The agent has duplicates by slot: another number would have it close the wrong one."""
+    fill(vaults, 20, VaultState.COMPLETE)
+    vaults.commit(version(0, 20), 0)
+    fill(vaults, 22, VaultState.COMPLETE)
+    vaults.keep(version(0, 22), 0)
+    fill(vaults, 22, VaultState.COMPLETE, protected_in=1)
+    vaults.commit(version(0, 22), 1)
+    assert vaults.slots == [1, 2]
+    other = Vaults()
+    for slot, fd in zip(vaults.slots, vaults.fds, strict=True):
+        other.adopt(os.dup(fd), slot)
+    assert other.slots == vaults.slots
+    with pytest.raises(LayoutUnknown, match="no free slot 2"):
+        other.adopt(make_vault(record(1)).fd, 2)
+    other.free()
 
 
 def test_memory_that_was_made_twice_for_a_slot_is_not_leaked(vaults: Vaults) -> None:
