@@ -1,4 +1,4 @@
-"""Whole runs in one process: real membership and messages; made-up time, network and faults.
+"""Whole runs in one process: real membership, SMPs and messages; made-up time, network and faults.
 
 The world comes from one seed. Nothing here reads a clock, draws from anywhere but the world's
 streams, or goes through a set without sorting it, so a seed is a run: twice the same, everywhere.
@@ -6,8 +6,10 @@ streams, or goes through a set without sorting it, so a seed is a run: twice the
     scenario.py    what a seed stands for: nodes, settings, how long, how many faults
     world.py       virtual time, streams of random numbers, the trace
     network.py     connections between agents as TCP has them; links that are slow, cut, one-way
-    memory.py      what one node keeps: slots, parts of protections
-    snapshots.py   a small model of the SMP: captures, protects, restores
+    memory.py      what one node keeps: slots of its ranks, vaults with parts of what others protect
+    links.py       links between SMPs, which are reset, cut and refused
+    snapshots.py   an SMP: its own code, with time, links and bytes of the simulation
+    smp_link.py    what an agent knows of its SMP
     training.py    ranks: a step is made when all ranks of one generation make it
     node.py        a machine, its stub, and an agent process: a real Member, and its hands
     faults.py      what goes wrong, and when
