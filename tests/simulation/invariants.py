@@ -371,7 +371,10 @@ class Invariants:
         groups = [(frozenset(group), plan.parity) for group in plan.groups]
         if not groups:
             groups = [(frozenset(one.node_id for one in plan.members), 0)]
-        groups = [(nodes, parity if len(nodes) > parity else 0) for nodes, parity in groups]
+        groups = [
+            (nodes, parity if len(nodes) > parity and not self._is_bare(nodes, version) else 0)
+            for nodes, parity in groups
+        ]
         record = Record(version, plan.generation, groups)
         since_s = max(self._adopted_s[plan.generation], self._sealed_s.get(version, 0.0))
         record.lost |= {one for one, at_s in self._lost_s.items() if at_s >= since_s}
@@ -384,6 +387,12 @@ class Invariants:
         self.records[version] = record
         if version.generation >= 0 and self._is_on_timeline(version, self.newest):
             self._check_protection(record)
+
+    def _is_bare(self, nodes: frozenset[str], version: Version) -> bool:
+        """A node of the group has said that it cannot keep its part, and the run goes on."""
+        agents = [self.simulation.network.nodes[one].agent for one in nodes]
+        links = [agent.hands.smp for agent in agents if agent is not None]
+        return any(link.unprotected and link.ready == version for link in links)
 
     def _check_protection(self, record: Record) -> None:
         """Take m nodes out of each group: the version must still be there."""
