@@ -132,7 +132,10 @@ class NodeOrders:
                 with suppress(PeerError):
                     run.smp.abandon(run.generations.number, order.step)
             case commands.TakeFrom():
-                run.workers.take_from(order.step)
+                # Alone, the SMP commits by itself: a rank that has skipped a step would wait for a
+                # later one to be named, and no word of its skip reaches the leader.
+                if not run.generations.is_alone:
+                    run.workers.take_from(order.step)
             case commands.SetInterval():
                 run.workers.set_interval(order.every, order.from_step)
             case commands.MovePeers():

@@ -385,8 +385,8 @@ class Agent:
                 assert simulation.witness is not None
                 simulation.witness.ask(self, command)
             elif isinstance(command, do.TryRoad):
-                assert simulation.tries is not None
-                simulation.tries.take(self, command)
+                if simulation.tries is not None:  # else it is never answered
+                    simulation.tries.take(self, command)
             elif isinstance(command, do.CheckAgain):
                 self.node.later(0.5, self.call, self._check, Outcome.PASS, command.number)
             else:
@@ -491,7 +491,7 @@ class Hands:
                     smp.abandon(self.plan.generation, command.step)
             case do.TakeFrom():
                 page = self.node.page
-                if page is not None:
+                if page is not None and self.plan is not None and len(self.plan.members) > 1:
                     page.set(Command.TAKE_FROM, max(command.step, page.get(Command.TAKE_FROM)))
             case do.MovePeers():
                 if self.plan is not None:
