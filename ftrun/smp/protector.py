@@ -434,7 +434,9 @@ class Protector:
     def linked(self, node_id: str) -> None:
         """A lost link to this node is there again."""
         for round_ in self._rounds:
-            if not round_.is_ready:
+            if round_.is_ready:
+                self._say_again(round_)
+            else:
                 self._begin_again(round_, round_.attempt + 1)
 
     def fill_of(self, session: int, body: t.RoundMessage) -> tuple[Fill, Protecting] | None:
@@ -478,6 +480,16 @@ class Protector:
         if round_.manifest is not None:
             self._tell_sealed(round_)
             self._advance(round_)
+
+    def _say_again(self, round_: Round) -> None:
+        """It is ready here, and what a lost connection took with it may be missing elsewhere."""
+        group = self.group
+        if round_.problem:
+            self._tell_all(t.Unable(*self._name(round_), round_.problem))
+        elif group is not None and group.is_possible and round_.manifest is not None:
+            self._tell_sealed(round_)
+            if group.place in round_.stored:
+                self._tell_all(t.Stored(*self._name(round_)))
 
     def _name(self, round_: Round) -> tuple[int, int, int]:
         return round_.version.generation, round_.version.step, round_.attempt

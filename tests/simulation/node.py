@@ -385,8 +385,7 @@ class Agent:
                 assert simulation.witness is not None
                 simulation.witness.ask(self, command)
             elif isinstance(command, do.TryRoad):
-                if simulation.tries is not None:  # else it is never answered
-                    simulation.tries.take(self, command)
+                simulation.try_road(self, command)
             elif isinstance(command, do.CheckAgain):
                 self.node.later(0.5, self.call, self._check, Outcome.PASS, command.number)
             else:

@@ -19,7 +19,7 @@ from simulation.faults import Faults
 from simulation.invariants import Invariants
 from simulation.memory import Arena, can_have
 from simulation.network import Network
-from simulation.node import Node
+from simulation.node import Agent, Node
 from simulation.roads import Tries
 from simulation.scenario import Scenario, draw
 from simulation.training import Group
@@ -111,6 +111,11 @@ class Simulation:
     def next_incarnation(self) -> int:
         self._incarnation += 1
         return self._incarnation
+
+    def try_road(self, agent: Agent, command: do.TryRoad) -> None:
+        """Without roads, the answer never comes."""
+        if self.tries is not None:
+            self.tries.take(agent, command)
 
     def group_of(self, plan: Plan) -> Group:
         return self._groups.setdefault(plan.generation, Group(self, plan))

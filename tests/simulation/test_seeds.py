@@ -16,6 +16,8 @@ SEEDS = [
     pytest.param(9001403, "liveness", id="a leaver ends before what it holds is fetched"),
     pytest.param(98839449, "liveness", id="a leaver ends before the voters have changed"),
     pytest.param(300, "liveness", id="a round begins again just before the commit"),
+    pytest.param(101942, "liveness", id="a node that is ready does not repeat what was lost"),
+    pytest.param(101999, "liveness", id="one node alone waits for the leader to name a step"),
 ]
 WITH_MISHAPS = [
     pytest.param(20298, "liveness", id="a node that answers a ballot too late is never taken in"),

@@ -5,15 +5,17 @@ from typing import Any
 
 import pytest
 
-from ftrun.ids import RunId, version
+from ftrun.ids import Rank, RunId, version
 from ftrun.smp.exchange import ProtectorTools
 from ftrun.smp.protecting import Protecting
 from ftrun.smp.protector import Protector
 from ftrun.smp.vaults import Vaults, make_vault
+from ftrun.snapshot.manifest import NodeManifest
 from ftrun.snapshot.redundancy import NodePlan
 from ftrun.wire.protected import NodePlace
+from ftrun.wire.smp_messages import VersionReady
 from ftrun.wire.transfer import Sealed
-from ftrun.wire.vault import VaultRecord, VaultState
+from ftrun.wire.vault import Vault, VaultRecord, VaultState
 
 GENERATION, STEP = 1, 4
 GROUP = Protecting(
@@ -31,11 +33,48 @@ GROUP = Protecting(
 class Links:
     """Takes what is sent."""
 
+    def __init__(self) -> None:
+        self.sent: list[Any] = []
+
     def link(self, place: NodePlace, purpose: str) -> "Links":
         return self
 
     def tell(self, frame: Any) -> None:
-        pass
+        self.sent.append(frame.body)
+
+
+class Made:
+    """A protector over real vaults, whose jobs are done at once; `ready` is what it has told."""
+
+    def __init__(self) -> None:
+        self.links: Any = Links()
+        self.vaults = Vaults()
+        self.ready: list[Any] = []
+        jobs: Any = SimpleNamespace(
+            repeat=lambda *_: lambda: None, submit=lambda _, work, failed: work()()
+        )
+        codecs: Any = SimpleNamespace(get=lambda k, m: None, problem=lambda codec: "")
+        shards = SimpleNamespace(manifest=lambda ranks: NodeManifest([]))
+        maps: Any = SimpleNamespace(hold=lambda fds, wanted: shards)
+        exchange: Any = None
+        self.protector = Protector(
+            RunId("run"),
+            ProtectorTools(self.links, self.vaults, jobs, maps, codecs, exchange),
+            tell_agent=lambda body, **_: self.ready.append(body),
+            corrupt=lambda *_: False,
+        )
+        self.protector.begin(GROUP)
+
+    def keep(self, *, is_whole: bool) -> Vault:
+        """A part of the version."""
+        slot = self.vaults.free_slot()
+        vault = make_vault(record())
+        self.vaults.put(slot, vault)
+        vault.begin(record())
+        if is_whole:
+            vault.keep_mirror(1, 10, 1)
+            vault.mark(VaultState.COMPLETE)
+        return vault
 
 
 def record() -> VaultRecord:
@@ -61,29 +100,23 @@ def test_a_whole_part_is_committed_although_its_round_has_begun_again(is_whole: 
     """All nodes were ready. A link is lost before the commit comes, and this node alone waits for
     the others again, which have dropped the version.
     """  # noqa: D205 - one sentence
-    vaults = Vaults()
-    jobs: Any = SimpleNamespace(repeat=lambda *_: lambda: None)
-    codecs: Any = SimpleNamespace(get=lambda k, m: None, problem=lambda codec: "")
-    links: Any = Links()
-    maps: Any = None
-    exchange: Any = None
-    protector = Protector(
-        RunId("run"),
-        ProtectorTools(links, vaults, jobs, maps, codecs, exchange),
-        tell_agent=lambda *_, **__: None,
-        corrupt=lambda *_: False,
-    )
-    protector.begin(GROUP)
-    slot = vaults.free_slot()
-    vaults.put(slot, make_vault(record()))
-    vault = vaults.take(slot, record())
-    assert vault is not None
-    vault.begin(record())
-    if is_whole:
-        vault.keep_mirror(1, 10, 1)
-        vault.mark(VaultState.COMPLETE)
-    protector.heard(GROUP.number, "n1", Sealed(GENERATION, STEP, 3, 0, []))
-    protector.committed(version(GENERATION, STEP))
+    made = Made()
+    vault = made.keep(is_whole=is_whole)
+    made.protector.heard(GROUP.number, "n1", Sealed(GENERATION, STEP, 3, 0, []))
+    made.protector.committed(version(GENERATION, STEP))
     assert (vault.state is VaultState.COMMITTED) == is_whole
-    assert (vaults.free_slot() != slot) == is_whole
-    vaults.free()
+    assert (made.vaults.free_slot() != 0) == is_whole
+    made.vaults.free()
+
+
+def test_a_node_that_is_ready_repeats_what_a_lost_connection_took_along() -> None:
+    """The other node has not heard it, and would wait for it without end."""
+    made = Made()
+    made.keep(is_whole=True)
+    made.protector.protect(version(GENERATION, STEP), {Rank(0): []})
+    made.protector.heard(GROUP.number, "n1", Sealed(GENERATION, STEP, 1, 0, [], GENERATION))
+    assert VersionReady(GENERATION, STEP, 1) in made.ready
+    made.links.sent.clear()
+    made.protector.linked("n1")
+    assert made.links.sent == [Sealed(GENERATION, STEP, 1, 0, [], GENERATION)]
+    made.vaults.free()
