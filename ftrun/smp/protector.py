@@ -149,6 +149,8 @@ class Protector:
         self._rounds.drop(lambda other: other < wanted)
         round_ = self._rounds.of(wanted)
         if round_.is_sealed:
+            if round_.is_ready:
+                self._tell_ready(round_)  # the agent has begun the same generation again
             return
         round_.began_s = clock.now_s()
         round_.is_sealed = True
@@ -339,7 +341,7 @@ class Protector:
         assert group is not None
         round_.is_ready = round_.was_ready = True
         self.last_s = clock.now_s() - round_.began_s
-        survives = 0 if problem else group.parity
+        round_.problem = problem
         if not problem:
             self._troubles.protected()
         crash_point("smp.protect.ready")
@@ -347,6 +349,11 @@ class Protector:
         if at == self._committed:
             self.committed(at)
             return
+        self._tell_ready(round_)
+
+    def _tell_ready(self, round_: Round) -> None:
+        at, problem = round_.version, round_.problem
+        survives = self.group.parity if self.group is not None and not problem else 0
         self._tell_agent(smp_messages.VersionReady(at.generation, at.step, survives, problem))
 
     def _unable(self, round_: Round, why: str) -> None:

@@ -21,6 +21,7 @@ SEEDS = [
 ]
 WITH_MISHAPS = [
     pytest.param(20298, "liveness", id="a node that answers a ballot too late is never taken in"),
+    pytest.param(201420, "liveness", id="an agent forgets that a version is ready"),
 ]
 
 

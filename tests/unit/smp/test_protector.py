@@ -116,6 +116,9 @@ def test_a_node_that_is_ready_repeats_what_a_lost_connection_took_along() -> Non
     made.protector.protect(version(GENERATION, STEP), {Rank(0): []})
     made.protector.heard(GROUP.number, "n1", Sealed(GENERATION, STEP, 1, 0, [], GENERATION))
     assert VersionReady(GENERATION, STEP, 1) in made.ready
+    made.ready.clear()
+    made.protector.protect(version(GENERATION, STEP), {Rank(0): []})
+    assert made.ready == [VersionReady(GENERATION, STEP, 1)], "its agent asks once more"
     made.links.sent.clear()
     made.protector.linked("n1")
     assert made.links.sent == [Sealed(GENERATION, STEP, 1, 0, [], GENERATION)]
