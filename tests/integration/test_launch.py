@@ -101,6 +101,28 @@ def test_exception_ends_with_its_code_and_the_users_line(start: Start, script: S
     assert "Nothing was retried" in run.text
 
 
+def test_a_rank_that_leaves_early_is_the_first_cause_and_nothing_is_retried(
+    start: Start, script: Script
+) -> None:
+    name = script(
+        "import torch, torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "dist.barrier()\n"
+        "if dist.get_rank() == 1:\n"
+        "    raise SystemExit(0)\n"
+        "dist.all_reduce(torch.ones(4))\n"
+    )
+    run = start("--nproc-per-node", "2", name)
+    assert run.wait() == 1
+    block = run.text[run.text.index("ftrun: run") :]
+    assert re.search(
+        r"rank 1 on \S+ has ended with exit code 0 while rank 0 still needed it", block
+    )
+    assert block.index("rank 1 on") < block.index("rank 0 failed because of it")
+    assert "after 0 restarts" in block
+    assert "Nothing was retried" in block
+
+
 def test_final_block_shows_the_first_cause_in_under_25_lines(start: Start, script: Script) -> None:
     name = script(
         "import torch, torch.distributed as dist\n"

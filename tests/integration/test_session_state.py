@@ -5,6 +5,7 @@ Each test trains in this process against a real SMP, as `test_capture_and_restor
 
 import collections
 import random
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from threading import Lock
@@ -16,8 +17,9 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import ftrun
+from ftrun import clock
 from ftrun.errors import UsageError
-from ftrun.wire.pages import Beat
+from ftrun.wire.pages import Beat, Command
 from ftrun.worker.context import SnapshotSettings
 from ftrun.worker.session import Session
 from tests.integration.in_process_worker import PATIENCE_S, Run
@@ -46,6 +48,22 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
     model(torch.rand(2, 3)).sum().backward()
     optimizer.step()
+
+
+def test_a_boundary_waits_for_the_lease_where_no_optimizer_steps(run: Run) -> None:
+    session, *_ = begin(run)
+    turns = iter(session.steps(3))
+    next(turns)
+    run.commands.set(Command.LEASE_NS, 1)
+    turning = threading.Thread(target=next, args=(turns,), daemon=True)
+    turning.start()
+    turning.join(0.3)
+    assert turning.is_alive()
+    assert run.page.get(Beat.STEP) == 0
+    run.commands.set(Command.LEASE_NS, clock.now_ns() + 10**12)
+    turning.join(PATIENCE_S)
+    assert not turning.is_alive()
+    run.commands.set(Command.LEASE_NS, 0)
 
 
 def test_the_state_of_a_session_comes_back_as_it_was_at_the_boundary(run: Run) -> None:

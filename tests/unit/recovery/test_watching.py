@@ -54,9 +54,10 @@ def whys(commands: list[SupervisorCommand]) -> list[str]:
 # --- numbers ----------------------------------------------------------------------------------
 
 
-def bad(made: Oversight, now_s: float = 10.0) -> list[SupervisorCommand]:
-    found = made.beat("a", beat("a", 40, loss=math.nan, bad_step=38), now_s=now_s)
-    found += made.beat("b", beat("b", 40, loss=math.nan, bad_step=39), now_s=now_s)
+def bad(made: Oversight, now_s: float = 10.0, *, attached: bool = True) -> list[SupervisorCommand]:
+    first = beat("a", 40, loss=math.nan, bad_step=38, attached=attached)
+    second = beat("b", 40, loss=math.nan, bad_step=39, attached=attached)
+    found = made.beat("a", first, now_s=now_s) + made.beat("b", second, now_s=now_s)
     for later_s in (0.1, 0.5, 1.0):
         found += made.passing(now_s=now_s + later_s)
     return found
@@ -69,7 +70,17 @@ def test_bad_numbers_are_reported() -> None:
     closed = [note.fields for note in notes if note.kind == "IncidentClosed"]
     assert [one["actions"] for one in closed] == [["report"]]
     assert made.history(now_s=11.0).spoiled is None
-    assert any("numbers.policy=" in note.text for note in notes if note.kind == "Verdict")
+    (text,) = (note.text for note in notes if note.kind == "Verdict")
+    assert "numbers.policy=rollback would go back to a version from before it" in text
+
+
+def test_bad_numbers_of_a_script_without_snapshots_name_the_policy_that_ends_it() -> None:
+    made = oversight()
+    assert bad(made, attached=False) == []
+    notes = made.incidents.take_notes()
+    (text,) = (note.text for note in notes if note.kind == "Verdict")
+    assert "numbers.policy=stop would end the run" in text
+    assert "rollback" not in text
 
 
 def test_bad_numbers_are_rolled_back_behind_what_they_have_spoiled() -> None:
