@@ -64,7 +64,7 @@ def begin_generation(
         restore_from=_sources(places, ranks, restored, smp, old_world_size),
         read_from=_readable(places, ranks, restored),
         pace_bytes_s=float(roads.snapshot_bytes_per_s) if roads is not None else 0.0,
-        own=None if ranks else places.of(node_id),
+        own=None if ranks and group else places.of(node_id),
         claim=claim_of(plan, node_id, spec),
     )
 

@@ -171,7 +171,7 @@ class GroupWork:
                 is_new=is_new,
             ),
         )
-        own = group.nodes[group.place] if group is not None else None
+        own = group.nodes[group.place] if group is not None else body.own
         self.restores.begin(body, restored, own)
 
     def _begin(

@@ -52,8 +52,8 @@ class BeginGeneration(Message, frozen=True):
             it up.
         pace_bytes_s: so many bytes per second this node sends at most to protect a version, to
             all others together; 0: as fast as it goes.
-        own: of a node that runs no ranks now: its place, so that the nodes that run its former
-            ranks can fetch their state from it.
+        own: of a node without a group: its place. A node that runs no ranks now gives their state
+            to the nodes that run them; one that runs all ranks fetches it.
         claim: the directory of checkpoints, on the node of rank 0; None elsewhere, or without one.
     """
 

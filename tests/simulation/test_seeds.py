@@ -17,6 +17,7 @@ SEEDS = [
     pytest.param(98839449, "liveness", id="a leaver ends before the voters have changed"),
     pytest.param(300, "liveness", id="a round begins again just before the commit"),
     pytest.param(101942, "liveness", id="a node that is ready does not repeat what was lost"),
+    pytest.param(101262, "liveness", id="one node alone fetches what a leaving node holds"),
     pytest.param(101999, "liveness", id="one node alone waits for the leader to name a step"),
 ]
 WITH_MISHAPS = [

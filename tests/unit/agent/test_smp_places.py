@@ -85,3 +85,12 @@ def test_a_node_with_one_rail_is_where_it_was(begun: Begun) -> None:
     body = begun(plan(card(0), alone, before, roads=RoadsPlan(snapshot_rail="eth1")), "a")
     assert hosts(body) == [["10.0.1.0", "10.0.0.0"], [], []]
     assert [place.host for place in body.group] == ["10.0.1.0", "10.0.0.1", "10.0.0.2"]
+
+
+def test_a_node_without_a_group_is_told_its_place_to_fetch_what_others_hold(begun: Begun) -> None:
+    alone = msgspec.structs.replace(plan(card(0)), groups=[])
+    body = begun(alone, "a")
+    assert body.group == []
+    assert body.own is not None
+    assert body.own.smp_port == 4000
+    assert begun(plan(card(0), card(1)), "a").own is None, "it is in the group"
