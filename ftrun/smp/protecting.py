@@ -3,6 +3,7 @@
 Runs in:  the SMP, in the server's thread. Values only.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import msgspec
@@ -16,7 +17,7 @@ from ftrun.smp.mirror import mirror_room
 from ftrun.snapshot.manifest import NodeManifest
 from ftrun.snapshot.redundancy import Plan
 from ftrun.wire import smp_messages
-from ftrun.wire.protected import GroupMember, NodePlace
+from ftrun.wire.protected import GroupMember, NodePlace, Protected
 from ftrun.wire.vault import VaultRecord
 
 
@@ -77,6 +78,24 @@ class Protecting:
         """Places to which our small state goes: the m after this one."""
         count = len(self.nodes)
         return [(self.place + ahead) % count for ahead in range(1, self.parity + 1)]
+
+    def whole_part(self, wanted: Version, parts: Iterable[Protected]) -> int:
+        """The generation of the newest whole part of this group's protection of a version, or -1.
+
+        Args:
+            wanted: the version.
+            parts: what is in the vaults of this node.
+        """
+        mirrors = {self.nodes[at].node_id for at in self.mirrored_here}
+        found = [
+            part.protected_in
+            for part in parts
+            if (part.generation, part.step) == (wanted.generation, wanted.step)
+            and part.is_complete
+            and (part.members, part.parity) == (self.members, self.parity)
+            and set(part.mirrors) == mirrors
+        ]
+        return max(found, default=-1)
 
 
 def protecting_of(body: smp_messages.BeginGeneration) -> Protecting | None:

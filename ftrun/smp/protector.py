@@ -194,9 +194,8 @@ class Protector:
             if part >= 0 and (round_.exchange is None or part == round_.protected_in):
                 self._commit_part(newest, part)
             return
-        self._commit_part(
-            newest, round_.protected_in if round_ is not None else self._own_part(newest)
-        )
+        part = round_.protected_in if round_ is not None else self._own_part(newest)
+        self._commit_part(newest, part)
         self._rounds.drop(lambda other: other <= newest)
 
     def _commit_part(self, newest: Version, protected_in: int) -> None:
@@ -255,17 +254,8 @@ class Protector:
 
     def _own_part(self, wanted: Version) -> int:
         """The generation from which this node has its whole part of this protection, or -1."""
-        group = self.group
-        assert group is not None
-        found = [
-            part.protected_in
-            for part in self._vaults.parts()
-            if version(part.generation, part.step) == wanted
-            and part.is_complete
-            and (part.members, part.parity) == (group.members, group.parity)
-            and set(part.mirrors) == {group.nodes[at].node_id for at in group.mirrored_here}
-        ]
-        return max(found, default=-1)
+        assert self.group is not None
+        return self.group.whole_part(wanted, self._vaults.parts())
 
     def _tell_manifest(self, round_: Round) -> None:
         if not round_.manifest_is_sent:
@@ -441,10 +431,7 @@ class Protector:
     def linked(self, node_id: str) -> None:
         """A lost link to this node is there again."""
         for round_ in self._rounds:
-            if round_.is_ready:
-                self._say_again(round_)
-            else:
-                self._begin_again(round_, round_.attempt + 1)
+            self._say_again(round_)
 
     def fill_of(self, session: int, body: t.RoundMessage) -> tuple[Fill, Protecting] | None:
         """Where blocks and mirrors of a version go; in any thread."""
@@ -489,9 +476,11 @@ class Protector:
             self._advance(round_)
 
     def _say_again(self, round_: Round) -> None:
-        """It is ready here, and what a lost connection took with it may be missing elsewhere."""
+        """What a lost connection took with it may be missing elsewhere, also where all is here."""
         group = self.group
-        if round_.problem:
+        if not round_.is_ready:
+            self._begin_again(round_, round_.attempt + 1)
+        elif round_.problem:
             self._tell_all(t.Unable(*self._name(round_), round_.problem))
         elif group is not None and group.is_possible and round_.manifest is not None:
             self._tell_sealed(round_)
