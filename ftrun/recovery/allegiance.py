@@ -5,7 +5,7 @@ Takes in: who is reached, who refuses, who says that somebody leads, time.
 Gives:    the role of this agent; dials and requests; the decision to propose itself.
 Survives: its lead: the next agent in order takes over, and every agent knows the order.
 
-    JOINING    looks for the run, at the endpoints or at an address it was told
+    JOINING    looks for the run, at the endpoints or at an address from a peer
     GATHERING  listens at the first endpoint itself, and knows of no run
     FOLLOWING  has a lead: as a member, as a spare, or beside the generation
     SEEKING    has lost its lead, or was started again, and looks who leads

@@ -364,7 +364,7 @@ def text_of(folder: Path, names: list[str]) -> str:
 
 
 def wait_for_losses(folder: Path, ranks: int, count: int, names: list[str]) -> None:
-    """Until each of these ranks has made so many steps."""
+    """Wait until each of these ranks has completed this number of steps."""
     give_up_s = time.monotonic() + WAIT_S
     paths = [folder / f"losses.{rank}" for rank in range(ranks)]
     while not all(path.exists() and path.read_text().count("\n") >= count for path in paths):

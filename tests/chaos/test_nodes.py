@@ -36,7 +36,7 @@ ALWAYS = [
     ("pair-cut-unprotected", "ddp"),
 ]
 LOADED = 3.0
-"""So many times a limit for a machine at rest holds here."""
+"""Factor on limits that hold for an idle machine."""
 LEAVES = ("drained", "ddp")
 IN_FULL = [
     (name, kind) for name in FAULTS for kind in KINDS if (name, kind) not in (*ALWAYS, LEAVES)

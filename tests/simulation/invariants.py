@@ -389,7 +389,7 @@ class Invariants:
             self._check_protection(record)
 
     def _is_bare(self, nodes: frozenset[str], version: Version) -> bool:
-        """A node of the group has said that it cannot keep its part, and the run goes on."""
+        """A node of the group cannot keep its part; training continues unprotected."""
         agents = [self.simulation.network.nodes[one].agent for one in nodes]
         links = [agent.hands.smp for agent in agents if agent is not None]
         return any(link.unprotected and link.ready == version for link in links)

@@ -332,7 +332,7 @@ class Peers:
     # --- what comes in ------------------------------------------------------------------------
 
     def accept(self, incoming: Incoming) -> None:
-        """Somebody has connected."""
+        """A peer has connected."""
         if self.smp.is_alive and incoming.is_open:
             self.smp.run(self._let_in, incoming)
 

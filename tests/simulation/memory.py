@@ -22,7 +22,7 @@ from ftrun.wire.vault import VaultRecord, VaultState
 STATE_BYTES = 8
 BLOCK_BYTES = 4096
 BLOCKS_PER_RANK = 2
-"""A shard is said to be so long, and rebuilt in so many blocks; each has the state in it."""
+"""Length of a shard, and the number of blocks it is rebuilt from; each holds the state."""
 
 _WHOLE = (VaultState.COMPLETE, VaultState.COMMITTED)
 

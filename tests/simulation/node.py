@@ -41,7 +41,7 @@ _SPEC = SimpleNamespace(
     profile=SimpleNamespace(erasure=SimpleNamespace(small_state_bytes=0)),
     checkpoint_directory=None,
 )
-"""Of the settings of a run, what is told to its SMPs: all state is coded."""
+"""Settings that SMPs receive; with these all state is erasure-coded."""
 
 _MATTERS = (
     smp_messages.VersionReady

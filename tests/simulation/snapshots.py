@@ -372,7 +372,7 @@ class OldShards:
 
 
 class Fetch(Fetcher):
-    """Of slots: from whom, and what then. Where no protection is relied on, they are looked up."""
+    """Sources of slots. Without a protection they are looked up in the nodes' inventories."""
 
     def _opened(self, raw: bytearray, lost: LostNode) -> int:
         return int.from_bytes(raw, "little")

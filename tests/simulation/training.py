@@ -140,7 +140,7 @@ class Group:
         """As `ftrun.worker.capture` does it."""
         smp = ranks.node.smp
         if smp is None or not smp.is_alive:
-            ranks.settling.skipped(taken.step)  # the next SMP is told with the next one
+            ranks.settling.skipped(taken.step)  # the next SMP receives it with the next step
             return
         if not is_free(ranks) and (ranks.settling.is_under_way or not self._take_back(ranks, smp)):
             ranks.settling.skipped(taken.step)
@@ -158,7 +158,7 @@ class Group:
 
     @staticmethod
     def _take_back(ranks: Ranks, smp: "Smp") -> bool:
-        """Withdraw the newest seal, for which nobody needs to wait any more."""
+        """Withdraw the newest seal, which no other rank needs any more."""
         last = ranks.settling.newest_sealed
         if last is not None:
             ranks.settling.skipped(last.step)

@@ -173,7 +173,7 @@ def test_who_answers_too_late_may_take_part_in_the_next_ballot() -> None:
     assert made.peer("c").is_mute
     assert not made.election.promised(promise(5, "c"))
     assert not made.peer("c").is_mute
-    assert not made.election.promised(promise(5, "x")), "nobody knows it"
+    assert not made.election.promised(promise(5, "x")), "no node knows it"
 
 
 def test_its_own_node_is_always_waited_for() -> None:
