@@ -4,12 +4,17 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.machinery import SourceFileLoader
+from importlib.util import module_from_spec, spec_from_loader
+from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 from tests.integration.conftest import Run, Start
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+DEMO = Path(__file__).parents[2] / "scripts" / "demo"
 
 TRAIN = """
 import os, signal, sys, time
@@ -50,6 +55,16 @@ for step in loop:
 """
 
 
+def demo() -> ModuleType:
+    """The program scripts/demo, which shows the failures of a run's journal."""
+    loader = SourceFileLoader("demo", str(DEMO))
+    spec = spec_from_loader(loader.name, loader)
+    assert spec is not None
+    module = module_from_spec(spec)
+    loader.exec_module(module)
+    return module
+
+
 @pytest.fixture
 def train(start: Start, script: Callable[..., str]) -> Callable[..., Run]:
     """Train to the end, with a kill in each generation but the last."""
@@ -73,6 +88,11 @@ def test_an_exact_repeat_is_reported_as_equal(train: Callable[..., Run]) -> None
     assert lines[0]["text"] == f"repeated {count} steps: {both}"
     assert lines[0]["compared"] == count
     assert "repeated steps differ" not in run.text
+    ((generation, cause, lost_s),) = demo().failures(
+        run.folder / "ftrun-logs" / run.run_id / "journal.jsonl"
+    )
+    assert (generation, cause) == (1, "rank 0 was killed")
+    assert lost_s > 0
     made = subprocess.run(
         [sys.executable, "-m", "ftrun", "report", "last", "--run", run.run_id],
         cwd=run.folder,
