@@ -12,7 +12,7 @@ def loaded_by(code: str) -> set[str]:
     """Which of the heavy modules are there after the code has run in a new process."""
     probe = f"import sys\n{code}\nprint([m for m in {HEAVY!r} if m in sys.modules])"
     command = [sys.executable, "-c", probe]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=240)
     return set(eval(done.stdout.splitlines()[-1]))  # our own probe's list of names
 
 
