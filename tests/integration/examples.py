@@ -46,6 +46,14 @@ if torch.distributed.is_initialized():
     torch.distributed.destroy_process_group()
 """
 
+ENDS_AT_ONCE = """
+import os
+
+os._exit(0)
+"""
+"""At the end of an undisturbed script: on a busy machine torch 2.13 with gloo sometimes aborts when
+the interpreter ends ("terminate called without an active exception")."""
+
 
 def example(
     title: str,
@@ -111,7 +119,7 @@ def ends_as_undisturbed(
     """
     calm = folder / "calm"
     calm.mkdir()
-    (calm / "train.py").write_text(DIES.format(deaths={}) + code + TELLS)
+    (calm / "train.py").write_text(DIES.format(deaths={}) + code + TELLS + ENDS_AT_ONCE)
     by_generation = {str(generation): count for generation, count in deaths.items()}
     (folder / "train.py").write_text(DIES.format(deaths=by_generation) + code + TELLS)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]

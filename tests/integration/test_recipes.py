@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.conftest import WAIT_S, Run, Start
-from tests.integration.examples import DIES, example, restored_steps
+from tests.integration.examples import DIES, ENDS_AT_ONCE, example, restored_steps
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -49,7 +49,7 @@ def undisturbed(folder: Path, code: str, ranks: int = 1) -> list[str]:
     """What the script prints at its end without ftrun."""
     calm = folder / "calm"
     calm.mkdir()
-    (calm / "train.py").write_text(code)
+    (calm / "train.py").write_text(code + ENDS_AT_ONCE)
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
     done = subprocess.run(
         [sys.executable, *(torchrun if ranks > 1 else []), "train.py"],
