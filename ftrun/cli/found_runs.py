@@ -70,6 +70,32 @@ def is_anything_left(folder: RunFolder) -> bool:
     return answers(folder.smp_socket) or bool(process_tree.left_behind(folder.path))
 
 
+def sweep() -> None:
+    """Remove the folders of runs of which nothing is left, not even memory."""
+    for folder in all_run_folders():
+        try:
+            lock_fd = os.open(folder.lock, os.O_RDWR | os.O_CLOEXEC)
+        except FileNotFoundError:  # being made this moment
+            continue
+        try:
+            fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            continue
+        else:
+            if is_file_of(folder.lock, lock_fd) and not is_anything_left(folder):
+                folder.remove()
+        finally:
+            os.close(lock_fd)
+
+
+def is_file_of(path: Path, fd: int) -> bool:
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return False
+    return os.path.samestat(found, os.fstat(fd))
+
+
 def choose(name: str | None, *, command: str) -> FoundRun:
     """The run of that name, or the only one.
 

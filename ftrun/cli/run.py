@@ -25,7 +25,7 @@ import msgspec
 
 from ftrun import clock, process_tree
 from ftrun.cli.command_line import CommandLine
-from ftrun.cli.found_runs import is_anything_left
+from ftrun.cli.found_runs import is_file_of, sweep
 from ftrun.cli.nodes import nodes_of, rdzv_settings
 from ftrun.cli.profile_files import Resolved, Setting, plain_value, resolve, setting_from_text
 from ftrun.cli.slurm import SlurmStep, slurm_step
@@ -41,7 +41,6 @@ from ftrun.wire.environment import LOG_FOLDER
 from ftrun.wire.finished_run import has_finished, read_owner
 from ftrun.wire.run_folder import (
     RunFolder,
-    all_run_folders,
     check_run_id,
     run_folder,
     spare_log_folder,
@@ -298,7 +297,7 @@ def take_folder(run_id: RunId, *, script: str, node_id: str | None = None) -> tu
                 f"run {folder.name} is alive (pid {owner or 'not known yet'}). Choose another "
                 f"--run-id, or see it with: ftrun status {folder.name}"
             ) from None
-        if _is_file_of(folder.lock, lock_fd):
+        if is_file_of(folder.lock, lock_fd):
             break
         os.close(lock_fd)
     else:
@@ -334,24 +333,6 @@ def forget_earlier_life(folder: RunFolder, spec: RunSpec, step: SlurmStep | None
         clock.sleep(_LOOK_AGAIN_S)
 
 
-def sweep() -> None:
-    """Remove the folders of runs of which nothing is left, not even memory."""
-    for folder in all_run_folders():
-        try:
-            lock_fd = os.open(folder.lock, os.O_RDWR | os.O_CLOEXEC)
-        except FileNotFoundError:  # being made this moment
-            continue
-        try:
-            fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            continue
-        else:
-            if _is_file_of(folder.lock, lock_fd) and not is_anything_left(folder):
-                folder.remove()
-        finally:
-            os.close(lock_fd)
-
-
 def _check_same_script(folder: RunFolder, script: str) -> None:
     try:
         before = json.loads(folder.spec.read_text())["script"]
@@ -362,14 +343,6 @@ def _check_same_script(folder: RunFolder, script: str) -> None:
             f"run {folder.name} holds snapshots of {before}, and this is {script}. Choose "
             f"another --run-id, or free them with: ftrun stop {folder.name}"
         )
-
-
-def _is_file_of(path: Path, fd: int) -> bool:
-    try:
-        found = path.stat()
-    except FileNotFoundError:
-        return False
-    return os.path.samestat(found, os.fstat(fd))
 
 
 def _check_versions(line: CommandLine) -> None:

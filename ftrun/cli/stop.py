@@ -9,7 +9,7 @@ import os
 
 from ftrun import clock, process_tree
 from ftrun.cli import render
-from ftrun.cli.found_runs import FoundRun, Life, choose, look_at
+from ftrun.cli.found_runs import FoundRun, Life, choose, look_at, sweep
 from ftrun.cli.stub import answers, shut_down_smp
 from ftrun.errors import ExitCode, FtrunError, PeerTimeout, ProtocolError
 from ftrun.wire.messages import Done, Refused, StopRun
@@ -30,6 +30,7 @@ def stop(run_id: str | None) -> int:
         FtrunError: none is alive.
         PeerError: it does not answer, or is not gone in time.
     """
+    sweep()
     run = choose(run_id, command="stop")
     if run.life is Life.ORPHANED:
         _free_orphan(run)

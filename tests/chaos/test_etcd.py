@@ -28,7 +28,8 @@ if reason := etcd_available():
 pytestmark = [pytest.mark.chaos, pytest.mark.slow, pytest.mark.timeout(300)]
 
 WAIT_S = 120.0
-SHORT = ("--set", "nodes.settle_s=1")
+BOTH = ("--set", "nodes.settle_s=60")
+"""A run that may begin with one node waits this long for the other one."""
 PATIENT = ("--set", "nodes.deadline_s=12", "--set", "nodes.stop_cut_off_s=10")
 """For a run that must not be started again: an agent that gets no processor for 3 s counts as lost,
 and two nodes without their etcd have no majority that could go on without it."""
@@ -90,7 +91,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
 def one_or_two(make: Make, *flags: str, tls: bool = False) -> tuple[Cluster, NodesRun]:
     """Two nodes have begun, and may go on as one."""
     cluster = make(2, tls=tls)
-    run = cluster.run(2, "--nnodes", "1:2", *SHORT, *flags)
+    run = cluster.run(2, "--nnodes", "1:2", *BOTH, *flags)
     run.start_all()
     run.wait_for_step(10)
     return cluster, run

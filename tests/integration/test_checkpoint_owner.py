@@ -214,8 +214,9 @@ def run() -> Iterator[Own]:
     threads = set(threading.enumerate())
     yield lambda run_id: CheckpointOwnership(RunId(run_id), stop, lambda: run_id not in asleep)
     stop.set()
-    for thread in set(threading.enumerate()) - threads:
-        thread.join(20)
+    give_up_s = time.monotonic() + 20
+    while set(threading.enumerate()) - threads and time.monotonic() < give_up_s:
+        time.sleep(0.01)  # a thread that is being started cannot be joined
     asleep.clear()
 
 

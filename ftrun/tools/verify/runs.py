@@ -18,7 +18,7 @@ from types import TracebackType
 import msgspec
 
 from ftrun import clock
-from ftrun.cli.run import sweep
+from ftrun.cli.found_runs import sweep
 from ftrun.cli.stub import python_command
 from ftrun.errors import FtrunError
 from ftrun.kernel import end_with_parent

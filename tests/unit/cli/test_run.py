@@ -13,18 +13,19 @@ import pytest
 from msgspec.structs import replace
 
 from ftrun.cli.command_line import parse
+from ftrun.cli.found_runs import sweep
 from ftrun.cli.run import (
     MAX_TEMPORARY_BYTES,
     build_spec,
     check_checkpoint_directory,
     check_resume,
-    sweep,
     take_folder,
     temporary_folder_warning,
     with_log_folder,
 )
+from ftrun.cli.stop import stop
 from ftrun.config import Profile, RunSpec
-from ftrun.errors import RunIdTaken, UsageError
+from ftrun.errors import FtrunError, RunIdTaken, UsageError
 from ftrun.ids import RunId
 from ftrun.wire.channel import listen
 from ftrun.wire.run_folder import RunFolder, run_folder
@@ -183,6 +184,17 @@ def test_orphan_is_adopted_by_its_own_script_only() -> None:
         _, lock_fd = take_folder(RunId("mine"), script="/a.py")
         os.close(lock_fd)
         assert folder.smp_socket.exists()
+
+
+def test_stop_removes_the_folder_of_a_run_of_which_nothing_is_left(taken: RunFolder) -> None:
+    """Its processes were killed; some of them may have been dying at the last sweep."""
+    gone = run_folder(RunId("gone"))
+    gone.path.mkdir(mode=0o700)
+    gone.lock.touch()
+    with pytest.raises(FtrunError, match="no run gone is alive"):
+        stop("gone")
+    assert not gone.path.exists()
+    assert taken.path.exists()
 
 
 def test_sweep_removes_what_nobody_holds(taken: RunFolder) -> None:
