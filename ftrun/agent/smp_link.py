@@ -63,7 +63,7 @@ class SmpLink:
     """Every local rank has the version that its generation starts from."""
     notices: deque[smp_messages.SmpNotice] = field(default_factory=lambda: deque(maxlen=100))
     last_part: checkpoint_messages.CheckpointWritten | None = None
-    """The newest one that other nodes had not completed when it was written."""
+    """Written after the newest checkpoint: a part whose other parts were not complete then."""
     port: int = 0
     """Where the SMPs of other nodes reach this one; 0: nowhere."""
     answer_wait_s: float = ANSWER_WAIT_S
@@ -384,6 +384,7 @@ class SmpLink:
                 self.writing, self.refused, self.last_part = False, body.note, body
             case checkpoint_messages.CheckpointWritten():
                 self.last_checkpoint, self.refused, self.writing = body, "", False
+                self.last_part = None  # of a newer version that not all nodes hold
                 self.num_checkpoints += 1
                 self.last_checkpoint_s = clock.now_s()
             case checkpoint_messages.CheckpointRefused():

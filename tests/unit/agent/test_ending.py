@@ -1,8 +1,15 @@
 """What a stopped run says of the training it leaves."""
 
+from pathlib import Path
+
 import pytest
 
 from ftrun.agent.ending import Kept
+from ftrun.agent.smp_link import SmpLink
+from ftrun.wire.channel import Received
+from ftrun.wire.checkpoint_messages import CheckpointWritten
+from ftrun.wire.messages import Envelope
+from ftrun.wire.run_folder import RunFolder
 
 
 @pytest.mark.parametrize(
@@ -23,3 +30,15 @@ def test_each_line_says_what_is_kept(kept: Kept, words: list[str]) -> None:
     assert len(lines) == len(words)
     for line, word in zip(lines, words, strict=True):
         assert word in line
+
+
+def test_a_checkpoint_that_is_written_after_a_part_is_what_is_kept(tmp_path: Path) -> None:
+    """Nodes held different versions at the end; the older one was whole."""
+    smp = SmpLink(RunFolder(tmp_path), 1.0)
+    part = CheckpointWritten(0, 20, "", 100, 0.1, is_part=True, missing_ranks=[0])
+    for body in (part, CheckpointWritten(0, 19, "saved/step-19", 100, 0.1)):
+        envelope = Envelope("run", 0, 0, body)
+        smp._take(Received(envelope, ()))
+    assert smp.last_part is None
+    assert smp.last_checkpoint is not None
+    assert smp.last_checkpoint.step == 19
