@@ -173,6 +173,16 @@ class Vaults:
                 count += 1
         return count
 
+    def drop_damaged_mirror(self, version: Version, protected_in: int, place: int) -> None:
+        """Take a damaged mirror out of the inventory. The parity beside it stays.
+
+        If the inventory still named it, the leader would choose the same restore for ever.
+        """
+        vault = self.find(version, protected_in)
+        if vault is None or place not in vault.mirrored_places() or vault.mirror(place) is not None:
+            return
+        vault.keep_mirror(place, 0, 0)
+
     def parts(self) -> list[Protected]:
         """This node's part in each protection."""
         return [part for vault in self._slots if vault is not None for part in _part(vault)]

@@ -246,6 +246,16 @@ class Vault:
         names = [self.record.members[place].node_id for place in self.mirrored]
         return [one for one in names if self.given.get(one) == self.digests.get(one)]
 
+    def mirror(self, place: int) -> int | None:
+        """What a node has brought in, or None where it has not come or is damaged."""
+        assert self.record is not None
+        name = self.record.members[place].node_id
+        return self.digests[name] if place in self.mirrored and name in self.mirrors() else None
+
+    def keep_mirror(self, place: int, num_bytes: int, _: int) -> None:
+        assert not num_bytes, "a mirror that is whole comes with an exchange"
+        self.mirrored.discard(place)
+
     def close(self) -> None:
         self.is_mapped = False
         if self not in self._memory.vaults.values():

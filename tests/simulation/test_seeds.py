@@ -19,6 +19,8 @@ SEEDS = [
     pytest.param(101942, "liveness", id="a node that is ready does not repeat what was lost"),
     pytest.param(101262, "liveness", id="one node alone fetches what a leaving node holds"),
     pytest.param(101999, "liveness", id="one node alone waits for the leader to name a step"),
+    pytest.param(101203, "liveness", id="a damaged mirror is offered again and again"),
+    pytest.param(400454, "liveness", id="a mirror is damaged after a restore"),
 ]
 WITH_MISHAPS = [
     pytest.param(20298, "liveness", id="a node that answers a ballot too late is never taken in"),
