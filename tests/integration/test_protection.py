@@ -843,6 +843,9 @@ def test_a_flipped_bit_in_a_mirror_is_set_aside_and_the_next_mirror_used(cluster
     cluster.lose(0)
     cluster.restore(at)
     cluster.check(at)
+    offered = {part.protected_in: part for part in inventory(cluster.nodes[1]).protected}
+    assert offered[0].mirrors == [cluster.nodes[3].node_id], "the damaged one is offered no more"
+    assert offered[0].is_complete, "its parity still counts"
 
 
 def test_a_flipped_bit_in_a_survivors_slot_counts_as_one_more_loss(cluster: Cluster) -> None:
