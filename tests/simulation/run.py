@@ -327,6 +327,9 @@ class Simulation:
         record = self.invariants._newest_committed(newest)
         if record is not None and not (record.is_safe and can_have(record.version, memories)):
             return False
+        names = [node.node_id for node in here]
+        if self.bad_loads and self.invariants.may_be_from_disk() and not self.loads_on(names):
+            return False  # a plan from disk was accepted, and no checkpoint loads on all nodes
         later = [at for at in self.invariants.accepted if at >= newest.edition]
         return all(self._can_decide(self.invariants.accepted[at], here) for at in later)
 
