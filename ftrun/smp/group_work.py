@@ -347,8 +347,10 @@ class GroupWork:
 
     def _note(self, why: str, ask: transfer.Ask) -> None:
         """Something of this node was found damaged, and is set aside."""
+        wanted = version(ask.generation, ask.step)
         if isinstance(ask, transfer.AskMirror):
-            wanted = version(ask.generation, ask.step)
             self.vaults.drop_damaged_mirror(wanted, ask.protected_in, ask.place)
+        elif isinstance(ask, transfer.AskUnit | transfer.AskRebuilt):
+            self.vaults.note_damage(wanted, ask.protected_in)
         self.set_aside.append(why)
         self._tell_agent(smp_messages.SmpNotice("source_set_aside", why))

@@ -829,6 +829,9 @@ def test_flipped_bits_in_all_parity_of_a_stripe_are_a_refusal_that_names_it(
     assert "stripe" in failed.why
     assert "parity" in failed.why
     assert not cluster.nodes[0].arenas
+    # If their parts still counted, the leader would choose the same restore for ever.
+    offered = [part for node in cluster.nodes[1:] for part in inventory(node).protected]
+    assert not all(part.is_complete for part in offered)
 
 
 def test_a_flipped_bit_in_a_mirror_is_set_aside_and_the_next_mirror_used(cluster: Cluster) -> None:

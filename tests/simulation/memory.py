@@ -194,6 +194,7 @@ class Vault:
         self.digests: dict[str, int] = {}
         self.mirrored: set[int] = set()
         """Places whose small state is here."""
+        self.is_damaged = False
         self.is_mapped = True
         """The SMP has it; it may live on where the agent has a duplicate."""
         self._memory = memory
@@ -231,6 +232,7 @@ class Vault:
         self._lose()
         self.record, self.state = record, VaultState.FILLING
         self.given, self.digests, self.mirrored = {}, {}, set()
+        self.is_damaged = False
 
     def mark(self, state: VaultState) -> None:
         if state in (VaultState.VOID, VaultState.EMPTY):

@@ -154,6 +154,16 @@ def test_a_whole_mirror_stays(vaults: Vaults) -> None:
     assert [part.mirrors for part in vaults.parts()] == [["n2"]]
 
 
+def test_a_damaged_part_counts_as_missing_until_it_is_filled_again(vaults: Vaults) -> None:
+    fill(vaults, 1, VaultState.COMPLETE)
+    vaults.note_damage(version(0, 1), 0)
+    vaults.note_damage(version(0, 2), 0)
+    assert [part.is_complete for part in vaults.parts()] == [False]
+    assert vaults.find(version(0, 1), 0) is not None, "what is whole is still served"
+    fill(vaults, 1, VaultState.COMPLETE, protected_in=1)
+    assert [part.is_complete for part in vaults.parts()] == [True]
+
+
 def vaults_with_a_mirror(vaults: Vaults) -> Vault:
     fill(vaults, 1, VaultState.COMPLETE)
     vault = vaults.find(version(0, 1), 0)
