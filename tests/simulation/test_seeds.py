@@ -28,6 +28,7 @@ WITH_MISHAPS = [
     pytest.param(201420, "liveness", id="an agent forgets that a version is ready"),
     pytest.param(200130, "liveness", id="a node without a checkpoint takes it from the others"),
     pytest.param(701745, "liveness", id="ranks read a version of another world once"),
+    pytest.param(702007, "liveness", id="nodes that can load no checkpoint run no ranks"),
     pytest.param(200004, "liveness", id="no checkpoint loads after a majority has turned to disk"),
 ]
 
