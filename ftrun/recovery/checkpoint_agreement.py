@@ -8,7 +8,9 @@ Rule 1: each node loads the newest checkpoint that nobody has rejected. If the n
         different ones, those that not all can have are set aside, and another ballot begins.
         Each such ballot sets at least one aside, so they come to an end.
 Rule 2: a node that has a problem and names no new checkpoint that caused it can load none. If
-        others can, and are enough, the run continues without that node, see `blind_nodes`.
+        others can, and are enough, the run continues without that node, see `blind_nodes`. The
+        same applies if it names a checkpoint that others have loaded: to set that aside gives
+        this node nothing, and takes from the others what may be their only one.
 Rule 3: the run ends when too few nodes are left by rule 2.
 """
 
@@ -52,19 +54,26 @@ def disagreement(plan: Plan, answers: Mapping[str, Accepted]) -> EndRun | dict[s
     return EndRun(ExitCode.STATE_LOST, f"{why}. Give all the same --checkpoint-dir")
 
 
-def blind_nodes(plan: Plan, answers: Mapping[str, Accepted]) -> dict[str, str]:
+def blind_nodes(
+    plan: Plan, answers: Mapping[str, Accepted], differ: EndRun | dict[str, str]
+) -> dict[str, str]:
     """Members that cannot load what other members can, and their problems.
 
     Args:
-        plan: whose members have all accepted, and about which there is a disagreement.
+        plan: whose members have all accepted.
         answers: by node id.
+        differ: their disagreement.
     """
+    accepted = [(node.node_id, answers[node.node_id]) for node in plan.members]
+    loaded = {has.checkpoint for _, has in accepted if not has.problem}
     problems = {
-        node.node_id: answers[node.node_id].problem
-        for node in plan.members
-        if answers[node.node_id].problem and answers[node.node_id].code == ExitCode.STATE_LOST
+        node_id: has.problem
+        for node_id, has in accepted
+        if has.problem
+        and has.code == ExitCode.STATE_LOST
+        and (isinstance(differ, EndRun) or loaded & has.rejected.keys())
     }
-    return problems if len(problems) < len(plan.members) else {}
+    return problems if len(problems) < len(accepted) else {}
 
 
 def notes_of_blind(blind: Mapping[str, str]) -> list[Note]:

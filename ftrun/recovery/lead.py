@@ -330,13 +330,14 @@ class Lead:
     def _take_effect(self, ballot: Ballot, now_s: float) -> list[Command]:
         plan = self._election.won()
         differ = disagreement(plan, ballot.accepted)
-        if isinstance(differ, EndRun):
-            blind, aside = blind_nodes(plan, ballot.accepted), self.oversight.set_aside(now_s=now_s)
-            if not blind or not self.screening.can_spare(blind, ballot, self.plan, aside):
+        if differ is not None:
+            blind = blind_nodes(plan, ballot.accepted, differ)
+            aside = self.oversight.set_aside(now_s=now_s)
+            if blind and self.screening.can_spare(blind, ballot, self.plan, aside):
+                self.oversight.bar(blind, now_s=now_s)
+                return [*notes_of_blind(blind), *self.propose(ballot.why, now_s=now_s)]
+            if isinstance(differ, EndRun):
                 return self._end(differ, now_s)
-            self.oversight.bar(blind, now_s=now_s)
-            return [*notes_of_blind(blind), *self.propose(ballot.why, now_s=now_s)]
-        if differ:
             self.oversight.supervisor.bad_checkpoints |= differ
             return self.propose(ballot.why, now_s=now_s)
         self.plan, self.unsure, self._is_effective = plan, None, True

@@ -27,7 +27,7 @@ from ftrun.wire.transfer_socket import digest_of
 _log = logging.getLogger(__name__)
 
 Rebuild = Callable[[str, t.AskRebuilt], None]
-SetAside = Callable[[str], None]
+SetAside = Callable[[str, t.Ask], None]
 
 
 class FetchDesk:
@@ -35,7 +35,7 @@ class FetchDesk:
 
     Args:
         peers: the links.
-        set_aside: told, in a link's thread, of what was found damaged here.
+        set_aside: told, in a link's thread, of what was found damaged here, and of the question.
         runner: drives work that asks other nodes.
     """
 
@@ -236,5 +236,5 @@ class FetchDesk:
         """Say why something is not to be had here; what is damaged is told the agent too."""
         if isinstance(error, SnapshotCorrupt):
             _log.warning("%s", error)
-            self._set_aside(str(error))
+            self._set_aside(str(error), ask)
         self.tell(asker, Frame(t.NotHeld(ask.request, index, str(error))))

@@ -40,7 +40,7 @@ from ftrun.smp.served import Served
 from ftrun.smp.shards import ArenaMaps
 from ftrun.smp.vaults import Vaults
 from ftrun.smp.waits import Runner
-from ftrun.wire import messages, protected, smp_messages
+from ftrun.wire import messages, protected, smp_messages, transfer
 from ftrun.wire.identity import PeerIdentity
 from ftrun.wire.pages import Command, Page
 from ftrun.wire.secret import SECRET_BYTES, Secret
@@ -115,7 +115,7 @@ class GroupWork:
         )
         self._desk = FetchDesk(
             self._peers,
-            set_aside=lambda why: jobs.post(partial(self._note, why)),
+            set_aside=lambda why, ask: jobs.post(partial(self._note, why, ask)),
             runner=self._engines.runner,
         )
         self.restores = Restores(
@@ -345,7 +345,12 @@ class GroupWork:
         memory = self._memory
         return {rank: [arena.fd for arena in memory.of(rank)] for rank in memory.ranks}
 
-    def _note(self, why: str) -> None:
+    def _note(self, why: str, ask: transfer.Ask) -> None:
         """Something of this node was found damaged, and is set aside."""
+        wanted = version(ask.generation, ask.step)
+        if isinstance(ask, transfer.AskMirror):
+            self.vaults.drop_damaged_mirror(wanted, ask.protected_in, ask.place)
+        elif isinstance(ask, transfer.AskUnit | transfer.AskRebuilt):
+            self.vaults.note_damage(wanted, ask.protected_in)
         self.set_aside.append(why)
         self._tell_agent(smp_messages.SmpNotice("source_set_aside", why))

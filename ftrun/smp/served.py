@@ -119,15 +119,18 @@ class Served:
         """A node's small state; also our own, which a rank that has moved is fetched by.
 
         Raises:
-            LayoutUnknown: it is not here, or damaged.
-            SnapshotCorrupt: our own is damaged.
+            LayoutUnknown: it is not here.
+            SnapshotCorrupt: it is damaged.
         """
         vault, record = self.vault(ask)
         if ask.place == record.place:
             return mirror_parts(self.shards, record)
-        found = vault.mirror(ask.place) if ask.place in dict(record.mirrors) else None
+        if ask.place not in vault.mirrored_places():
+            raise LayoutUnknown(f"the mirror of place {ask.place} is not here")
+        found = vault.mirror(ask.place)
         if found is None:
-            raise LayoutUnknown(f"the mirror of place {ask.place} is not here, or damaged")
+            what = f"mirror of place {ask.place}, {record.version}"
+            raise SnapshotCorrupt(what=what, piece=0, pieces=1)
         return [found]
 
     def head(self, ask: t.AskHead) -> Sequence[Bytes]:

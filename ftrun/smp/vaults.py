@@ -173,6 +173,22 @@ class Vaults:
                 count += 1
         return count
 
+    def drop_damaged_mirror(self, version: Version, protected_in: int, place: int) -> None:
+        """Take a damaged mirror out of the inventory. The parity beside it stays.
+
+        If the inventory still named it, the leader would choose the same restore for ever.
+        """
+        vault = self.find(version, protected_in)
+        if vault is None or place not in vault.mirrored_places() or vault.mirror(place) is not None:
+            return
+        vault.keep_mirror(place, 0, 0)
+
+    def note_damage(self, version: Version, protected_in: int) -> None:
+        """Count this node's part of a protection as missing. What is whole is still served."""
+        vault = self.find(version, protected_in)
+        if vault is not None:
+            vault.is_damaged = True
+
     def parts(self) -> list[Protected]:
         """This node's part in each protection."""
         return [part for vault in self._slots if vault is not None for part in _part(vault)]
@@ -221,7 +237,8 @@ def _part(vault: Vault) -> list[Protected]:
             parity=record.parity,
             node_id=record.members[record.place].node_id,
             mirrors=[record.members[place].node_id for place in vault.mirrored_places()],
-            is_complete=vault.state in (VaultState.COMPLETE, VaultState.COMMITTED),
+            is_complete=vault.state in (VaultState.COMPLETE, VaultState.COMMITTED)
+            and not vault.is_damaged,
             is_committed=vault.state is VaultState.COMMITTED,
         )
     ]

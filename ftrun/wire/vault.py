@@ -145,6 +145,8 @@ class Vault:
         self._memory = memoryview(self._map)
         self.state = VaultState.EMPTY
         self.record: VaultRecord | None = None
+        self.is_damaged = False
+        """A block that was asked for does not match its digest."""
         self._areas: _Areas | None = None
         self._raw = b""
         self._read()
@@ -157,6 +159,7 @@ class Vault:
             raise LayoutUnknown(f"{areas.total} bytes do not fit a vault of {self.size}")
         self.mark(VaultState.EMPTY)
         self.record, self._areas, self._raw = record, areas, raw
+        self.is_damaged = False
         self._memory[PAGE_BYTES : PAGE_BYTES + len(raw)] = raw
         self._memory[areas.digests : areas.index_end] = bytes(areas.index_end - areas.digests)
         self.mark(VaultState.FILLING)

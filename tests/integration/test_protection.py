@@ -829,6 +829,9 @@ def test_flipped_bits_in_all_parity_of_a_stripe_are_a_refusal_that_names_it(
     assert "stripe" in failed.why
     assert "parity" in failed.why
     assert not cluster.nodes[0].arenas
+    # If their parts still counted, the leader would choose the same restore for ever.
+    offered = [part for node in cluster.nodes[1:] for part in inventory(node).protected]
+    assert not all(part.is_complete for part in offered)
 
 
 def test_a_flipped_bit_in_a_mirror_is_set_aside_and_the_next_mirror_used(cluster: Cluster) -> None:
@@ -843,6 +846,9 @@ def test_a_flipped_bit_in_a_mirror_is_set_aside_and_the_next_mirror_used(cluster
     cluster.lose(0)
     cluster.restore(at)
     cluster.check(at)
+    offered = {part.protected_in: part for part in inventory(cluster.nodes[1]).protected}
+    assert offered[0].mirrors == [cluster.nodes[3].node_id], "the damaged one is offered no more"
+    assert offered[0].is_complete, "its parity still counts"
 
 
 def test_a_flipped_bit_in_a_survivors_slot_counts_as_one_more_loss(cluster: Cluster) -> None:

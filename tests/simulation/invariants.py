@@ -439,7 +439,7 @@ class Invariants:
         if newest is None or not newest.is_safe or newest.version not in removed:
             return
         memories = self._memories()
-        if can_have(newest.version, memories) or self._may_be_from_disk():
+        if can_have(newest.version, memories) or self.may_be_from_disk():
             return
         later = [
             one
@@ -452,7 +452,7 @@ class Invariants:
                 f"lost; nodes that lost memory since: {sorted(newest.lost)}"
             )
 
-    def _may_be_from_disk(self) -> bool:
+    def may_be_from_disk(self) -> bool:
         """Somebody has accepted to go back to the checkpoint, since nobody there had any state.
 
         Whoever had it may meet that plan later; and must think that it has taken effect.

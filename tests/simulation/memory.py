@@ -194,6 +194,7 @@ class Vault:
         self.digests: dict[str, int] = {}
         self.mirrored: set[int] = set()
         """Places whose small state is here."""
+        self.is_damaged = False
         self.is_mapped = True
         """The SMP has it; it may live on where the agent has a duplicate."""
         self._memory = memory
@@ -231,6 +232,7 @@ class Vault:
         self._lose()
         self.record, self.state = record, VaultState.FILLING
         self.given, self.digests, self.mirrored = {}, {}, set()
+        self.is_damaged = False
 
     def mark(self, state: VaultState) -> None:
         if state in (VaultState.VOID, VaultState.EMPTY):
@@ -245,6 +247,16 @@ class Vault:
         assert self.record is not None
         names = [self.record.members[place].node_id for place in self.mirrored]
         return [one for one in names if self.given.get(one) == self.digests.get(one)]
+
+    def mirror(self, place: int) -> int | None:
+        """What a node has brought in, or None where it has not come or is damaged."""
+        assert self.record is not None
+        name = self.record.members[place].node_id
+        return self.digests[name] if place in self.mirrored and name in self.mirrors() else None
+
+    def keep_mirror(self, place: int, num_bytes: int, _: int) -> None:
+        assert not num_bytes, "a mirror that is whole comes with an exchange"
+        self.mirrored.discard(place)
 
     def close(self) -> None:
         self.is_mapped = False

@@ -603,6 +603,8 @@ class Hands:
         smp, plan = self.node.smp, self.plan
         if self.node.ranks is not ranks or not ranks.are_alive or plan is None:
             return
+        if ranks.are_ready:
+            return  # another try, after the SMP of a node was started again, has read it
         state = None
         if smp is not None and smp.is_alive and smp.body is not None:
             state = smp.read_old(restored, smp.body.restore_from)

@@ -243,12 +243,21 @@ class Simulation:
             return False  # snapshots go on, too
         wishes = self.scenario.settings.wishes
         endpoint = self.nodes[0].agent
+        barred = self._barred_by(newest.lead)
         here = sum(
             node.agent is not None
+            and node.node_id not in barred
             and (endpoint is not None or node.agent.member.role in (Role.FOLLOWING, Role.LEADING))
             for node in self.nodes
         )
         return len(newest.members) == min(here, wishes.max_nodes)
+
+    def _barred_by(self, lead_id: str) -> set[str]:
+        """Nodes that run no ranks for an hour, because they could load no checkpoint."""
+        agent = self.network.nodes[lead_id].agent
+        if not self.bad_loads or agent is None or agent.member.lead is None:
+            return set()
+        return agent.member.lead.oversight.set_aside(now_s=agent.now_s)
 
     def _finish(self) -> str:
         """Let the run come to its end: every agent says 0."""
@@ -327,6 +336,9 @@ class Simulation:
         record = self.invariants._newest_committed(newest)
         if record is not None and not (record.is_safe and can_have(record.version, memories)):
             return False
+        names = [node.node_id for node in here]
+        if self.bad_loads and self.invariants.may_be_from_disk() and not self.loads_on(names):
+            return False  # a plan from disk was accepted, and no checkpoint loads on all nodes
         later = [at for at in self.invariants.accepted if at >= newest.edition]
         return all(self._can_decide(self.invariants.accepted[at], here) for at in later)
 

@@ -313,8 +313,10 @@ class Served:
         member = record.members[ask.place]
         if ask.place == record.place:
             return [_bytes(self.shards.state(member.ranks))]
-        if ask.place not in vault.mirrored or member.node_id not in vault.mirrors():
-            raise LayoutUnknown("the mirror is not here, or damaged")
+        if ask.place not in vault.mirrored:
+            raise LayoutUnknown(f"the mirror of place {ask.place} is not here")
+        if vault.mirror(ask.place) is None:
+            raise SnapshotCorrupt(what=f"mirror of place {ask.place}", piece=0, pieces=1)
         return [_bytes(vault.digests[member.node_id])]
 
     def piece(self, digest: int) -> bytes:
@@ -590,6 +592,8 @@ class Smp:
                     self.memory.drop_vault(body.slot)
             case smp_messages.VersionCommitted():
                 self.node.has_committed(version(body.generation, body.step))
+            case smp_messages.RestoreReady() if self._is_alone:
+                self.node.has_committed(version(body.generation, body.step))
         self.node.told_by_smp(body)
 
     # --- the agent ----------------------------------------------------------------------------
@@ -597,14 +601,19 @@ class Smp:
     def begin_generation(self, body: BeginGeneration) -> None:
         self.run(self._begin, body)
 
+    @property
+    def _is_alone(self) -> bool:
+        """This node runs all ranks, and no group protects it."""
+        return self.body is not None and not self.body.group and bool(self.body.local_ranks)
+
     def _begin(self, body: BeginGeneration) -> None:
         self.body = body
         page = self.node.page
         assert page is not None
         self.work.begin_generation(body, protecting_of(body), page)
         committed = self.commits.tracker.committed
-        if not body.group and body.local_ranks and committed is not None:
-            self.node.has_committed(committed)  # alone, it commits what it begins with
+        if self._is_alone and committed is not None:
+            self.node.has_committed(committed)  # it commits what it begins with
 
     def inventory(self) -> smp_messages.Inventory:
         found: list[smp_messages.Inventory] = []

@@ -19,10 +19,17 @@ SEEDS = [
     pytest.param(101942, "liveness", id="a node that is ready does not repeat what was lost"),
     pytest.param(101262, "liveness", id="one node alone fetches what a leaving node holds"),
     pytest.param(101999, "liveness", id="one node alone waits for the leader to name a step"),
+    pytest.param(101203, "liveness", id="a damaged mirror is offered again and again"),
+    pytest.param(400454, "liveness", id="a mirror is damaged after a restore"),
+    pytest.param(700296, "safety", id="one node alone has fetched what it starts from"),
 ]
 WITH_MISHAPS = [
     pytest.param(20298, "liveness", id="a node that answers a ballot too late is never taken in"),
     pytest.param(201420, "liveness", id="an agent forgets that a version is ready"),
+    pytest.param(200130, "liveness", id="a node without a checkpoint takes it from the others"),
+    pytest.param(701745, "liveness", id="ranks read a version of another world once"),
+    pytest.param(702007, "liveness", id="nodes that can load no checkpoint run no ranks"),
+    pytest.param(200004, "liveness", id="no checkpoint loads after a majority has turned to disk"),
 ]
 
 

@@ -582,6 +582,22 @@ def test_the_run_continues_without_a_node_that_alone_can_read_no_checkpoint(wish
     assert text.startswith("node b may not run ranks for an hour: it cannot load the checkpoint")
 
 
+@pytest.mark.parametrize("wishes", [Wishes(2, 3, 0), Wishes(2, 2, 1)], ids=["shrinks", "spare"])
+def test_a_node_without_any_checkpoint_takes_none_from_the_others(wishes: Wishes) -> None:
+    """It rejects the only one, which the others can load."""
+    made = from_disk(wishes, a={9: ""}, b={9: "damaged"}, c={9: ""})
+    assert not made["a"].told(EndRun)
+    plan = made["a"].told(RunGeneration)[-1].plan
+    assert [node.node_id for node in plan.members] == ["a", "c"]
+    assert made.read_disk("c", plan).restored == (-1, 9)
+    assert not plan.history.bad_checkpoints
+
+
+def test_the_only_checkpoint_is_lost_if_no_node_can_be_spared() -> None:
+    made = from_disk(Wishes(3, 3, 0), a={9: ""}, b={9: "damaged"}, c={9: ""})
+    assert [end.exit_code for end in made["a"].told(EndRun)] == [ExitCode.STATE_LOST]
+
+
 def test_a_directory_that_is_taken_ends_the_run_though_others_could_read_it() -> None:
     made = Agents("abc", settings(wishes=Wishes(2, 3, 0), has_checkpoints=True))
     made.reads["a"] = (None, "it belongs to run other", "", {}, int(ExitCode.USAGE))
@@ -600,8 +616,14 @@ def test_a_directory_that_cannot_be_read_for_a_moment_costs_one_more_ballot() ->
     assert plan.history.bad_checkpoints == {"/saved": "b: /saved: stale handle"}
 
 
-def from_disk(*, at_first: dict[str, str] | None = None, **disks: dict[int, str]) -> Agents:
-    made = Agents("abc", settings(wishes=Wishes(2, 3, 0), has_checkpoints=True))
+def from_disk(
+    wishes: Wishes | None = None,
+    *,
+    at_first: dict[str, str] | None = None,
+    **disks: dict[int, str],
+) -> Agents:
+    wishes = wishes or Wishes(2, 3, 0)
+    made = Agents("abc", settings(wishes=wishes, has_checkpoints=True))
     made.disks |= disks
     made.stalls |= at_first or {}
     made.passes(10.0)
@@ -614,7 +636,7 @@ def from_disk(*, at_first: dict[str, str] | None = None, **disks: dict[int, str]
         ({9: "rank 1 is damaged", 6: ""}, {9: "", 6: ""}),
         ({9: "damaged", 6: "", 3: ""}, {9: "", 6: "damaged", 3: ""}),
         ({6: ""}, {9: "", 6: ""}),
-        ({9: "damaged"}, {9: "", 6: "damaged"}),
+        ({9: "damaged"}, {9: "damaged"}),
     ],
     ids=["one is damaged", "one each", "not seen yet", "none is left"],
 )

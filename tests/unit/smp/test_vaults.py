@@ -4,13 +4,14 @@ import os
 from collections.abc import Iterator
 
 import pytest
+import xxhash
 
 from ftrun.errors import LayoutUnknown
 from ftrun.ids import version
 from ftrun.smp.vaults import Vaults, make_vault
 from ftrun.snapshot.redundancy import NodePlan
 from ftrun.wire.protected import GroupMember
-from ftrun.wire.vault import VaultRecord, VaultState
+from ftrun.wire.vault import Vault, VaultRecord, VaultState
 
 
 def record(step: int, protected_in: int = 0) -> VaultRecord:
@@ -134,3 +135,39 @@ def test_a_node_without_a_part_frees_what_is_over(vaults: Vaults) -> None:
     vaults.commit(version(0, 20), 0)
     assert vaults.commit(version(0, 30), 3) == [0]
     assert vaults.fds == []
+
+
+def test_a_damaged_mirror_is_offered_no_more_and_its_parity_stays(vaults: Vaults) -> None:
+    """A leader that still found it in the inventory would choose the same restore for ever."""
+    vault = vaults_with_a_mirror(vaults)
+    vault.mirror_room(2)[3] ^= 1
+    vaults.drop_damaged_mirror(version(0, 1), 0, 2)
+    assert [(part.mirrors, part.is_complete) for part in vaults.parts()] == [([], True)]
+
+
+def test_a_whole_mirror_stays(vaults: Vaults) -> None:
+    """A question may have met a vault that is filled anew, or one that has no such mirror."""
+    vaults_with_a_mirror(vaults)
+    vaults.drop_damaged_mirror(version(0, 1), 0, 2)
+    vaults.drop_damaged_mirror(version(0, 1), 0, 0)
+    vaults.drop_damaged_mirror(version(0, 1), 1, 2)
+    assert [part.mirrors for part in vaults.parts()] == [["n2"]]
+
+
+def test_a_damaged_part_counts_as_missing_until_it_is_filled_again(vaults: Vaults) -> None:
+    fill(vaults, 1, VaultState.COMPLETE)
+    vaults.note_damage(version(0, 1), 0)
+    vaults.note_damage(version(0, 2), 0)
+    assert [part.is_complete for part in vaults.parts()] == [False]
+    assert vaults.find(version(0, 1), 0) is not None, "what is whole is still served"
+    fill(vaults, 1, VaultState.COMPLETE, protected_in=1)
+    assert [part.is_complete for part in vaults.parts()] == [True]
+
+
+def vaults_with_a_mirror(vaults: Vaults) -> Vault:
+    fill(vaults, 1, VaultState.COMPLETE)
+    vault = vaults.find(version(0, 1), 0)
+    assert vault is not None
+    vault.mirror_room(2)[:8] = b"mirrored"
+    vault.keep_mirror(2, 8, xxhash.xxh3_64_intdigest(b"mirrored"))
+    return vault
