@@ -406,6 +406,7 @@ def test_sigterm_to_all_nodes_soon_after_a_kill_of_an_agent_still_saves_the_snap
     assert f"kept         step {index.step} in " in text
 
 
+@pytest.mark.full  # test_checkpoint_owner.py shows the rule over two owners
 def test_a_second_run_of_the_same_id_on_other_nodes_is_refused(
     train: tuple[str, ...], tmp_path: Path
 ) -> None:

@@ -104,6 +104,7 @@ def test_same_run_id_resumes_when_only_the_smp_is_left(
     assert run.journal("adopted")
 
 
+@pytest.mark.full  # test_resized_world.py restores other numbers of ranks from memory
 def test_another_number_of_ranks_goes_on_from_memory(start: Start, train: tuple[str, ...]) -> None:
     run = start("--snapshot-every", "1", *train)
     wait_for_memory(run, KILL_AT)
