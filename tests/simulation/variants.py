@@ -31,7 +31,7 @@ from ftrun.wire.protected import Protected
 from ftrun.wire.smp_messages import Inventory
 from ftrun.wire.transfer import RoundMessage
 from ftrun.worker.settling import Settling
-from simulation import links, memory, training
+from simulation import memory, training
 from simulation.memory import Arena, Vault
 from simulation.training import Ranks
 
@@ -266,10 +266,6 @@ def _seal_of_one_rank_counts_for_all(patch: Patch) -> None:
     patch.setattr(CommitTracker, "complete", property(complete))
 
 
-def _stale_link_is_admitted(patch: Patch) -> None:
-    patch.setattr(links, "admits", lambda hello, **_: True)
-
-
 def _nothing_begins_again_when_a_link_is_back(patch: Patch) -> None:
     patch.setattr(Protector, "linked", lambda self, node_id: None)
 
@@ -388,7 +384,6 @@ VARIANTS = [
         _seal_of_one_rank_counts_for_all,
         ("does not bear", "is lost", "starts from", "no run after"),
     ),
-    Variant("stale link is admitted", _stale_link_is_admitted, ("no run after",)),
     Variant(
         "nothing begins again when a link is back",
         _nothing_begins_again_when_a_link_is_back,
