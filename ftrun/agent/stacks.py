@@ -1,6 +1,6 @@
 """The Python stack of a rank, taken without its help.
 
-Runs in:  agent, the thread of the eyes.
+Runs in:  agent, the diagnosis thread.
 Takes in: a pid; the rank's stack file, for where the first way is not allowed.
 Gives:    a `Stack`: the main thread's frames, the innermost first, and whether it holds the GIL.
 Source:   py-spy reads another process's memory (10 to 30 ms here); a container may forbid that.
@@ -15,7 +15,6 @@ import signal
 import subprocess
 import sys
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 
 from ftrun import clock
@@ -37,7 +36,6 @@ class Stack:
     """By py-spy; else who holds the GIL is not known."""
 
 
-@cache
 def spy_program() -> str | None:
     """Where py-spy is: beside this interpreter, or on the path."""
     beside = Path(sys.executable).parent / "py-spy"
