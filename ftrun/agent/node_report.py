@@ -72,6 +72,7 @@ class NodeReport:
         run = self._run
         workers, smp = run.workers, run.smp
         progress = workers.progress()
+        sealed = workers.sealed()  # before what is committed: a rank seals after that is shown
         runs = bool(workers.handles) and run.generations.is_member
         return Beat(
             generation=run.generations.number if runs else -1,
@@ -82,6 +83,8 @@ class NodeReport:
             exits=tuple(self._exits),
             ready=self._ready(),
             abandoned_step=smp.abandoned_step,
+            sealed=sealed,
+            committed=workers.committed(),
             at_boundary=run.orders.awaits_boundary and workers.all_at_boundary(),
             wished_every=workers.wished_every(),
             stops=run.signals.stops,

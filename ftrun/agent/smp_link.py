@@ -403,7 +403,7 @@ class SmpLink:
             case smp_messages.VersionReady():
                 self.ready_version = version(body.generation, body.step)
                 self.survives, self.survives_why = body.survives, body.why
-            case smp_messages.AbandonVersion():
+            case smp_messages.AbandonVersion() if body.generation == self._generation:
                 self.abandoned_step = max(self.abandoned_step, body.step)
             case smp_messages.RestoreReady():
                 self.is_restored = True

@@ -202,6 +202,25 @@ class WorkerGroup:
                 Command.STOP_AFTER_STEP, after_step if after_step >= 0 else furthest + 1
             )
 
+    def sealed(self) -> tuple[int, int] | None:
+        """Steps of the newest seal of each rank, in this generation: the smallest, the largest."""
+        pages = [place.page for place in self.places]
+        steps = [
+            page.get(Beat.SEALED_STEP)
+            for page in pages
+            if page.get(Beat.SEALED_COUNT) and page.get(Beat.SEALED_GENERATION) == self.generation
+        ]
+        return (min(steps), max(steps)) if steps else None
+
+    def committed(self) -> tuple[int, int] | None:
+        """The newest version that the ranks here know to be committed: (generation, step)."""
+        if self.commands is None or self.commands.get(Command.COMMITTED_STEP) < 0:
+            return None
+        step, generation = (
+            self.commands.get(at) for at in (Command.COMMITTED_STEP, Command.COMMITTED_GENERATION)
+        )
+        return (generation, step)
+
     def take_from(self, step: int) -> None:
         """Ranks take no snapshot before this step."""
         if self.commands is not None:

@@ -439,7 +439,7 @@ class Oversight:
         if ready is not None and (committed is None or ready > committed):
             take_from = self._alignment.after_commit(self.orders.take_from, self.reports.step)
             self._order(committed=ready, take_from=take_from)
-        skipped = self.reports.abandoned_step
+        skipped = max(self.reports.abandoned_step, self.reports.missed_step(beat))
         if skipped > self.orders.abandoned_step:
             take_from = self._alignment.after_skip(
                 self.orders.take_from, skipped, self.reports.step

@@ -27,6 +27,9 @@ class Reports:
         self.steps_here = 0
         self.attached = False
         self.abandoned_step = -1
+        self.sealed_step = -1
+        """The newest step that any rank has sealed."""
+        self._committed: VersionPair | None = None
         self._generation = -1
         self._members: dict[str, PlanNode] = {}
         self._current: set[str] = set()
@@ -41,7 +44,8 @@ class Reports:
         self._ready.clear()
         self.step = self.steps_here = self._num_at_boundary = 0
         self.attached = False
-        self.abandoned_step = -1
+        self.abandoned_step = self.sealed_step = -1
+        self._committed = None
         for node_id, beat in self.beats.items():
             self._count(node_id, beat)
 
@@ -76,6 +80,10 @@ class Reports:
         self.steps_here = max(self.steps_here, beat.steps_here)
         self.attached |= beat.attached
         self.abandoned_step = max(self.abandoned_step, beat.abandoned_step)
+        if beat.sealed is not None:
+            self.sealed_step = max(self.sealed_step, beat.sealed[1])
+        if beat.committed is not None:
+            self._committed = max(self._committed or beat.committed, beat.committed)
         return True
 
     @property
@@ -104,6 +112,19 @@ class Reports:
         if ready is None or self._ready[ready] != len(self._members):
             return None
         return ready
+
+    def missed_step(self, beat: Beat) -> int:
+        """Up to which step nothing can be committed any more, seen from this node's seals; or -1.
+
+        A rank here holds an uncommitted version, and another rank has sealed a later one. That one
+        has passed the step without a snapshot, because it heard late of a new interval: a rank
+        holds one version beyond the committed one. Its node does not say that it has skipped it.
+        """
+        if beat.sealed is None or beat.sealed[0] >= self.sealed_step:
+            return -1
+        pending = (beat.generation, beat.sealed[0])
+        is_committed = self._committed is not None and pending <= self._committed
+        return -1 if is_committed else self.sealed_step - 1
 
     def are_protected(self) -> bool:
         """Every member can be lost, and what it is ready with is still there."""

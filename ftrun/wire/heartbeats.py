@@ -65,6 +65,10 @@ class Beat(Message, frozen=True):
     exits: tuple[WorkerExit, ...] = ()
     ready: VersionPair | None = None
     abandoned_step: int = -1
+    sealed: tuple[int, int] | None = None
+    """Steps of the newest seal of each rank here, in this generation: the smallest, the largest."""
+    committed: VersionPair | None = None
+    """The newest version that the ranks here know to be committed."""
     at_boundary: bool = False
     wished_every: int = 0
     stops: int = 0

@@ -91,15 +91,14 @@ class Command(IntEnum):
     COMMITTED_GENERATION = 0
     COMMITTED_STEP = 1
     STOP_AFTER_STEP = 2  # take a last snapshot at this boundary or the first after it, and wait
-    SNAPSHOT_NOW = 3  # a counter: when it changes, the next boundary takes a snapshot
-    COMMIT_COUNT = 4
-    SNAPSHOT_EVERY = 5  # steps between snapshots where the profile says auto; 0: every step
-    EVERY_FROM_STEP = 6  # SNAPSHOT_EVERY counts from this step on, so that all ranks agree
-    ABANDONED_STEP = 7  # some rank has no seal of this step and never will: it is not committed
-    COMMITTED_IN = 8  # generation of the last commit: after a restore nothing is taken before it
-    PROTECTING_STEP = 9  # sealed by all ranks of the node, on its way to other nodes
-    TAKE_FROM = 10  # none is taken before this step, so that all take the same; -1: no lead decides
-    LEASE_NS = 11  # no optimizer steps after this time; 0: no other node can take the ranks' place
+    COMMIT_COUNT = 3
+    SNAPSHOT_EVERY = 4  # steps between snapshots where the profile says auto; 0: every step
+    EVERY_FROM_STEP = 5  # SNAPSHOT_EVERY counts from this step on, so that all ranks agree
+    ABANDONED_STEP = 6  # some rank has no seal of this step and never will: it is not committed
+    COMMITTED_IN = 7  # generation of the last commit: after a restore nothing is taken before it
+    PROTECTING_STEP = 8  # sealed by all ranks of the node, on its way to other nodes
+    TAKE_FROM = 9  # none is taken before this step, so that all take the same; -1: no lead decides
+    LEASE_NS = 10  # no optimizer steps after this time; 0: no other node can take the ranks' place
 
 
 class Page:

@@ -53,7 +53,6 @@ class Cadence:
         self._page = page
         self._commands = commands
         self._every = settings.every if isinstance(settings.every, int) else 1
-        self._asked = commands.get(Command.SNAPSHOT_NOW)
         self._quiet_s = _Mean()
         self._added_s = _Mean()
         """By one snapshot, to all its turns."""
@@ -70,13 +69,6 @@ class Cadence:
             if every > 0 and step > self._commands.get(Command.EVERY_FROM_STEP):
                 self._every = every
         return step % max(1, self._every) == 0 and step >= self._commands.get(Command.TAKE_FROM)
-
-    def was_asked(self) -> bool:
-        """Whether the agent wants one now, beside the interval."""
-        asked = self._commands.get(Command.SNAPSHOT_NOW)
-        is_new = asked != self._asked
-        self._asked = asked
-        return is_new
 
     def learn(self, turn: Turn, *, step_s: float, copy_s: float, blocked_s: float) -> None:
         """Take in what one turn of the loop took, and publish the interval that would suit.

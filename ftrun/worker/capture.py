@@ -89,7 +89,6 @@ class Capture:
         self._is_typical = True
         self._last_boundary_ns = 0
         self._hook_fired = False
-        self._is_asked = False
         self._is_patient = True
         self._is_off = False
         self._trouble = ""
@@ -115,9 +114,7 @@ class Capture:
             self._end_turn()
             self._learn(began_ns)
             self._link.tell_again()
-            self._is_asked |= self._cadence.was_asked()
-            is_due = force or (allowed and (self._is_asked or self._cadence.is_due(step)))
-            self._is_asked &= not is_due
+            is_due = force or (allowed and self._cadence.is_due(step))
             self._try(step, collect, is_due=is_due, is_last=force)
         except PeerError as error:
             # The agent starts another SMP; until then there is no memory to ask for.

@@ -7,6 +7,8 @@ threads       a single thread of an agent dies: the ranks are held, the agent en
               another one
 refusals      a firewall resets the connections between two nodes, and refuses new ones
 agents        all agents of the members are stopped, and their ranks are not
+intervals     the ranks of a node hear late of a new interval: they pass a step of which others take
+              a snapshot, and do not say so
 checkpoints   a checkpoint cannot be loaded on some nodes
 """
 
@@ -39,6 +41,7 @@ class Mishaps:
         self._random = Random(f"{simulation.world.seed}/mishaps/{simulation.scenario.mode}")
         self._kinds: list[Callable[[Node], None]] = [
             self._agents_stop,
+            self._interval_is_late,
             self._leftovers,
             self._refusals,
             self._stuck,
@@ -79,6 +82,11 @@ class Mishaps:
                 agent.freeze()
                 # Those that are still stopped when the faults end go on then.
                 self._world.after(self._random.choice((2.5, 6.0, 12.0)), self._thaw, agent)
+
+    def _interval_is_late(self, node: "Node") -> None:
+        if node.ranks is not None:
+            self._faults.note("hears late of an interval", node)
+            node.ranks.passes = self._random.choice((1, 2))
 
     def _thaw(self, agent: object) -> None:
         if not self._faults.are_over:

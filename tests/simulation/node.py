@@ -675,6 +675,8 @@ class Hands:
             exits=exits,
             ready=ready_pair,
             abandoned_step=skipped,
+            sealed=ranks.sealed if ranks is not None else None,
+            committed=self.node.page.committed if self.node.page is not None else None,
             at_boundary=at_boundary,
             stops=stops,
             stop_signal=15,

@@ -79,6 +79,12 @@ class Page:
     def set(self, at: Command, value: int) -> None:
         self._words[at] = value
 
+    @property
+    def committed(self) -> tuple[int, int] | None:
+        """As `WorkerGroup.committed`."""
+        found = (self.get(Command.COMMITTED_GENERATION), self.get(Command.COMMITTED_STEP))
+        return found if found[1] >= 0 else None
+
     def add(self, at: Command, value: int) -> None:
         self._words[at] += value
 

@@ -14,6 +14,7 @@ from ftrun.recovery.checkpoint_agreement import disagreement
 from ftrun.recovery.commands import EndRun
 from ftrun.recovery.holding import Holding
 from ftrun.recovery.places import Wishes
+from ftrun.recovery.reports import Reports
 from ftrun.wire.ballot_messages import Accepted
 from ftrun.wire.plan import Plan
 from simulation.mishaps import has_mishaps
@@ -25,6 +26,7 @@ ROTATING = 10
 BEGINS_S = 9.0
 """By then a generation runs."""
 KINDS = [
+    "hears late of an interval",
     *("agents of all members stop", "kill agent, and its ranks live on", "refuses"),
     *("ranks cannot be killed", "a thread of the agent dies"),
 ]
@@ -233,3 +235,36 @@ def test_a_rule_that_is_left_out_is_missed(
         break_it(patch)
         problems = [outcome.problem for outcome in runs()]
     assert any(words in problem for problem in problems), problems
+
+
+@pytest.mark.slow
+def test_commits_do_not_stop_when_a_node_passes_a_step_that_others_take(
+    monkeypatch: Patch,
+) -> None:
+    """Each node would wait for the other to seal what it holds itself."""
+
+    def runs() -> list[str]:
+        return [
+            run_seed(
+                seed,
+                "liveness",
+                prepare=pass_one,
+                scenario=replace(
+                    quiet(seed, Wishes(2, 2, 0)), mode="liveness", every=1, faults_end_s=14.0
+                ),
+            ).problem
+            for seed in range(8)
+        ]
+
+    def pass_one(simulation: Simulation) -> None:
+        def late() -> None:
+            ranks = simulation.nodes[1].ranks
+            assert ranks is not None
+            ranks.passes = 1
+
+        simulation.world.after(BEGINS_S, late)
+
+    assert runs() == [""] * 8
+    with monkeypatch.context() as patch:
+        patch.setattr(Reports, "missed_step", lambda self, beat: -1)
+        assert any("no run after" in problem for problem in runs())

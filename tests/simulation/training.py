@@ -53,6 +53,15 @@ class Ranks:
         self.page = node.page
         restored = node.restored_in.get(plan.generation)
         self.settling = Settling(self.page, plan.generation, restored)
+        self.passes = 0
+        """Due snapshots that it takes none of and says nothing: it heard late of an interval."""
+        self.newest_seals: dict[Rank, int] = {}
+
+    @property
+    def sealed(self) -> tuple[int, int] | None:
+        """As `WorkerGroup.sealed`."""
+        steps = self.newest_seals.values()
+        return (min(steps), max(steps)) if steps else None
 
     @property
     def can_move(self) -> bool:
@@ -133,7 +142,11 @@ class Group:
     def _capture(self, members: list[Ranks]) -> None:
         taken = version(self.plan.generation, self.step)
         for ranks in members:
-            if is_due(ranks, self.step, self.simulation.scenario.every):
+            if not is_due(ranks, self.step, self.simulation.scenario.every):
+                continue
+            if ranks.passes and ranks.stop_after != self.step:
+                ranks.passes -= 1
+            else:
                 self._take(ranks, taken)
 
     def _take(self, ranks: Ranks, taken: Version) -> None:
@@ -172,6 +185,7 @@ class Group:
         self.simulation.invariants.sealed(taken, state)
         arena.seal(taken, state, at)
         ranks.settling.sealed(taken.step)
+        ranks.newest_seals[arena.rank] = int(taken.step)
         smp = ranks.node.smp
         if smp is not None and smp.is_alive:
             smp.sealed(arena.rank, taken)

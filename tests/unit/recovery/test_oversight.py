@@ -221,6 +221,25 @@ def test_a_step_that_one_rank_has_abandoned_is_abandoned_by_all() -> None:
     assert made.orders.abandoned_step == 6
 
 
+def test_a_step_that_a_rank_has_passed_without_a_word_is_abandoned() -> None:
+    """Each of two nodes would wait for good for the other to seal what it holds."""
+    made = oversight()
+    made.beat("a", beat(sealed=(5, 5), step=6), now_s=1.0)
+    assert made.orders.abandoned_step == -1
+    made.beat("b", beat(sealed=(8, 8), step=8), now_s=1.0)
+    made.beat("a", beat(sealed=(5, 5), step=8), now_s=1.0)
+    assert made.orders.abandoned_step == 7
+    assert made.orders.take_from > 8
+
+
+def test_what_another_node_knows_to_be_committed_is_not_abandoned() -> None:
+    """A new leader may not know it yet, and node a has not heard of it."""
+    made = oversight()
+    made.beat("b", beat(sealed=(8, 8), committed=(1, 5), step=8), now_s=1.0)
+    made.beat("a", beat(sealed=(5, 5), step=8), now_s=1.0)
+    assert made.orders.abandoned_step == -1
+
+
 def test_the_next_snapshot_is_named_where_no_rank_has_been_yet() -> None:
     made = oversight()
     made.beat("a", beat(ready=(1, 5), step=7), now_s=1.0)

@@ -22,6 +22,8 @@ beats = st.builds(
     wished_every=st.integers(0, 3),
     problem=st.sampled_from(["", "", "a slot is damaged"]),
     survives=st.integers(0, 1),
+    sealed=st.sampled_from([None, (3, 3), (4, 6), (5, 5)]),
+    committed=st.sampled_from([None, (0, 9), (1, 3), (1, 5)]),
 )
 node_ids = st.sampled_from("abz")
 acts = st.one_of(
@@ -42,7 +44,13 @@ def agrees(reports: Reports, newest: dict[str, Beat], seen: list[Beat], generati
     assert reports.all_at_boundary == (sum(beat.at_boundary for beat in now) == 2)
     assert reports.wished_every() == max((beat.wished_every for beat in now), default=0)
     assert reports.are_protected() == (len(now) == sum(beat.survives for beat in now) == 2)
+    committed = max((beat.committed for beat in seen if beat.committed), default=(-1, -1))
+    newest_sealed = max((beat.sealed[1] for beat in seen if beat.sealed), default=-1)
     for beat in now:
+        is_missed = beat.sealed is not None and (
+            committed < (generation, beat.sealed[0]) and beat.sealed[0] < newest_sealed
+        )
+        assert reports.missed_step(beat) == (newest_sealed - 1 if is_missed else -1)
         is_whole = not any(one.problem for one in now) and beat.ready is not None
         is_ready = is_whole and [one.ready for one in now] == [beat.ready] * 2
         assert reports.ready_with(beat) == (beat.ready if is_ready else None)
