@@ -14,6 +14,7 @@ from ftrun import clock
 from ftrun.agent.elastic import FtrunElasticAgent
 from ftrun.agent.journal_words import fields_of
 from ftrun.agent.smp_link import CHECKPOINT_WAIT_S
+from ftrun.agent.standing_orders import StandingOrders
 from ftrun.errors import ExitCode, PeerError, SnapshotError
 from ftrun.recovery import commands
 from ftrun.recovery.happenings import Adopted, PlanKept, Quiesced, RanksStuck
@@ -53,6 +54,7 @@ class NodeOrders:
         self._failed_s = 0.0
         self._stopped_s = 0.0
         self._stuck = ""
+        self._standing = StandingOrders()
 
     def begin(self, agent: FtrunElasticAgent) -> None:
         """Torch's launcher is there."""
@@ -124,13 +126,11 @@ class NodeOrders:
             case commands.Commit():
                 run.caretaker.last_commit = order.version
                 if not run.generations.is_alone:
-                    with suppress(PeerError):
-                        run.smp.commit(order.version)
+                    self._tell_smp(order)
             case commands.Checkpoint():
                 run.caretaker.write_part(order.version)
             case commands.Abandon():
-                with suppress(PeerError):
-                    run.smp.abandon(run.generations.number, order.step)
+                self._tell_smp(order)
             case commands.TakeFrom():
                 # Alone, the SMP commits by itself: a rank that has skipped a step would wait for a
                 # later one to be named, and no word of its skip reaches the leader.
@@ -141,6 +141,22 @@ class NodeOrders:
             case commands.MovePeers():
                 self._note(order)
                 run.generations.move_peers(order.ports)
+
+    def repeat(self) -> None:
+        """Tell the SMP once more what it has not carried out; called at each turn of the loop."""
+        page, generation = self._run.workers.commands, self._run.generations.number
+        if page is not None and self._run.workers.generation == generation:
+            for order in self._standing.unheard(page, generation, now_s=clock.now_s()):
+                self._tell_smp(order)
+
+    def _tell_smp(self, order: commands.Commit | commands.Abandon) -> None:
+        generation, smp = self._run.generations.number, self._run.smp
+        self._standing.keep(order, generation, now_s=clock.now_s())
+        with suppress(PeerError):
+            if isinstance(order, commands.Commit):
+                smp.commit(order.version)
+            else:
+                smp.abandon(generation, order.step)
 
     def _note(self, order: commands.NodeCommand) -> None:
         self._run.journal.write(type(order).__name__, **fields_of(order))

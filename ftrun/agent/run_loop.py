@@ -109,6 +109,7 @@ class RunLoop:
             if self.faults is not None:
                 self.faults.look()
             self._gather()
+            self.orders.repeat()
             if self.caretaker.look_after(clock.now_s()):
                 self.generations.tell_new_smp()
             self.finished.look(now_s=clock.now_s())

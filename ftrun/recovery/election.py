@@ -262,6 +262,18 @@ class Election:
             self.again_why = why
             self._refusals += 1
 
+    def is_beside(self, generation: int) -> bool:
+        """Whether this ballot begins a run beside one that somebody knows: it must ask for it.
+
+        Args:
+            generation: the newest one that a node knows.
+        """
+        ballot = self.ballot
+        if ballot is None or ballot.base != (-1, 0) or generation < ballot.generation:
+            return False
+        self.highest = max(self.highest, generation)
+        return True
+
     def note_promise(
         self, peer: Peer, promised: int, plan: Plan | None, place: int, *, now_s: float
     ) -> None:

@@ -115,8 +115,8 @@ class Lead:
 
     # --- who is there -------------------------------------------------------------------------
 
-    def add(self, card: NodeCard, *, now_s: float, linked: bool) -> list[Command]:
-        """A node has come, or an agent was started again on one."""
+    def add(self, card: NodeCard, *, now_s: float, linked: bool, knows: int = -1) -> list[Command]:
+        """A node has come that knows of this generation, or an agent was started again on one."""
         found: list[Command] = []
         old = self.known.get(card.node_id)
         if old is not None and old.card.incarnation != card.incarnation and not old.lost:
@@ -127,6 +127,8 @@ class Lead:
             self.oversight.past.returns(card.node_id)
             found.append(Note("NodeJoined", f"node {card.node_id} has come", {"host": card.host}))
             found += self._election.joined(peer, now_s=now_s)
+        if self._election.is_beside(knows):
+            found += self.propose(f"node {card.node_id} knows of a run", now_s=now_s)
         return found
 
     def has_link(self, card: NodeCard) -> bool:
@@ -143,12 +145,11 @@ class Lead:
     def opened(self, node_id: str, incarnation: int, *, now_s: float) -> list[Command]:
         """There is a connection. Whoever is new, or was lost, is told who leads."""
         peer = self.known.get(node_id)
-        known = self.plan.generation if self.plan is not None else -1
-        lead_is = Send(node_id, LeadIs(self.me, known, self.is_settled))
         if peer is None:
-            return [lead_is]
+            return [self._lead_is(node_id)]
         if peer.card.incarnation != incarnation:
-            return [*([] if peer.lost else self._lose(peer, _RESTARTED, now_s)), lead_is]
+            lost = [] if peer.lost else self._lose(peer, _RESTARTED, now_s)
+            return [*lost, self._lead_is(node_id)]
         self.known.opened(peer, now_s=now_s)
         if peer.lost:
             return self.back_again(peer, now_s=now_s)
@@ -157,9 +158,11 @@ class Lead:
 
     def back_again(self, peer: Peer, *, now_s: float) -> list[Command]:
         """A node that was lost is heard again: it comes in anew, beside what has gone on."""
+        return [*self.add(peer.card, now_s=now_s, linked=True), self._lead_is(peer.card.node_id)]
+
+    def _lead_is(self, node_id: str) -> Send:
         known = self.plan.generation if self.plan is not None else -1
-        told = Send(peer.card.node_id, LeadIs(self.me, known, self.is_settled))
-        return [*self.add(peer.card, now_s=now_s, linked=True), told]
+        return Send(node_id, LeadIs(self.me, known, self.is_settled))
 
     def closed(self, node_id: str, *, now_s: float) -> list[Command]:
         peer = self.known.get(node_id)

@@ -319,7 +319,7 @@ class Member:
         if lead is not None:
             if not lead.farewell.is_told(sender):
                 return []  # the majority may go on without this leader
-            found = lead.add(body.card, now_s=now_s, linked=True)
+            found = lead.add(body.card, now_s=now_s, linked=True, knows=body.knows)
             # Unless that has ended our leadership, or our place in the run.
             if self.lead is lead and self.follower.plan is not None:
                 found.append(Send(sender, say.Current(self.follower.plan, body.number, self.me)))

@@ -436,6 +436,9 @@ class Oversight:
 
     def _commit(self, beat: Beat) -> None:
         ready, committed = self.reports.ready_with(beat), self.orders.committed
+        known = self.reports.committed
+        if known is not None and known[0] == beat.generation and (ready is None or ready < known):
+            ready = known  # the leader before this one has ordered it; not every node has heard
         if ready is not None and (committed is None or ready > committed):
             take_from = self._alignment.after_commit(self.orders.take_from, self.reports.step)
             self._order(committed=ready, take_from=take_from)

@@ -29,7 +29,8 @@ class Reports:
         self.abandoned_step = -1
         self.sealed_step = -1
         """The newest step that any rank has sealed."""
-        self._committed: VersionPair | None = None
+        self.committed: VersionPair | None = None
+        """The newest version that any node knows to be committed."""
         self._generation = -1
         self._members: dict[str, PlanNode] = {}
         self._current: set[str] = set()
@@ -45,7 +46,7 @@ class Reports:
         self.step = self.steps_here = self._num_at_boundary = 0
         self.attached = False
         self.abandoned_step = self.sealed_step = -1
-        self._committed = None
+        self.committed = None
         for node_id, beat in self.beats.items():
             self._count(node_id, beat)
 
@@ -83,7 +84,7 @@ class Reports:
         if beat.sealed is not None:
             self.sealed_step = max(self.sealed_step, beat.sealed[1])
         if beat.committed is not None:
-            self._committed = max(self._committed or beat.committed, beat.committed)
+            self.committed = max(self.committed or beat.committed, beat.committed)
         return True
 
     @property
@@ -123,7 +124,7 @@ class Reports:
         if beat.sealed is None or beat.sealed[0] >= self.sealed_step:
             return -1
         pending = (beat.generation, beat.sealed[0])
-        is_committed = self._committed is not None and pending <= self._committed
+        is_committed = self.committed is not None and pending <= self.committed
         return -1 if is_committed else self.sealed_step - 1
 
     def are_protected(self) -> bool:

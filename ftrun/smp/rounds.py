@@ -102,8 +102,8 @@ class Rounds:
         """That of a version, begun if need be."""
         if wanted not in self._rounds:
             self._rounds[wanted] = Round(wanted)
-            ours = [at for at, one in self._rounds.items() if one.manifest is None]
-            for extra in sorted(ours)[: max(0, len(ours) - MAX_ROUNDS)]:
+            others = [at for at, one in self._rounds.items() if not one.is_sealed]
+            for extra in sorted(others)[: max(0, len(others) - MAX_ROUNDS)]:
                 if extra != wanted:
                     self._rounds.pop(extra).stop()
         return self._rounds[wanted]

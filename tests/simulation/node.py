@@ -9,6 +9,7 @@ import msgspec
 
 from ftrun.agent.generations import NOTHING
 from ftrun.agent.smp_places import begin_generation
+from ftrun.agent.standing_orders import StandingOrders
 from ftrun.events import Kind, WorkerExit
 from ftrun.ids import Version
 from ftrun.monitor.fitness import Fitness, Outcome
@@ -362,6 +363,7 @@ class Agent:
             return
         self.node.later(self.node.simulation.scenario.tick_s, self.call, self._tick)
         self.think(Passing())
+        self.hands.repeat()
         self.hands.tell(is_urgent=False)
 
     def think(self, event: Happening) -> None:
@@ -413,6 +415,7 @@ class Hands:
         self._awaits_boundary = False
         self._told: tuple[object, ...] = ()
         self._step_told = -1
+        self._standing = StandingOrders()
 
     def renew_lease(self) -> None:
         """The ranks of this node may step for as long as the agent says."""
@@ -484,10 +487,10 @@ class Hands:
                 self._run(command.plan)
             case do.Commit():
                 if self.plan is not None and len(self.plan.members) > 1:
-                    smp.commit(command.version)
+                    self._tell_order(command, smp)
             case do.Abandon():
                 if self.plan is not None:
-                    smp.abandon(self.plan.generation, command.step)
+                    self._tell_order(command, smp)
             case do.TakeFrom():
                 page = self.node.page
                 if page is not None and self.plan is not None and len(self.plan.members) > 1:
@@ -515,6 +518,23 @@ class Hands:
                 self._end(command)
         if self.agent.is_alive:
             self._next()
+
+    def repeat(self) -> None:
+        """As `NodeOrders.repeat`."""
+        page, plan, smp = self.node.page, self.plan, self.node.smp
+        if page is None or plan is None or self.is_over or smp is None or not smp.is_alive:
+            return
+        for order in self._standing.unheard(page, plan.generation, now_s=self.node.world.now_s):
+            self._tell_order(order, smp)
+
+    def _tell_order(self, order: do.Commit | do.Abandon, smp: Smp) -> None:
+        assert self.plan is not None
+        generation = self.plan.generation
+        self._standing.keep(order, generation, now_s=self.node.world.now_s)
+        if isinstance(order, do.Commit):
+            smp.commit(order.version)
+        else:
+            smp.abandon(generation, order.step)
 
     def _adopt(self, plan: Plan, smp: Smp) -> None:
         node = self.node

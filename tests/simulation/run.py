@@ -336,6 +336,10 @@ class Simulation:
         record = self.invariants._newest_committed(newest)
         if record is not None and not (record.is_safe and can_have(record.version, memories)):
             return False
+        ran = {member.node_id for member in newest.members}
+        have_kept = {node.node_id for node in here if node.memory.kept is not None}
+        if not ran & have_kept and not self.scenario.has_checkpoints:
+            return False  # what they had committed is lost, and nobody knows that it was nothing
         names = [node.node_id for node in here]
         if self.bad_loads and self.invariants.may_be_from_disk() and not self.loads_on(names):
             return False  # a plan from disk was accepted, and no checkpoint loads on all nodes

@@ -7,7 +7,9 @@ from dataclasses import replace
 
 import pytest
 
+from ftrun.agent.standing_orders import StandingOrders
 from ftrun.errors import ExitCode
+from ftrun.ids import Version
 from ftrun.recovery import ballots, enrolment, lead
 from ftrun.recovery.ballots import Electorate
 from ftrun.recovery.checkpoint_agreement import disagreement
@@ -15,6 +17,7 @@ from ftrun.recovery.commands import EndRun
 from ftrun.recovery.holding import Holding
 from ftrun.recovery.places import Wishes
 from ftrun.recovery.reports import Reports
+from ftrun.smp.commits import Commits
 from ftrun.wire.ballot_messages import Accepted
 from ftrun.wire.plan import Plan
 from simulation.mishaps import has_mishaps
@@ -243,19 +246,6 @@ def test_commits_do_not_stop_when_a_node_passes_a_step_that_others_take(
 ) -> None:
     """Each node would wait for the other to seal what it holds itself."""
 
-    def runs() -> list[str]:
-        return [
-            run_seed(
-                seed,
-                "liveness",
-                prepare=pass_one,
-                scenario=replace(
-                    quiet(seed, Wishes(2, 2, 0)), mode="liveness", every=1, faults_end_s=14.0
-                ),
-            ).problem
-            for seed in range(8)
-        ]
-
     def pass_one(simulation: Simulation) -> None:
         def late() -> None:
             ranks = simulation.nodes[1].ranks
@@ -264,7 +254,42 @@ def test_commits_do_not_stop_when_a_node_passes_a_step_that_others_take(
 
         simulation.world.after(BEGINS_S, late)
 
-    assert runs() == [""] * 8
+    assert two_nodes_live(pass_one) == [""] * 8
     with monkeypatch.context() as patch:
         patch.setattr(Reports, "missed_step", lambda self, beat: -1)
-        assert any("no run after" in problem for problem in runs())
+        assert any("no run after" in problem for problem in two_nodes_live(pass_one))
+
+
+@pytest.mark.slow
+def test_commits_do_not_stop_when_an_order_to_commit_is_lost(monkeypatch: Patch) -> None:
+    """An SMP that ends loses what its agent has sent it."""
+
+    def lose_one(simulation: Simulation) -> None:
+        real = Commits.commit
+        lost: list[Commits] = []
+
+        def commit(self: Commits, wanted: Version) -> None:
+            smp = simulation.nodes[1].smp
+            is_its = smp is not None and smp.commits is self
+            if is_its and not lost and simulation.world.now_s > BEGINS_S:
+                lost.append(self)
+            else:
+                real(self, wanted)
+
+        monkeypatch.setattr(Commits, "commit", commit)
+
+    assert two_nodes_live(lose_one) == [""] * 8
+    with monkeypatch.context() as patch:
+        patch.setattr(StandingOrders, "unheard", lambda *_, **__: [])
+        assert any("no run after" in problem for problem in two_nodes_live(lose_one))
+
+
+def two_nodes_live(prepare: Callable[[Simulation], None]) -> list[str]:
+    """What is wrong in each of eight worlds of two nodes, of which all must go on at the end."""
+    problems = []
+    for seed in range(8):
+        scenario = replace(
+            quiet(seed, Wishes(2, 2, 0)), mode="liveness", every=1, faults_end_s=14.0
+        )
+        problems.append(run_seed(seed, "liveness", prepare=prepare, scenario=scenario).problem)
+    return problems

@@ -312,6 +312,19 @@ def test_who_is_lost_before_the_plan_has_promised_nothing() -> None:
     assert made.election.stage() is Stage.CARRIED
 
 
+def test_a_ballot_that_begins_a_run_asks_for_the_one_that_a_node_knows() -> None:
+    proposer = Proposer()
+    assert not proposer.election.is_beside(3)
+    proposer.begin(plan=None)
+    assert not proposer.election.is_beside(-1)
+    assert proposer.election.is_beside(3)
+    proposer.begin(plan=None)
+    assert proposer.election.ballot is not None
+    assert proposer.election.ballot.generation == 4
+    proposer.begin()
+    assert not proposer.election.is_beside(9)
+
+
 def test_before_a_plan_nobody_is_a_member() -> None:
     made = Proposer()
     assert not made.election.is_member("a")

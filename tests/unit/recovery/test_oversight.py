@@ -240,6 +240,20 @@ def test_what_another_node_knows_to_be_committed_is_not_abandoned() -> None:
     assert made.orders.abandoned_step == -1
 
 
+def test_a_commit_of_the_leader_before_is_ordered_again() -> None:
+    """Node a has not heard of it, and node b is ready with a later version by now."""
+    made = oversight()
+    made.beat("a", beat(ready=(1, 5), sealed=(5, 5)), now_s=1.0)
+    made.beat("b", beat(ready=(1, 8), sealed=(8, 8), committed=(1, 5)), now_s=1.0)
+    assert made.orders.committed == (1, 5)
+
+
+def test_what_the_ranks_start_from_is_committed_once_more_only_when_all_protect_it() -> None:
+    made = oversight()
+    made.beat("a", beat(committed=(0, 5)), now_s=1.0)
+    assert made.orders.committed is None
+
+
 def test_the_next_snapshot_is_named_where_no_rank_has_been_yet() -> None:
     made = oversight()
     made.beat("a", beat(ready=(1, 5), step=7), now_s=1.0)

@@ -44,7 +44,9 @@ def agrees(reports: Reports, newest: dict[str, Beat], seen: list[Beat], generati
     assert reports.all_at_boundary == (sum(beat.at_boundary for beat in now) == 2)
     assert reports.wished_every() == max((beat.wished_every for beat in now), default=0)
     assert reports.are_protected() == (len(now) == sum(beat.survives for beat in now) == 2)
-    committed = max((beat.committed for beat in seen if beat.committed), default=(-1, -1))
+    known = [beat.committed for beat in seen if beat.committed is not None]
+    assert reports.committed == max(known, default=None)
+    committed = max(known, default=(-1, -1))
     newest_sealed = max((beat.sealed[1] for beat in seen if beat.sealed), default=-1)
     for beat in now:
         is_missed = beat.sealed is not None and (
