@@ -206,11 +206,12 @@ class GroupWork:
             if own is not None:
                 self._begin_links(body, own, None)
             return True
-        kept = restored
+        kept, protected_in = restored, body.protected_in
         has_committed = page.get(Command.COMMITTED_STEP) >= 0
         if has_committed and page.get(Command.COMMITTED_IN) == body.generation:
             kept = version(page.get(Command.COMMITTED_GENERATION), page.get(Command.COMMITTED_STEP))
-        self.vaults.keep(kept, body.protected_in)
+            protected_in = group.generation
+        self.vaults.keep(kept, protected_in)
         self._desk.begin(served, rebuild, own)
         self._read_old(body, served, own)
         self._begin_links(body, own, group)

@@ -140,6 +140,9 @@ class Network:
         if not end.agent.is_alive:
             self._reset(end.peer)
             return
+        if not end.is_open:  # the other side was gone before the handshake was over here
+            self._dial_failed(end.agent, host, port, end.peer.agent.node.node_id, False)
+            return
         end.agent.dialling.discard((host, port))
         self._opened(end)
 
@@ -179,7 +182,7 @@ class Network:
             return
         end.is_open = False
         agent, node_id = end.agent, end.peer.agent.node.node_id
-        if agent.is_alive:
+        if agent.is_alive and end.is_ready:
             agent.happens_to(end, Closed(node_id))
 
     def process_died(self, agent: "Agent") -> None:
