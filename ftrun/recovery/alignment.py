@@ -10,6 +10,8 @@ along with it. How far ahead that must be depends on the network and on the step
 
 Rule 1: it is only ever raised. Ranks that hear of it too late skip it, and say so; the others
         then let go of what they have taken, and all begin again further ahead.
+Rule 2: the distance grows by half with each step that was named and skipped. A report may take
+        longer than hundreds of short steps, and tells of none that came after it.
 """
 
 _NEARER_AFTER = 4
@@ -40,5 +42,5 @@ class Alignment:
         if skipped < take_from:
             return take_from  # before that nobody takes any: it was skipped before it was heard
         self._num_good = 0
-        self._ahead = max(self._ahead + 1, 2 * (step - skipped))
+        self._ahead = max(self._ahead + 1, self._ahead * 3 // 2, 2 * (step - skipped))
         return max(take_from, max(step, skipped) + self._ahead)

@@ -19,11 +19,22 @@ def test_a_step_skipped_before_the_named_one_moves_nothing() -> None:
     assert found.after_commit(-1, step=10) == 11
 
 
+def test_a_report_that_takes_hundreds_of_steps_is_caught_up_with_soon() -> None:
+    """A rank reads what was named 200 steps late, and reports each 50 steps."""
+    found, named, read = Alignment(), 0, -1
+    for step in range(50, 5000, 50):
+        skipped = step if read <= step else -1
+        if skipped < 0:
+            break
+        read, named = named, found.after_skip(named, skipped=skipped, step=step)
+    assert step < 1200
+
+
 def test_words_that_arrive_late_put_it_further_ahead_until_they_do_not() -> None:
     found = Alignment()
     assert found.after_skip(11, skipped=11, step=17) == 17 + 12  # there and back
-    assert found.after_skip(29, skipped=29, step=30) == 30 + 13
+    assert found.after_skip(29, skipped=29, step=30) == 30 + 18
     ahead = [found.after_commit(-1, step=100) - 100 for _ in range(40)]
-    assert ahead[:3] == [13, 13, 13]
+    assert ahead[:3] == [18, 18, 18]
     assert sorted(ahead, reverse=True) == ahead
     assert ahead[-1] <= 2
