@@ -120,6 +120,9 @@ class WorkerGroup:
         if restored is not None:
             self.commands.set(Command.COMMITTED_GENERATION, restored.generation)
             self.commands.set(Command.COMMITTED_STEP, restored.step)
+        if plan.committed is not None:
+            self.commands.set(Command.KEPT_GENERATION, plan.committed[0])
+            self.commands.set(Command.KEPT_STEP, plan.committed[1])
         self.starter.command_fd = self.command_fd
         self.starter.places = {
             local: self._place(Rank(rank), restored) for local, rank in enumerate(ranks)

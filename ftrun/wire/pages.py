@@ -99,6 +99,8 @@ class Command(IntEnum):
     PROTECTING_STEP = 8  # sealed by all ranks of the node, on its way to other nodes
     TAKE_FROM = 9  # none is taken before this step, so that all take the same; -1: no lead decides
     LEASE_NS = 10  # no optimizer steps after this time; 0: no other node can take the ranks' place
+    KEPT_GENERATION = 11  # committed before this generation began; may be older than what the ranks
+    KEPT_STEP = 12  # start from, and is kept until a version of this generation is committed
 
 
 class Page:
@@ -256,6 +258,8 @@ def create_command_page() -> int:
     page = Page(fd)
     page.set(Command.COMMITTED_GENERATION, -1)
     page.set(Command.COMMITTED_STEP, -1)
+    page.set(Command.KEPT_GENERATION, -1)
+    page.set(Command.KEPT_STEP, -1)
     page.set(Command.STOP_AFTER_STEP, NEVER_STEP)
     page.set(Command.ABANDONED_STEP, -1)
     page.set(Command.COMMITTED_IN, -1)

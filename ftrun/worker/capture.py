@@ -40,7 +40,7 @@ from ftrun.errors import (
     PeerError,
     StructureChanged,
 )
-from ftrun.wire.arena import NUM_SLOTS, Arena, SlotHeader, SlotState, table_digest
+from ftrun.wire.arena import Arena, SlotHeader, SlotState, table_digest
 from ftrun.wire.crash_points import crash_point
 from ftrun.wire.pages import Beat
 from ftrun.worker.cadence import Cadence, Turn
@@ -249,7 +249,7 @@ class Capture:
             self._settling.skipped(step)
             self._link.withdraw(step)
             return
-        slot = self._free_slot(slots.arena)
+        slot = self._settling.slot_to_fill(slots.arena.find)
         slots.arena.begin_copy(slot, self._header(slots, SlotState.COPYING, step, 0))
         crash_point("worker.capture.marked")
         copy = slots.copy_of(slot, state, self._hasty)
@@ -295,11 +295,6 @@ class Capture:
             clock.sleep(_POLL_S)
         self._is_patient = True
         return True
-
-    def _free_slot(self, arena: Arena) -> int:
-        committed = self._settling.committed
-        kept = arena.find(committed) if committed is not None else None
-        return 0 if kept is None else (kept + 1) % NUM_SLOTS
 
     def _header(self, slots: Slots, state: SlotState, step: int, digest: int) -> SlotHeader:
         image_bytes = slots.layout.image_bytes

@@ -25,7 +25,7 @@ from ftrun import clock
 from ftrun.errors import PeerError, SnapshotError
 from ftrun.ids import Version, version
 from ftrun.snapshot.layout import PLAIN_NAME
-from ftrun.wire.arena import NUM_SLOTS, Arena, SlotHeader, SlotState, table_digest
+from ftrun.wire.arena import Arena, SlotHeader, SlotState, table_digest
 from ftrun.wire.crash_points import crash_point
 from ftrun.wire.pages import Beat, Command
 from ftrun.worker.context import WorkerContext
@@ -118,7 +118,7 @@ class Saver:
         self._await_free(give_up_s)
         state = State(_lasting(sources), (), plain)
         slots = self._await_slots(state, give_up_s)
-        slot = self._free_slot(slots.arena)
+        slot = self._settling.slot_to_fill(slots.arena.find)
         slots.arena.begin_copy(slot, self._header(slots, SlotState.COPYING, step, 0))
         crash_point("worker.capture.marked")
         views = slots.views[slot]
@@ -231,11 +231,6 @@ class Saver:
             if clock.now_s() >= give_up_s:
                 raise SnapshotError("no snapshot was taken: the memory for it is still being made")
             clock.sleep(_RETRY_S)
-
-    def _free_slot(self, arena: Arena) -> int:
-        committed = self._settling.committed
-        kept = arena.find(committed) if committed is not None else None
-        return 0 if kept is None else (kept + 1) % NUM_SLOTS
 
     def _header(self, slots: Slots, state: SlotState, step: int, digest: int) -> SlotHeader:
         now_ns = clock.now_ns() if state is SlotState.SEALED else 0

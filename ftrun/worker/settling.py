@@ -13,9 +13,15 @@ Rule 2: where a lead decides, all ranks take the same step next, the first that 
         later one (`ftrun/recovery/alignment.py`). Without it, nodes that once took different
         steps could go on for good each taking what the other skips, and nothing would be
         committed any more.
+Rule 3: the slot with the newest committed version is never overwritten. Ranks of another world size
+        start from a version that is not in their arenas and may not be committed; the arenas may
+        hold the committed one.
 """
 
+from collections.abc import Callable
+
 from ftrun.ids import Version, version
+from ftrun.wire.arena import NUM_SLOTS
 from ftrun.wire.pages import Command, Page
 
 
@@ -73,6 +79,20 @@ class Settling:
         # A version that came from a checkpoint is of generation -1; no version is of step -1.
         known = [v for v in (found, self._restored) if v is not None and v.step >= 0]
         return max(known, default=None)
+
+    def slot_to_fill(self, find: Callable[[Version], int | None]) -> int:
+        """The slot of an arena that may be overwritten: rule 3.
+
+        Args:
+            find: gives the slot in which a version is sealed.
+        """
+        commands = self._commands
+        before = version(commands.get(Command.KEPT_GENERATION), commands.get(Command.KEPT_STEP))
+        for kept in (self.committed, before):
+            slot = find(kept) if kept is not None else None
+            if slot is not None:
+                return (slot + 1) % NUM_SLOTS
+        return 0
 
     @property
     def _is_ours(self) -> bool:

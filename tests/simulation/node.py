@@ -547,7 +547,7 @@ class Hands:
             problem = "" if restored is not None else "no checkpoint can be used"
         smp.void_after(restored if restored is not None else NOTHING)
         node.restored_in[plan.generation] = restored
-        self.plan, node.page = plan, Page(restored)
+        self.plan, node.page = plan, Page(restored, as_version(plan.committed))
         self.smp.committed = restored if plan.restore is not None else None
         self._tell_smp()
         node.memory.kept = (plan, False)

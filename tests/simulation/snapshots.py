@@ -63,8 +63,11 @@ RUN = RunId("run")
 class Page:
     """As in `ftrun.wire.pages`; it lasts as long as the agent or a rank does."""
 
-    def __init__(self, restored: Version | None) -> None:
+    def __init__(self, restored: Version | None, kept: Version | None) -> None:
         self._words = [0] * len(Command)
+        kept = kept if kept is not None else version(-1, -1)
+        self.set(Command.KEPT_GENERATION, kept.generation)
+        self.set(Command.KEPT_STEP, kept.step)
         at = restored if restored is not None else version(-1, -1)
         self.set(Command.COMMITTED_GENERATION, at.generation)
         self.set(Command.COMMITTED_STEP, at.step)

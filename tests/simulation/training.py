@@ -227,8 +227,7 @@ def is_free(ranks: Ranks) -> bool:
 
 def slot_to_overwrite(ranks: Ranks, arena: Arena) -> int:
     """The one without the committed version."""
-    kept = arena.place_of(ranks.settling.committed)
-    return 0 if kept is None else 1 - kept
+    return ranks.settling.slot_to_fill(arena.place_of)
 
 
 def exit_of(ranks: Ranks, rank: int, kind: Kind) -> WorkerExit:

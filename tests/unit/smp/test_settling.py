@@ -212,3 +212,19 @@ def test_commits_go_on_however_late_words_arrive(
         # Out of step: found in one trip, begun again in the next; more of them to learn how far.
         limit = (1 + 0.4 * discards) * (6 + 8 * network)
         assert longest < limit, (seed, run.committed_at[-3:])
+
+
+def test_what_was_committed_before_is_kept_while_ranks_start_from_another_version() -> None:
+    fd = create_command_page()
+    page, restored, before = Page(fd), version(1, 6), version(0, 3)
+    os.close(fd)
+    page.set(Command.KEPT_GENERATION, before.generation)
+    page.set(Command.KEPT_STEP, before.step)
+    settling = Settling(page, 2, restored)
+    assert settling.slot_to_fill({before: 0}.get) == 1
+    assert settling.slot_to_fill({before: 1}.get) == 0
+    assert settling.slot_to_fill({restored: 0, before: 1}.get) == 1
+    assert settling.slot_to_fill({}.get) == 0
+    page.set(Command.COMMITTED_STEP, 9)
+    page.set(Command.COMMITTED_GENERATION, 2)
+    assert settling.slot_to_fill({before: 0, version(2, 9): 1}.get) == 0
