@@ -5,6 +5,7 @@ Runs in: agent (which gathers them), recovery (which decides). Pure.
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import ClassVar
 
 from ftrun.ids import Generation, Rank, Step, Version
 
@@ -69,6 +70,8 @@ class Progress:
 class WorkersExited:
     """Workers that have ended, seen together."""
 
+    journal_kind: ClassVar[str] = "WorkersExited"
+
     exits: tuple[WorkerExit, ...]
     progress: Progress
 
@@ -76,6 +79,8 @@ class WorkersExited:
 @dataclass(frozen=True, slots=True)
 class StopAsked:
     """Somebody wants the run to end."""
+
+    journal_kind: ClassVar[str] = "StopAsked"
 
     signal: int
     by: str
@@ -96,12 +101,16 @@ class Tick:
 class SmpExited:
     """The snapshot manager is gone."""
 
+    journal_kind: ClassVar[str] = "SmpExited"
+
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class ZygoteExited:
     """The warm process is gone."""
+
+    journal_kind: ClassVar[str] = "ZygoteExited"
 
     text: str
 

@@ -4,8 +4,15 @@ Runs in: agent. Pure.
 """
 
 from dataclasses import fields
+from typing import ClassVar, Protocol
 
 from ftrun import events
+
+
+class Journaled(Protocol):
+    """A dataclass that is written to the journal as it is."""
+
+    journal_kind: ClassVar[str]
 
 
 def fields_of(value: object) -> dict[str, object]:

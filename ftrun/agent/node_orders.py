@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from ftrun import clock
 from ftrun.agent.elastic import FtrunElasticAgent
-from ftrun.agent.journal_words import fields_of
+from ftrun.agent.journal_words import Journaled, fields_of
 from ftrun.agent.smp_link import CHECKPOINT_WAIT_S
 from ftrun.agent.standing_orders import StandingOrders
 from ftrun.errors import ExitCode, PeerError, SnapshotError
@@ -158,8 +158,8 @@ class NodeOrders:
             else:
                 smp.abandon(generation, order.step)
 
-    def _note(self, order: commands.NodeCommand) -> None:
-        self._run.journal.write(type(order).__name__, **fields_of(order))
+    def _note(self, order: Journaled) -> None:
+        self._run.journal.write(order.journal_kind, **fields_of(order))
 
     def _kill(self) -> None:
         self._run.eyes.look_at([])

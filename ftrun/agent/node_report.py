@@ -48,7 +48,7 @@ class NodeReport:
         exits = [run.workers.explain(handle, oom_kills=new) for handle in ended]
         self._exits += exits
         seen = events.WorkersExited(tuple(exits), run.workers.progress())
-        run.journal.write("WorkersExited", **fields_of(seen))
+        run.journal.write(seen.journal_kind, **fields_of(seen))
 
     def take_notices(self, *, now_s: float) -> None:
         """Write down what devices and the SMP have had to say."""

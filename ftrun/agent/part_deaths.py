@@ -39,12 +39,12 @@ class PartDeaths:
     def look(self) -> None:
         """Notice who has died, and do something about it."""
         for death in self._deaths():
-            self._run.journal.write(type(death).__name__, **fields_of(death))
+            self._run.journal.write(death.journal_kind, **fields_of(death))
             self._do_without(self._parts.handle(death, now_s=clock.now_s()))
 
     def _do_without(self, command: commands.PartCommand) -> None:
         run = self._run
-        run.journal.write(type(command).__name__, **fields_of(command))
+        run.journal.write(command.journal_kind, **fields_of(command))
         match command:
             case commands.RespawnSmp():
                 run.smp.start()

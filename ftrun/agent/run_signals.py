@@ -119,4 +119,4 @@ class RunSignals:
         self.stops += 1
         self.stop_signal = number
         asked = events.StopAsked(number, by, self._workers.progress().attached)
-        self._journal.write("StopAsked", **fields_of(asked))
+        self._journal.write(asked.journal_kind, **fields_of(asked))

@@ -9,6 +9,7 @@ carry them out.
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import ClassVar
 
 from ftrun.events import WorkerExit
 from ftrun.ids import Version
@@ -21,6 +22,8 @@ from ftrun.wire.plan import Plan
 @dataclass(frozen=True, slots=True)
 class KillWorkers:
     """End every worker of this generation at once."""
+
+    journal_kind: ClassVar[str] = "KillWorkers"
 
     why: str
 
@@ -36,6 +39,8 @@ class StartGeneration:
 class AskLastSnapshot:
     """Have every rank take a snapshot at one and the same next boundary, and wait there."""
 
+    journal_kind: ClassVar[str] = "AskLastSnapshot"
+
     why: str
     after_step: int = -1
     """The boundary; -1: the next that no rank of this node has passed."""
@@ -45,6 +50,8 @@ class AskLastSnapshot:
 class SignalWorkers:
     """Pass a signal to every worker's process group."""
 
+    journal_kind: ClassVar[str] = "SignalWorkers"
+
     signal: int
     why: str
 
@@ -52,6 +59,8 @@ class SignalWorkers:
 @dataclass(frozen=True, slots=True)
 class EndRun:
     """It is over."""
+
+    journal_kind: ClassVar[str] = "EndRun"
 
     exit_code: int
     why: str
@@ -68,6 +77,8 @@ class EndRun:
 class RespawnSmp:
     """Start another SMP and hand it the memory."""
 
+    journal_kind: ClassVar[str] = "RespawnSmp"
+
     why: str
 
 
@@ -75,12 +86,16 @@ class RespawnSmp:
 class RespawnZygote:
     """Start another warm process."""
 
+    journal_kind: ClassVar[str] = "RespawnZygote"
+
     why: str
 
 
 @dataclass(frozen=True, slots=True)
 class GoOnWithout:
     """Do without a part that keeps dying: `smp` or `zygote`."""
+
+    journal_kind: ClassVar[str] = "GoOnWithout"
 
     part: str
     why: str
@@ -124,12 +139,16 @@ class RunGeneration:
 class HoldRanks:
     """Stop this node's ranks where they stand (SIGSTOP), until it is clear who leads."""
 
+    journal_kind: ClassVar[str] = "HoldRanks"
+
     why: str
 
 
 @dataclass(frozen=True, slots=True)
 class ReleaseRanks:
     """Let them go on."""
+
+    journal_kind: ClassVar[str] = "ReleaseRanks"
 
     why: str
 
@@ -173,6 +192,8 @@ class SetInterval:
 @dataclass(frozen=True, slots=True)
 class MovePeers:
     """SMPs were started again and listen elsewhere: new ports by node id."""
+
+    journal_kind: ClassVar[str] = "MovePeers"
 
     ports: dict[str, int]
 

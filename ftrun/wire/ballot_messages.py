@@ -13,7 +13,7 @@ from ftrun.wire.plan import Edition, NodeCard, Plan, VersionPair
 from ftrun.wire.smp_messages import Inventory
 
 
-class Join(Message, frozen=True):
+class Join(Message, frozen=True, tag="Join"):
     """Anyone -> whoever it has reached: take me in, or tell me who leads."""
 
     card: NodeCard
@@ -25,14 +25,14 @@ class Join(Message, frozen=True):
     """Comes back in the answer."""
 
 
-class Gathering(Message, frozen=True):
+class Gathering(Message, frozen=True, tag="Gathering"):
     """Endpoint -> newcomer: wait, these are here."""
 
     here: list[str]
     needed: int
 
 
-class LeadIs(Message, frozen=True):
+class LeadIs(Message, frozen=True, tag="LeadIs"):
     """Anyone -> newcomer: go there. Also lead -> whoever hosts the endpoint now."""
 
     card: NodeCard
@@ -41,7 +41,7 @@ class LeadIs(Message, frozen=True):
     """It leads a generation that has taken effect; else it tries to bring one about."""
 
 
-class Current(Message, frozen=True):
+class Current(Message, frozen=True, tag="Current"):
     """Lead -> newcomer: you are with us; you take part from the next generation on."""
 
     plan: Plan
@@ -51,7 +51,7 @@ class Current(Message, frozen=True):
     """The leader, where it has no vote any more because it leaves; None: the plan has it."""
 
 
-class TurnedAway(Message, frozen=True):
+class TurnedAway(Message, frozen=True, tag="TurnedAway"):
     """Anyone -> newcomer: no, and why, in words for the user."""
 
     why: str
@@ -60,7 +60,7 @@ class TurnedAway(Message, frozen=True):
 # --- a ballot -------------------------------------------------------------------------------
 
 
-class Prepare(Message, frozen=True):
+class Prepare(Message, frozen=True, tag="Prepare"):
     """Proposer -> everyone: end your ranks, promise me this generation, say what you hold."""
 
     generation: int
@@ -70,7 +70,7 @@ class Prepare(Message, frozen=True):
     """The newest that the proposer knows to have taken effect."""
 
 
-class Promise(Message, frozen=True):
+class Promise(Message, frozen=True, tag="Promise"):
     """Voter -> proposer."""
 
     generation: int
@@ -91,7 +91,7 @@ class Promise(Message, frozen=True):
     """Of its newest check; None: it makes none."""
 
 
-class NotPromised(Message, frozen=True):
+class NotPromised(Message, frozen=True, tag="NotPromised"):
     """Voter -> proposer: no."""
 
     generation: int
@@ -102,13 +102,13 @@ class NotPromised(Message, frozen=True):
     lead_generation: int = -1
 
 
-class Announce(Message, frozen=True):
+class Announce(Message, frozen=True, tag="Announce"):
     """Proposer -> everyone: this is the generation I was promised; or its lead: its new roster."""
 
     plan: Plan
 
 
-class Accepted(Message, frozen=True):
+class Accepted(Message, frozen=True, tag="Accepted"):
     """Voter -> proposer: it is kept, everything later is void, the SMP knows."""
 
     generation: int

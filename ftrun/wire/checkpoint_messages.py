@@ -10,7 +10,7 @@ INDEX_NAME = "index.json"
 """The file that makes a folder a checkpoint."""
 
 
-class WriteCheckpoint(Message, frozen=True):
+class WriteCheckpoint(Message, frozen=True, tag="WriteCheckpoint"):
     """Agent -> SMP: write the newest committed version there.
 
     Answer, when it is durable: CheckpointWritten, or CheckpointRefused.
@@ -39,11 +39,11 @@ class WriteCheckpoint(Message, frozen=True):
     stream_wait_s: float = 0.0
 
 
-class HurryCheckpoint(Message, frozen=True):
+class HurryCheckpoint(Message, frozen=True, tag="HurryCheckpoint"):
     """Agent -> SMP: the run ends, write what is being written as fast as it goes. No answer."""
 
 
-class CheckpointWritten(Message, frozen=True):
+class CheckpointWritten(Message, frozen=True, tag="CheckpointWritten"):
     """SMP -> agent: the checkpoint is durable, or this node's part of it is.
 
     Args:
@@ -66,13 +66,13 @@ class CheckpointWritten(Message, frozen=True):
     ahead_s: float = 0.0
 
 
-class CheckpointRefused(Message, frozen=True):
+class CheckpointRefused(Message, frozen=True, tag="CheckpointRefused"):
     """SMP -> agent: it is not written, and why. Not `Refused`: other answers may come first."""
 
     why: str
 
 
-class EndCheckpoints(Message, frozen=True):
+class EndCheckpoints(Message, frozen=True, tag="EndCheckpoints"):
     """Agent -> SMP: the run is over; leave a record of that beside its checkpoints. Answer: Done.
 
     Only the SMP that owns the directory does so.
@@ -84,7 +84,7 @@ class EndCheckpoints(Message, frozen=True):
     """A digest of script and arguments."""
 
 
-class LoadCheckpoint(Message, frozen=True):
+class LoadCheckpoint(Message, frozen=True, tag="LoadCheckpoint"):
     """Agent -> SMP: fill the arenas from a checkpoint. Answer: CheckpointLoaded or Refused.
 
     Args:
@@ -114,7 +114,7 @@ class LoadCheckpoint(Message, frozen=True):
     claim: CheckpointClaim | None = None
 
 
-class CheckpointLoaded(Message, frozen=True):
+class CheckpointLoaded(Message, frozen=True, tag="CheckpointLoaded"):
     """SMP -> agent: the arenas now hold this version; each came as an ArenaGranted before.
 
     Its generation is -1: older than all that this run will take. An empty `path` (step -1) means

@@ -25,26 +25,26 @@ from ftrun.wire.heartbeats import Beat, LeadBeat
 from ftrun.wire.message import Message
 
 
-class JournalLines(Message, frozen=True):
+class JournalLines(Message, frozen=True, tag="JournalLines"):
     """Member -> lead: lines of its journal, for the merged one."""
 
     lines: list[str]
 
 
-class AskClusterStatus(Message, frozen=True):
+class AskClusterStatus(Message, frozen=True, tag="AskClusterStatus"):
     """Member -> lead, for an operator on its node. Answer: ClusterStatus."""
 
     number: int
 
 
-class ClusterStatus(Message, frozen=True):
+class ClusterStatus(Message, frozen=True, tag="ClusterStatus"):
     """Lead -> member: a JSON document."""
 
     number: int
     document: bytes
 
 
-class AskProbe(Message, frozen=True):
+class AskProbe(Message, frozen=True, tag="AskProbe"):
     """Lead -> member: measure the way from you to that node. Answer: ProbeFound."""
 
     number: int
@@ -53,7 +53,7 @@ class AskProbe(Message, frozen=True):
     port: int
 
 
-class ProbeFound(Message, frozen=True):
+class ProbeFound(Message, frozen=True, tag="ProbeFound"):
     """Member -> lead: what a probe of a link has found. A figure that is 0 is not known."""
 
     number: int
@@ -65,7 +65,7 @@ class ProbeFound(Message, frozen=True):
     problem: str = ""
 
 
-class AskRoad(Message, frozen=True):
+class AskRoad(Message, frozen=True, tag="AskRoad"):
     """Lead -> member: try the way from you to that node over one rail. Answer: RoadTried."""
 
     survey: int
@@ -83,7 +83,7 @@ class AskRoad(Message, frozen=True):
     """Only whether it is there, and the round trip."""
 
 
-class RoadTried(Message, frozen=True):
+class RoadTried(Message, frozen=True, tag="RoadTried"):
     """Member -> lead: what the way is like, or why nothing could be found."""
 
     survey: int
@@ -92,7 +92,7 @@ class RoadTried(Message, frozen=True):
     """The fault is this node's own, as `problem` says: nothing is known of the road."""
 
 
-class RoadSilent(Message, frozen=True):
+class RoadSilent(Message, frozen=True, tag="RoadSilent"):
     """Member -> lead: I hear this node no more over this rail; said again while it is so."""
 
     source: str

@@ -38,13 +38,13 @@ class FaultOrder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.again or self.kind == "poison-batch"
 
 
-class InjectFault(Message, frozen=True):
+class InjectFault(Message, frozen=True, tag="InjectFault"):
     """Cli -> agent. Answer: FaultTaken, or Refused with what is missing."""
 
     order: FaultOrder
 
 
-class FaultTaken(Message, frozen=True):
+class FaultTaken(Message, frozen=True, tag="FaultTaken"):
     """Agent -> cli: it is ordered; the journal says when it fires.
 
     Args:
@@ -58,13 +58,13 @@ class FaultTaken(Message, frozen=True):
     how: str
 
 
-class FaultOrdered(Message, frozen=True):
+class FaultOrdered(Message, frozen=True, tag="FaultOrdered"):
     """Agent -> the agent of the node where it is to be done. Answer: FaultAnswer."""
 
     order: FaultOrder
 
 
-class FaultAnswer(Message, frozen=True):
+class FaultAnswer(Message, frozen=True, tag="FaultAnswer"):
     """The answer: taken, and how, or refused, and why."""
 
     id: str

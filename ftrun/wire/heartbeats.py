@@ -46,7 +46,7 @@ class RestartTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     first_step_s: float
 
 
-class Beat(Message, frozen=True):
+class Beat(Message, frozen=True, tag="Beat"):
     """Member -> lead: how things are here. Every heartbeat, and at once when something changes."""
 
     generation: int
@@ -121,7 +121,7 @@ def with_state(beat: Beat, state: str) -> Beat:
     return msgspec.structs.replace(beat, state=state)
 
 
-class LeadBeat(Message, frozen=True):
+class LeadBeat(Message, frozen=True, tag="LeadBeat"):
     """Lead -> everyone: how things are, and what is to be done in this generation."""
 
     generation: int

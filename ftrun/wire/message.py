@@ -6,5 +6,5 @@ Runs in: every process. Pure.
 import msgspec
 
 
-class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
-    """Base of all messages; the tag on the wire is the name of the class."""
+class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Base of all messages. Each states its tag, so that a class can be renamed."""

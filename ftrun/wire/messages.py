@@ -63,7 +63,7 @@ from ftrun.wire.worker_messages import (
 PROTOCOL_VERSION = 1
 
 
-class Hello(Message, frozen=True):
+class Hello(Message, frozen=True, tag="Hello"):
     """Anyone -> SMP or agent, first on each connection."""
 
     role: str  # "worker", "agent" or "cli"
@@ -72,11 +72,11 @@ class Hello(Message, frozen=True):
     protocol: int = PROTOCOL_VERSION
 
 
-class Done(Message, frozen=True):
+class Done(Message, frozen=True, tag="Done"):
     """Answer: it is done."""
 
 
-class Refused(Message, frozen=True):
+class Refused(Message, frozen=True, tag="Refused"):
     """Answer: it is not done, and why, in words for the user."""
 
     why: str
@@ -85,17 +85,17 @@ class Refused(Message, frozen=True):
 # --- cli -> agent or orphaned SMP -------------------------------------------------------------
 
 
-class AskStatus(Message, frozen=True):
+class AskStatus(Message, frozen=True, tag="AskStatus"):
     """Cli -> agent or SMP. Answer: Status."""
 
 
-class Status(Message, frozen=True):
+class Status(Message, frozen=True, tag="Status"):
     """Agent or SMP -> cli: a JSON document, see docs/operations.md."""
 
     document: bytes
 
 
-class StopRun(Message, frozen=True):
+class StopRun(Message, frozen=True, tag="StopRun"):
     """Cli -> agent: stop as on SIGTERM. Answer: Done, before the stop has ended."""
 
 

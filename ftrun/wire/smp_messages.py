@@ -8,7 +8,7 @@ from ftrun.wire.message import Message
 from ftrun.wire.protected import NodePlace, OldGroup, Protected, ShardOffer
 
 
-class ListenForPeers(Message, frozen=True):
+class ListenForPeers(Message, frozen=True, tag="ListenForPeers"):
     """Agent -> SMP: open a TCP port for the SMPs of other nodes. Answer: ListeningForPeers.
 
     The run's secret comes beside it as a memfd of 32 bytes, or nothing where the run has none.
@@ -20,13 +20,13 @@ class ListenForPeers(Message, frozen=True):
     """Further addresses of this node: the same port is listened at on each that can be had."""
 
 
-class ListeningForPeers(Message, frozen=True):
+class ListeningForPeers(Message, frozen=True, tag="ListeningForPeers"):
     """SMP -> agent: peers reach it at this port."""
 
     port: int
 
 
-class BeginGeneration(Message, frozen=True):
+class BeginGeneration(Message, frozen=True, tag="BeginGeneration"):
     """Agent -> SMP, with the command page: who takes part from now on. Answer: Done, at once.
 
     Again with the same generation: the page or the places of the group have changed (an SMP was
@@ -75,7 +75,7 @@ class BeginGeneration(Message, frozen=True):
     claim: CheckpointClaim | None = None
 
 
-class VersionReady(Message, frozen=True):
+class VersionReady(Message, frozen=True, tag="VersionReady"):
     """SMP -> agent, unasked: all there is to do for this version on this node is done.
 
     Every local rank has sealed it (or holds it, where it is the restored one) and the group
@@ -94,14 +94,14 @@ class VersionReady(Message, frozen=True):
     why: str = ""
 
 
-class CommitVersion(Message, frozen=True):
+class CommitVersion(Message, frozen=True, tag="CommitVersion"):
     """Agent -> SMP: every node of the run has said VersionReady. No answer; VersionCommitted."""
 
     generation: int
     step: int
 
 
-class AbandonVersion(Message, frozen=True):
+class AbandonVersion(Message, frozen=True, tag="AbandonVersion"):
     """Both ways: uncommitted versions of this generation up to this step are never committed.
 
     SMP -> agent, unasked: a rank here has no seal of this step and never will. Agent -> SMP, no
@@ -112,14 +112,14 @@ class AbandonVersion(Message, frozen=True):
     step: int
 
 
-class RestoreReady(Message, frozen=True):
+class RestoreReady(Message, frozen=True, tag="RestoreReady"):
     """SMP -> agent, unasked: every local rank has the restored version in an arena."""
 
     generation: int
     step: int
 
 
-class RestoreFailed(Message, frozen=True):
+class RestoreFailed(Message, frozen=True, tag="RestoreFailed"):
     """SMP -> agent, unasked: it cannot be fetched; `why` names what is missing.
 
     Args:
@@ -133,7 +133,7 @@ class RestoreFailed(Message, frozen=True):
     is_link: bool = False
 
 
-class VaultMade(Message, frozen=True):
+class VaultMade(Message, frozen=True, tag="VaultMade"):
     """SMP -> agent, unasked, with a memfd: keep a duplicate, in place of the last of this slot.
 
     It holds what this node keeps for others: mirrors and parity. Like the arenas it is handed to
@@ -143,13 +143,13 @@ class VaultMade(Message, frozen=True):
     slot: int
 
 
-class VaultFreed(Message, frozen=True):
+class VaultFreed(Message, frozen=True, tag="VaultFreed"):
     """SMP -> agent, unasked: close the duplicate of this slot, its memory is not needed."""
 
     slot: int
 
 
-class SmpNotice(Message, frozen=True):
+class SmpNotice(Message, frozen=True, tag="SmpNotice"):
     """SMP -> agent, unasked: something for the journal that asks for no act.
 
     Args:
@@ -166,20 +166,20 @@ class SmpNotice(Message, frozen=True):
     ranks: list[int] = []
 
 
-class PeersUnreachable(Message, frozen=True):
+class PeersUnreachable(Message, frozen=True, tag="PeersUnreachable"):
     """SMP -> agent, unasked: the nodes of the group that it cannot reach now."""
 
     nodes: list[str]
 
 
-class TakeInventory(Message, frozen=True):
+class TakeInventory(Message, frozen=True, tag="TakeInventory"):
     """Agent -> SMP: what can be restored? Answer: Inventory."""
 
     stand_still: bool = False
     """A generation is planned from the answer: keep all of it as it is until one begins."""
 
 
-class Inventory(Message, frozen=True):
+class Inventory(Message, frozen=True, tag="Inventory"):
     """SMP -> agent: every sealed slot it holds, and what it keeps for others.
 
     Args:
@@ -193,7 +193,7 @@ class Inventory(Message, frozen=True):
     set_aside: list[str] = []
 
 
-class VoidAfter(Message, frozen=True):
+class VoidAfter(Message, frozen=True, tag="VoidAfter"):
     """Agent -> SMP: versions later than this one never come back. Answer: Done.
 
     (-1, -1) voids everything. Mirrors and parity of later versions are void as well.
@@ -203,11 +203,11 @@ class VoidAfter(Message, frozen=True):
     step: int
 
 
-class HandOver(Message, frozen=True):
+class HandOver(Message, frozen=True, tag="HandOver"):
     """Agent -> SMP: give me duplicates of all your memory. Answer: HandedOver."""
 
 
-class HandedOver(Message, frozen=True):
+class HandedOver(Message, frozen=True, tag="HandedOver"):
     """SMP -> agent, with one memfd per entry of `ranks`, in that order.
 
     A rank stands twice while a new arena has not replaced the old one, the old one first. After
@@ -219,7 +219,7 @@ class HandedOver(Message, frozen=True):
     vault_slots: list[int] = []
 
 
-class Adopt(Message, frozen=True):
+class Adopt(Message, frozen=True, tag="Adopt"):
     """Agent -> a new SMP, with one memfd per entry: memory that outlived the last SMP.
 
     Before BeginGeneration. A rank stands twice where it has an old and a new arena, the old one
@@ -231,18 +231,18 @@ class Adopt(Message, frozen=True):
     vault_slots: list[int] = []
 
 
-class KeepRunState(Message, frozen=True):
+class KeepRunState(Message, frozen=True, tag="KeepRunState"):
     """Agent -> SMP: what the next agent must know if this one dies. Answer: Done."""
 
     run_state: bytes
 
 
-class VersionCommitted(Message, frozen=True):
+class VersionCommitted(Message, frozen=True, tag="VersionCommitted"):
     """SMP -> agent, unasked: this version is committed, and shown on the command page."""
 
     generation: int
     step: int
 
 
-class Shutdown(Message, frozen=True):
+class Shutdown(Message, frozen=True, tag="Shutdown"):
     """Agent or cli -> SMP: free everything and end. Answer: Done."""

@@ -11,14 +11,14 @@ import msgspec
 from ftrun.wire.protected import NodePlace
 
 
-class Transfer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
-    """Base of all that SMPs say to each other."""
+class Transfer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Base of all messages between SMPs of different nodes. Each states its tag."""
 
 
 # --- any link -------------------------------------------------------------------------------
 
 
-class LinkHello(Transfer, frozen=True):
+class LinkHello(Transfer, frozen=True, tag="LinkHello"):
     """First on each link: what it is for.
 
     Args:
@@ -43,7 +43,7 @@ class RoundMessage(Transfer, frozen=True):
     attempt: int
 
 
-class Sealed(RoundMessage, frozen=True):
+class Sealed(RoundMessage, frozen=True, tag="Sealed"):
     """My ranks have sealed it.
 
     Args:
@@ -57,32 +57,32 @@ class Sealed(RoundMessage, frozen=True):
     part: int = -1
 
 
-class ManifestOf(RoundMessage, frozen=True):
+class ManifestOf(RoundMessage, frozen=True, tag="ManifestOf"):
     """With bytes: my manifest of it."""
 
 
-class Open(RoundMessage, frozen=True):
+class Open(RoundMessage, frozen=True, tag="Open"):
     """My vault is ready for it; of the stripes I gather you may send those below `below`."""
 
     plan_id: int
     below: int
 
 
-class MirrorOf(RoundMessage, frozen=True):
+class MirrorOf(RoundMessage, frozen=True, tag="MirrorOf"):
     """With bytes: my small state and what is needed to rebuild the rest."""
 
 
-class BlockOf(RoundMessage, frozen=True):
+class BlockOf(RoundMessage, frozen=True, tag="BlockOf"):
     """With bytes: one block of a stripe; `header` is its packed fragment header."""
 
     header: bytes
 
 
-class Stored(RoundMessage, frozen=True):
+class Stored(RoundMessage, frozen=True, tag="Stored"):
     """All mirrors and parity of it that belong to me are here."""
 
 
-class Unable(RoundMessage, frozen=True):
+class Unable(RoundMessage, frozen=True, tag="Unable"):
     """I cannot keep my part of it, and why."""
 
     why: str
@@ -91,7 +91,7 @@ class Unable(RoundMessage, frozen=True):
 # --- fetching a version ---------------------------------------------------------------------
 
 
-class Meet(Transfer, frozen=True):
+class Meet(Transfer, frozen=True, tag="Meet"):
     """First on a link to fetch: who takes part, the sender among them."""
 
     places: list[NodePlace]
@@ -112,19 +112,19 @@ class Ask(Transfer, frozen=True):
     protected_in: int
 
 
-class AskMirror(Ask, frozen=True):
+class AskMirror(Ask, frozen=True, tag="AskMirror"):
     """The small state of the node at this place of the group. Answer: Found with index 0."""
 
     place: int
 
 
-class AskHead(Ask, frozen=True):
+class AskHead(Ask, frozen=True, tag="AskHead"):
     """Header and digest table of a rank's slot. Answer: Found with index 0."""
 
     rank: int
 
 
-class AskPieces(Ask, frozen=True):
+class AskPieces(Ask, frozen=True, tag="AskPieces"):
     """Pieces by their digests, u64 each, from any slot. Found or NotHeld for each index.
 
     Args:
@@ -135,13 +135,13 @@ class AskPieces(Ask, frozen=True):
     settled: list[int] = []
 
 
-class AskUnit(Ask, frozen=True):
+class AskUnit(Ask, frozen=True, tag="AskUnit"):
     """Your block of a stripe, data or parity. Answer: Found with the fragment's header."""
 
     stripe: int
 
 
-class AskRebuilt(Ask, frozen=True):
+class AskRebuilt(Ask, frozen=True, tag="AskRebuilt"):
     """Rebuild a block of the node at `place` out of your parity. Found or NotHeld.
 
     Args:
@@ -155,7 +155,7 @@ class AskRebuilt(Ask, frozen=True):
     alive: list[int]
 
 
-class Found(Transfer, frozen=True):
+class Found(Transfer, frozen=True, tag="Found"):
     """With bytes: an answer."""
 
     request: int
@@ -163,7 +163,7 @@ class Found(Transfer, frozen=True):
     header: bytes = b""
 
 
-class NotHeld(Transfer, frozen=True):
+class NotHeld(Transfer, frozen=True, tag="NotHeld"):
     """An answer: not here, or not as it was protected."""
 
     request: int

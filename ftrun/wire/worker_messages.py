@@ -6,7 +6,7 @@ Runs in: worker and SMP. Pure.
 from ftrun.wire.message import Message
 
 
-class ReserveMemory(Message, frozen=True):
+class ReserveMemory(Message, frozen=True, tag="ReserveMemory"):
     """Worker -> SMP: will two slots of this size fit? Done or MemoryRefused.
 
     Asked at attach with an estimate, and again when the size is known to be larger.
@@ -16,7 +16,7 @@ class ReserveMemory(Message, frozen=True):
     image_bytes: int
 
 
-class MemoryRefused(Message, frozen=True):
+class MemoryRefused(Message, frozen=True, tag="MemoryRefused"):
     """SMP -> worker: what the ranks of the node have asked for does not fit.
 
     The fields are those of `MemoryTooSmall`.
@@ -30,7 +30,7 @@ class MemoryRefused(Message, frozen=True):
     parity_bytes: int = 0
 
 
-class RequestArena(Message, frozen=True):
+class RequestArena(Message, frozen=True, tag="RequestArena"):
     """Worker -> SMP: memory for a layout. ArenaGranted with one descriptor, or MemoryRefused.
 
     Asked again while it is being made, it is made once.
@@ -43,14 +43,14 @@ class RequestArena(Message, frozen=True):
     layout_id: int
 
 
-class ArenaGranted(Message, frozen=True):
+class ArenaGranted(Message, frozen=True, tag="ArenaGranted"):
     """SMP -> worker, with the memfd; also SMP -> agent, which keeps a duplicate."""
 
     rank: int
     layout_id: int
 
 
-class ShardSealed(Message, frozen=True):
+class ShardSealed(Message, frozen=True, tag="ShardSealed"):
     """Worker -> SMP: this rank's shard of a version is sealed. No answer."""
 
     rank: int
@@ -59,7 +59,7 @@ class ShardSealed(Message, frozen=True):
     layout_id: int
 
 
-class WithdrawShard(Message, frozen=True):
+class WithdrawShard(Message, frozen=True, tag="WithdrawShard"):
     """Worker -> SMP: forget my seal of this version, I am about to overwrite it.
 
     A rank that skipped or discarded a version which the others have sealed would stop them for
@@ -72,7 +72,7 @@ class WithdrawShard(Message, frozen=True):
     step: int
 
 
-class ShardSkipped(Message, frozen=True):
+class ShardSkipped(Message, frozen=True, tag="ShardSkipped"):
     """Worker -> SMP: a snapshot of this step fell due and I have taken none. No answer.
 
     Whoever has seen the last commit a moment earlier may have taken it, and waits for the rest.
@@ -83,7 +83,7 @@ class ShardSkipped(Message, frozen=True):
     step: int
 
 
-class AwaitRestored(Message, frozen=True):
+class AwaitRestored(Message, frozen=True, tag="AwaitRestored"):
     """Worker -> SMP: the arena with this version, which is still on its way from other nodes.
 
     Answer, when it has come: ArenaGranted with the descriptor; or Refused, where it cannot come.
@@ -94,7 +94,7 @@ class AwaitRestored(Message, frozen=True):
     step: int
 
 
-class OpenImages(Message, frozen=True):
+class OpenImages(Message, frozen=True, tag="OpenImages"):
     """Worker -> SMP: every shard of a version that another number of ranks has taken.
 
     Answer: ImagesOpened with a read-only descriptor for each rank, or Refused.
@@ -106,7 +106,7 @@ class OpenImages(Message, frozen=True):
     world_size: int
 
 
-class ImagesOpened(Message, frozen=True):
+class ImagesOpened(Message, frozen=True, tag="ImagesOpened"):
     """SMP -> worker, with one memfd per entry: arenas in which the version is sealed.
 
     Args:
@@ -116,7 +116,7 @@ class ImagesOpened(Message, frozen=True):
     ranks: list[int]
 
 
-class FetchHeads(Message, frozen=True):
+class FetchHeads(Message, frozen=True, tag="FetchHeads"):
     """Worker -> SMP: heads of shards of a version that are on other nodes, or were on lost ones.
 
     Answer: HeadsFetched with a memfd for each of them (see wire/shard_heads.py), or Refused.
@@ -131,13 +131,13 @@ class FetchHeads(Message, frozen=True):
     ranks: list[int]
 
 
-class HeadsFetched(Message, frozen=True):
+class HeadsFetched(Message, frozen=True, tag="HeadsFetched"):
     """SMP -> worker, with one memfd per entry."""
 
     ranks: list[int]
 
 
-class FetchPieces(Message, frozen=True):
+class FetchPieces(Message, frozen=True, tag="FetchPieces"):
     """Worker -> SMP: pieces of such shards, after their heads; no more than 64 MiB in all.
 
     Answer: PiecesFetched with a memfd that holds them one after the other, or Refused. The
@@ -153,7 +153,7 @@ class FetchPieces(Message, frozen=True):
     wanted: list[tuple[int, int, int]]
 
 
-class PiecesFetched(Message, frozen=True):
+class PiecesFetched(Message, frozen=True, tag="PiecesFetched"):
     """SMP -> worker, with one memfd."""
 
     num_bytes: int

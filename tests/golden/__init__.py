@@ -1,0 +1,1 @@
+"""Formats that may not change by accident, compared with recorded files."""
