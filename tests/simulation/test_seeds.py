@@ -21,6 +21,7 @@ SEEDS = [
     pytest.param(20002064, "safety", id="an older protection is kept when an SMP has moved"),
     pytest.param(30000246, "safety", id="ranks of another world overwrite what is committed"),
     pytest.param(40006180, "liveness", id="a part that is filled once more hides the whole one"),
+    pytest.param(50001547, "liveness", id="an SMP that is started again counts an abandoned seal"),
     pytest.param(101942, "liveness", id="a node that is ready does not repeat what was lost"),
     pytest.param(101262, "liveness", id="one node alone fetches what a leaving node holds"),
     pytest.param(101999, "liveness", id="one node alone waits for the leader to name a step"),
