@@ -94,6 +94,10 @@ class _Group:
         )
 
 
+def _worth(part: Protected) -> tuple[bool, bool, int]:
+    return (part.is_complete, part.is_committed, len(part.mirrors))
+
+
 @dataclass
 class _Held:
     """All that is here of one version."""
@@ -107,7 +111,9 @@ class _Held:
     def add_part(self, node_id: str, part: Protected) -> None:
         members = ";".join(f"{member.node_id}:{member.ranks}" for member in part.members)
         name = f"{part.protected_in}/{part.parity}/{members}"
-        self.groups.setdefault(name, _Group(part)).parts[node_id] = part
+        parts = self.groups.setdefault(name, _Group(part)).parts
+        # A node that fills its part once more has two of it: what it holds whole counts.
+        parts[node_id] = max((parts.get(node_id, part), part), key=_worth)
         self.is_committed |= part.is_committed
 
     def holders(self) -> set[str]:

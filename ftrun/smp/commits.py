@@ -113,7 +113,8 @@ class Commits:
         """
         if generation > self.tracker.generation:
             self._skipped.clear()
-            self._told_skipped = self._abandoned = -1
+            self._told_skipped = -1
+            self._abandoned = page.get(Command.ABANDONED_STEP)  # by the SMP before this one
         self._page, self._group = page, start.group
         if start.group is not None and page.get(Command.TAKE_FROM) < 0:
             page.set(Command.TAKE_FROM, 0)
@@ -137,7 +138,8 @@ class Commits:
                 self._page.set(Command.COMMITTED_IN, generation)
         else:
             tracker.committed = self._shown()
-            tracker.abandon(tracker.committed or version(-9, -1))
+            settled = version(generation, self._abandoned)
+            tracker.abandon(max(tracker.committed or settled, settled))
             self.protect_complete()
 
     def protect_complete(self) -> None:

@@ -490,8 +490,25 @@ class Invariants:
         limit_s = self.simulation.scenario.settings.let_go_s * node.slowest_rate
         if newest is None or self.world.now_s - agent.leaves_since_s >= limit_s:
             return
-        if any(node.node_id in nodes for nodes, _ in newest.groups):
+        if any(node.node_id in nodes for nodes, _ in newest.groups) and not self._is_ready(newest):
             self.fail(f"{node.node_id} leaves, and a part in protecting {newest.version} with it")
+
+    def _is_ready(self, record: Record) -> bool:
+        """All members of the running generation protect it; some may not know of the commit."""
+        plan = self.newest
+        if plan is None:
+            return False
+        memories = [self.simulation.network.nodes[one.node_id].memory for one in plan.members]
+        return all(
+            any(
+                part.is_complete
+                and part.version == record.version
+                and part.record is not None
+                and part.record.protected_in == plan.generation
+                for part in memory.parts
+            )
+            for memory in memories
+        )
 
     def _check_refusal(self, node: "Node", command: do.EndRun) -> None:
         """A run that says its state is lost must not have it."""

@@ -146,6 +146,14 @@ def test_a_part_that_is_not_complete_counts_as_missing() -> None:
     assert "a, c are missing, and only 1 may be" in found.why
 
 
+@pytest.mark.parametrize("is_filled_first", [False, True])
+def test_a_part_that_is_filled_once_more_does_not_hide_the_whole_one(is_filled_first: bool) -> None:
+    whole = held((0, 8), "abd", "abcd")
+    filling = held((0, 8), "abd", "abcd", is_complete=False, mirrors=[])
+    holdings = both(filling, whole) if is_filled_first else both(whole, filling)
+    assert choose(holdings, None).version == version(0, 8)
+
+
 def test_a_node_without_its_slot_counts_as_missing() -> None:
     holdings = held((0, 8), "abd", "abcd")
     holdings["a"] = msgspec.structs.replace(holdings["a"], offers=[])
