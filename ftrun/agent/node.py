@@ -36,8 +36,7 @@ from ftrun.config import NodesSpec, RunSpec
 from ftrun.errors import AddressTaken, PeerError, PeerLost, UsageError
 from ftrun.monitor.deadlines import HangSettings
 from ftrun.network.rail_variables import VARIABLES
-from ftrun.recovery.places import Wishes
-from ftrun.recovery.settings import ClusterSettings, NetworkSettings, SlowSettings
+from ftrun.recovery.settings import ClusterSettings, NetworkSettings, SlowSettings, Wishes
 from ftrun.recovery.supervisor import Policy
 from ftrun.wire.identity import PeerIdentity
 from ftrun.wire.plan import NodeCard

@@ -7,8 +7,8 @@ Gives:    the same for the next leader, of bounded size, with ages in place of t
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Protocol
 
-from ftrun.recovery.attendance import Peer
 from ftrun.recovery.commands import Note
 from ftrun.wire.plan import GoneNode, NodeCard, PastRestart, Plan, VersionPair
 
@@ -40,6 +40,14 @@ class Gone:
     has_left: bool
     was_asked: bool
     """It was asked to leave, and may have ended before its ranks had moved."""
+
+
+class GoingNode(Protocol):
+    """What the leader knows of a node that goes."""
+
+    card: NodeCard
+    has_left: bool
+    """It was asked to leave, and its ranks had moved."""
 
 
 class Past:
@@ -76,7 +84,7 @@ class Past:
         if generation in self._restarts:
             self._restarts[generation].downtime_s = downtime_s
 
-    def goes(self, peer: Peer, reason: str, *, was_member: bool, now_s: float) -> Note:
+    def goes(self, peer: GoingNode, reason: str, *, was_member: bool, now_s: float) -> Note:
         """This agent is gone. It has left if it was asked to, and its ranks had moved."""
         node_id = peer.card.node_id
         was_asked = self._is_leaving(peer.card)

@@ -17,28 +17,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from ftrun.network.rails import RoadsPlan
+from ftrun.recovery.settings import Wishes
 from ftrun.wire.plan import NodeCard, Plan
-
-
-@dataclass(frozen=True, slots=True)
-class Wishes:
-    """How many nodes a run is to have."""
-
-    min_nodes: int
-    max_nodes: int
-    spares: int
-
-    def __str__(self) -> str:
-        return f"{self.min_nodes}:{self.max_nodes}+{self.spares}"
-
-    def refusal(self, other: str) -> str:
-        """Why a node that was started with other numbers is turned away; empty: it is not."""
-        if other == str(self):
-            return ""
-        return (
-            f"it was started with --nnodes/--spares {other}, and this run with {self}. "
-            "Give the same to every node"
-        )
 
 
 @dataclass(frozen=True, slots=True)

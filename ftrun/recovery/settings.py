@@ -7,7 +7,27 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ftrun.monitor.deadlines import HangSettings
-from ftrun.recovery.places import Wishes
+
+
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """How many nodes a run is to have."""
+
+    min_nodes: int
+    max_nodes: int
+    spares: int
+
+    def __str__(self) -> str:
+        return f"{self.min_nodes}:{self.max_nodes}+{self.spares}"
+
+    def refusal(self, other: str) -> str:
+        """Why a node that was started with other numbers is turned away; empty: it is not."""
+        if other == str(self):
+            return ""
+        return (
+            f"it was started with --nnodes/--spares {other}, and this run with {self}. "
+            "Give the same to every node"
+        )
 
 
 @dataclass(frozen=True, slots=True)

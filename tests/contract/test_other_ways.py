@@ -22,8 +22,7 @@ from ftrun.agent.other_ways import YOUNG_S, OtherWays
 from ftrun.errors import PeerError
 from ftrun.network.rails import Rail
 from ftrun.recovery.commands import Dial, Note
-from ftrun.recovery.places import Wishes
-from ftrun.recovery.settings import ClusterSettings
+from ftrun.recovery.settings import ClusterSettings, Wishes
 from ftrun.recovery.supervisor import Policy
 from ftrun.wire.ballot_messages import Prepare, TurnedAway
 from ftrun.wire.cluster import ClusterEnvelope, JournalLines

@@ -3,8 +3,7 @@
 from dataclasses import dataclass, replace
 from random import Random
 
-from ftrun.recovery.places import Wishes
-from ftrun.recovery.settings import ClusterSettings
+from ftrun.recovery.settings import ClusterSettings, Wishes
 from ftrun.recovery.supervisor import Policy
 from simulation.plots import LASTS_S, PLOTS
 

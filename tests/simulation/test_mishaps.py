@@ -15,8 +15,8 @@ from ftrun.recovery.ballots import Electorate
 from ftrun.recovery.checkpoint_agreement import disagreement
 from ftrun.recovery.commands import EndRun
 from ftrun.recovery.holding import Holding
-from ftrun.recovery.places import Wishes
 from ftrun.recovery.reports import Reports
+from ftrun.recovery.settings import Wishes
 from ftrun.smp.commits import Commits
 from ftrun.wire.ballot_messages import Accepted
 from ftrun.wire.plan import Plan

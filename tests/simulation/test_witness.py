@@ -13,7 +13,7 @@ import pytest
 
 from ftrun.recovery import attendance, ballots, witness_rules
 from ftrun.recovery.commands import AskWitness
-from ftrun.recovery.places import Wishes
+from ftrun.recovery.settings import Wishes
 from simulation.run import Outcome, Simulation, run_seed
 from simulation.scenario import MODES, Scenario
 from simulation.test_mishaps import BEGINS_S, quiet

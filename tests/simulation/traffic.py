@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from ftrun.recovery.places import Wishes
-from ftrun.recovery.settings import ClusterSettings
+from ftrun.recovery.settings import ClusterSettings, Wishes
 from ftrun.recovery.supervisor import Policy
 from ftrun.wire.cluster import AnyClusterMessage, ClusterEnvelope
 from ftrun.wire.framing import MAX_FRAME_BYTES, decode_body, encode_body

@@ -7,7 +7,7 @@ from ftrun.agent.cluster_status import cluster_status
 from ftrun.events import Kind
 from ftrun.monitor.verdicts import Sure, Verdict, VerdictKind
 from ftrun.recovery.hang_watch import Finding
-from ftrun.recovery.places import Wishes
+from ftrun.recovery.settings import Wishes
 from ftrun.wire.heartbeats import Beat
 from tests.unit.recovery.agents import Agents
 from tests.unit.recovery.test_lead import begun, exited, hold, works

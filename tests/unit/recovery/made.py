@@ -6,8 +6,7 @@ from dataclasses import replace
 import msgspec
 
 from ftrun.recovery.attendance import Peer, Peers
-from ftrun.recovery.places import Wishes
-from ftrun.recovery.settings import ClusterSettings
+from ftrun.recovery.settings import ClusterSettings, Wishes
 from ftrun.recovery.supervisor import Policy
 from ftrun.wire.ballot_messages import Promise
 from ftrun.wire.plan import NodeCard, Plan, PlanNode, VersionPair

@@ -3,8 +3,7 @@
 from ftrun.recovery.attendance import Peers
 from ftrun.recovery.changes import Changes
 from ftrun.recovery.oversight import Oversight
-from ftrun.recovery.places import Wishes
-from ftrun.recovery.settings import ClusterSettings
+from ftrun.recovery.settings import ClusterSettings, Wishes
 from ftrun.wire.heartbeats import Beat
 from ftrun.wire.plan import Plan
 from tests.unit.recovery.made import POLICY, card, meet, plan, settings

@@ -10,7 +10,7 @@ from ftrun.recovery.allegiance import Role
 from ftrun.recovery.commands import AskLastSnapshot, Checkpoint, EndRun, Send, SignalWorkers
 from ftrun.recovery.draining import LIMIT_S, NOTICE_S
 from ftrun.recovery.happenings import DialFailed, Heard, HereIs
-from ftrun.recovery.places import Wishes
+from ftrun.recovery.settings import Wishes
 from ftrun.wire.heartbeats import Beat, LeadBeat
 from ftrun.wire.plan import VersionPair
 from ftrun.wire.smp_messages import Inventory

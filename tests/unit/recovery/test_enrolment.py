@@ -11,7 +11,7 @@ from ftrun.recovery.attendance import Peers
 from ftrun.recovery.ballots import electorate
 from ftrun.recovery.commands import Command, Send
 from ftrun.recovery.enrolment import Enrolment
-from ftrun.recovery.places import Wishes
+from ftrun.recovery.settings import Wishes
 from ftrun.wire.ballot_messages import Accepted, Announce
 from ftrun.wire.plan import History, Plan, Voters
 from tests.unit.recovery.made import card, meet, plan, settings

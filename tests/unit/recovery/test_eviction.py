@@ -12,8 +12,7 @@ from ftrun.recovery.attendance import Peers
 from ftrun.recovery.changes import Changes
 from ftrun.recovery.commands import Send
 from ftrun.recovery.oversight import Oversight
-from ftrun.recovery.places import Wishes
-from ftrun.recovery.settings import ClusterSettings, SlowSettings
+from ftrun.recovery.settings import ClusterSettings, SlowSettings, Wishes
 from ftrun.wire.cluster import AskProbe, ProbeFound
 from ftrun.wire.heartbeats import Beat, RestartTimes
 from tests.unit.recovery.made import POLICY, card, meet, plan, settings

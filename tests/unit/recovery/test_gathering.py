@@ -4,7 +4,7 @@ import msgspec
 
 from ftrun.recovery.commands import Send
 from ftrun.recovery.gathering import Gatherer
-from ftrun.recovery.places import Wishes
+from ftrun.recovery.settings import Wishes
 from ftrun.wire.ballot_messages import Gathering, Join, TurnedAway
 from ftrun.wire.plan import NodeCard
 from tests.unit.recovery.made import card, settings

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ftrun.recovery.places import Wishes
+from ftrun.recovery.settings import Wishes
 from tests.unit.recovery.agents import STEP_S, Agents
 from tests.unit.recovery.made import settings
 

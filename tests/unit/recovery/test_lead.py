@@ -21,7 +21,7 @@ from ftrun.recovery.commands import (
 )
 from ftrun.recovery.happenings import Adopted, Closed, Heard, Opened
 from ftrun.recovery.pausing import GONE_S
-from ftrun.recovery.places import Wishes
+from ftrun.recovery.settings import Wishes
 from ftrun.wire.ballot_messages import Accepted, Join, LeadIs
 from ftrun.wire.cluster import AnyClusterMessage, JournalLines
 from ftrun.wire.heartbeats import Beat

@@ -13,7 +13,7 @@ from ftrun.monitor.verdicts import VerdictKind
 from ftrun.recovery.commands import StartGeneration
 from ftrun.recovery.lost_links import lost_links, with_lost_links
 from ftrun.recovery.oversight import Oversight
-from ftrun.recovery.places import Wishes
+from ftrun.recovery.settings import Wishes
 from ftrun.wire.heartbeats import Beat
 from tests.unit.recovery.made import POLICY, card, plan, settings
 

@@ -18,7 +18,7 @@ from ftrun.recovery.commands import (
 )
 from ftrun.recovery.happenings import DialFailed, Heard, HereIs, Opened, RunFinished
 from ftrun.recovery.pausing import GONE_S
-from ftrun.recovery.places import Wishes
+from ftrun.recovery.settings import Wishes
 from ftrun.wire.ballot_messages import (
     Accepted,
     Announce,

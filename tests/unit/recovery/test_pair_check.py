@@ -8,7 +8,7 @@ from ftrun.network.rails import RoadFound
 from ftrun.recovery.commands import Send
 from ftrun.recovery.oversight import Oversight
 from ftrun.recovery.pair_check import AGAIN_S, ALL_AGAIN_S, Pair, PairCheck
-from ftrun.recovery.places import Wishes
+from ftrun.recovery.settings import Wishes
 from ftrun.wire.cluster import AskRoad, RoadTried
 from tests.unit.recovery.made import POLICY, card, plan, settings
 from tests.unit.recovery.test_lost_links import Run

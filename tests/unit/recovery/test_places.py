@@ -5,7 +5,8 @@ from hypothesis import given
 from hypothesis import settings as effort
 from hypothesis import strategies as st
 
-from ftrun.recovery.places import Assignment, NotEnough, Wishes, assign, first_order
+from ftrun.recovery.places import Assignment, NotEnough, assign, first_order
+from ftrun.recovery.settings import Wishes
 from ftrun.wire.plan import NodeCard
 from tests.unit.recovery.made import card, cards, plan
 

@@ -8,8 +8,7 @@ from ftrun.recovery.commands import Command, Note, RunGeneration, TryRoad
 from ftrun.recovery.happenings import Heard
 from ftrun.recovery.member import Member
 from ftrun.recovery.oversight import Oversight
-from ftrun.recovery.places import Wishes
-from ftrun.recovery.settings import NetworkSettings
+from ftrun.recovery.settings import NetworkSettings, Wishes
 from ftrun.wire.cluster import RoadSilent, RoadTried
 from ftrun.wire.heartbeats import Beat
 from ftrun.wire.plan import Plan

@@ -8,8 +8,9 @@ from ftrun.monitor.fitness import Figures, Fitness, Outcome
 from ftrun.recovery.attendance import Peers
 from ftrun.recovery.commands import CheckAgain, Note
 from ftrun.recovery.happenings import Checked, RanksStuck
-from ftrun.recovery.places import Assignment, NotEnough, Wishes
+from ftrun.recovery.places import Assignment, NotEnough
 from ftrun.recovery.screening import Screening
+from ftrun.recovery.settings import Wishes
 from ftrun.wire.heartbeats import LeadBeat
 from tests.unit.recovery.agents import Agents
 from tests.unit.recovery.made import card, plan, settings

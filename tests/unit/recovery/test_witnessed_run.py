@@ -6,7 +6,7 @@ from ftrun.errors import ExitCode
 from ftrun.recovery.allegiance import Role
 from ftrun.recovery.commands import AskWitness, EndRun, HoldRanks, Note, Wish
 from ftrun.recovery.happenings import HereIs, WitnessSaid
-from ftrun.recovery.places import Wishes
+from ftrun.recovery.settings import Wishes
 from ftrun.wire.heartbeats import Beat
 from tests.unit.recovery.agents import Agents
 from tests.unit.recovery.made import card, plan, settings
