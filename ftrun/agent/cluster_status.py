@@ -15,7 +15,7 @@ from ftrun.agent.summary_line import Activity, Protection, activity_words, next_
 from ftrun.ids import version
 from ftrun.monitor.numbers import finite
 from ftrun.recovery.attendance import Peer
-from ftrun.recovery.ballots import electorate, identity
+from ftrun.recovery.ballots import electorate
 from ftrun.recovery.lead import Lead
 from ftrun.recovery.past import Gone
 from ftrun.wire.heartbeats import Beat
@@ -239,7 +239,7 @@ def _verdict(
 
 def _living_votes(brain: Brain, lead: Lead, plan: Plan) -> int:
     """Voters that could promise the next generation now; a restarted agent has lost its vote."""
-    here = {identity(peer.card) for peer in lead.known if not peer.lost}
+    here = {peer.card.identity for peer in lead.known if not peer.lost}
     is_witnessed = plan.witness != 0 and brain.member.witness.is_reached
     return len(electorate(plan.voters) & here) + is_witnessed
 

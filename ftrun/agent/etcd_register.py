@@ -25,7 +25,6 @@ import msgspec
 from ftrun import clock
 from ftrun.config import EtcdTls
 from ftrun.errors import PeerError, UsageError
-from ftrun.recovery.ballots import identity
 from ftrun.recovery.commands import AskWitness, Wish
 from ftrun.recovery.happenings import WitnessSaid
 from ftrun.recovery.witness_rules import Register, Ruling, rule
@@ -262,7 +261,7 @@ class EtcdRegister:
             changes.append(_put(register, ruling.register))
         if ruling.lead is None and seen.claim is not None:
             changes.append(_delete(lead))
-        elif ruling.lead is not None and identity(ruling.lead) == identity(me):
+        elif ruling.lead is not None and ruling.lead.identity == me.identity:
             lease = self._lease_id()
             if seen.claim_lease != lease or seen.claim is None or seen.claim.card != me:
                 changes.append(_put(lead, Claim(me, self.job), lease))

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 
 from ftrun.monitor.clock_offsets import ClockOffset
 from ftrun.monitor.fitness import Fitness
-from ftrun.recovery.ballots import electorate_of, identity
+from ftrun.recovery.ballots import electorate_of
 from ftrun.recovery.settings import ClusterSettings
 from ftrun.recovery.witness import Witness
 from ftrun.wire.heartbeats import Beat
@@ -149,7 +149,7 @@ class Peers:
 
     def _died(self, peer: Peer, now_s: float) -> None:
         if now_s - peer.acked_s < self.settings.cut_off_s:
-            self._faithful.add(identity(peer.card))
+            self._faithful.add(peer.card.identity)
 
     def opened(self, peer: Peer, *, now_s: float) -> None:
         if not peer.linked:
@@ -239,10 +239,10 @@ class Peers:
         limit_s = self.settings.cut_off_s
         unheard = 0
         for card in plan.voters:
-            if card.node_id == self.me.node_id or identity(card) in self._faithful:
+            if card.node_id == self.me.node_id or card.identity in self._faithful:
                 continue
             peer = self.by_id.get(card.node_id)
-            is_here = peer is not None and identity(peer.card) == identity(card)
+            is_here = peer is not None and peer.card.identity == card.identity
             if peer is None or not is_here or now_s - peer.acked_s >= limit_s:
                 unheard += 1
             elif peer.promised > plan.generation:

@@ -38,18 +38,14 @@ from ftrun.wire.plan import WITNESS, Edition, Identity, NodeCard, Plan, Voters
 Electorate = frozenset[Identity]
 
 
-def identity(card: NodeCard) -> Identity:
-    return (card.node_id, card.incarnation)
-
-
 def runs_ranks(plan: Plan | None, card: NodeCard) -> bool:
     """This agent is one of those that run the generation's ranks."""
     node = plan.member(card.node_id) if plan is not None else None
-    return node is not None and identity(node.card) == identity(card)
+    return node is not None and node.card.identity == card.identity
 
 
 def electorate(cards: Iterable[NodeCard]) -> Electorate:
-    return frozenset(identity(card) for card in cards)
+    return frozenset(card.identity for card in cards)
 
 
 def electorate_of(plan: Plan) -> Electorate:
@@ -212,7 +208,7 @@ class Ballot:
         """Whether it may be announced."""
         if self.needs_witness and not self.witness:
             return False
-        agreed = {identity(has.card) for has in self.promises.values()}
+        agreed = {has.card.identity for has in self.promises.values()}
         if self.witness:
             agreed.add((WITNESS, self.witness))
         return self._is_carried(agreed)
@@ -221,7 +217,7 @@ class Ballot:
         """Whether it takes effect: carried, and kept by each of its members."""
         if self.plan is None:
             return False
-        agreed = {identity(self.promises[node_id].card) for node_id in self.accepted}
+        agreed = {self.promises[node_id].card.identity for node_id in self.accepted}
         if self.is_witnessed:
             agreed.add((WITNESS, self.witness))
         members = {node.node_id for node in self.plan.members}

@@ -20,7 +20,6 @@ from collections.abc import Collection
 
 from ftrun.monitor.verdicts import Sure, Verdict, VerdictKind
 from ftrun.recovery.attendance import Peer, Peers
-from ftrun.recovery.ballots import identity
 from ftrun.recovery.oversight import Oversight
 from ftrun.recovery.settings import ClusterSettings
 from ftrun.wire.plan import Plan
@@ -145,7 +144,7 @@ def _is_newcomer(peer: Peer, plan: Plan, aside: Collection[str]) -> bool:
     if peer.lost or peer.is_mute or not peer.linked or peer.card.node_id in aside:
         return False
     node = plan.member(peer.card.node_id)
-    return node is None or identity(node.card) != identity(peer.card)
+    return node is None or node.card.identity != peer.card.identity
 
 
 def _departure(plan: Plan, oversight: Oversight) -> str:

@@ -26,7 +26,7 @@ Rule 6: a leaver is let go only after the leader has had the time to change the 
 import msgspec
 
 from ftrun.recovery.attendance import Peers
-from ftrun.recovery.ballots import electorate, identity
+from ftrun.recovery.ballots import electorate
 from ftrun.recovery.commands import Note, SupervisorCommand
 from ftrun.recovery.enrolment import Enrolment
 from ftrun.recovery.oversight import Oversight
@@ -76,8 +76,8 @@ class Draining:
 
     def note(self, card: NodeCard, beat: Beat, *, now_s: float) -> None:
         """Keep that this agent was asked to leave; it says so in each heartbeat."""
-        if beat.leaves and identity(card) not in self._asked_s:
-            self._asked_s[identity(card)] = self._last_s = now_s
+        if beat.leaves and card.identity not in self._asked_s:
+            self._asked_s[card.identity] = self._last_s = now_s
             self._tell_oversight()
 
     def look(
@@ -91,7 +91,7 @@ class Draining:
             is_settled: its ranks run. Else a stop waits for whoever has to know of it.
             now_s: the time.
         """
-        here = {identity(peer.card) for peer in self._peers if not peer.lost}
+        here = {peer.card.identity for peer in self._peers if not peer.lost}
         self._asked_s = {who: at_s for who, at_s in self._asked_s.items() if who in here}
         asked = frozenset(self._asked_s)
         self._leaving &= asked
@@ -107,7 +107,7 @@ class Draining:
         elif new and now_s - min(self._asked_s[who] for who in new) >= LIMIT_S:
             why = why or "one node after the other is asked to stop"
         for peer in self._peers:
-            peer.is_leaving = identity(peer.card) in self._leaving
+            peer.is_leaving = peer.card.identity in self._leaving
             if peer.is_leaving:
                 self._oversight.past.leaves(peer.card, now_s=now_s)
         self._let_go(plan, now_s, is_settled=is_settled)
@@ -123,7 +123,7 @@ class Draining:
     def tell(self, body: LeadBeat) -> LeadBeat:
         """The same heartbeat, with those who may go."""
         # A node that has left may be back: its new agent was not asked.
-        here = self._freed & {identity(peer.card) for peer in self._peers}
+        here = self._freed & {peer.card.identity for peer in self._peers}
         leave = tuple(sorted(node_id for node_id, _ in here))
         return msgspec.structs.replace(body, leave=leave) if leave else body
 
@@ -138,7 +138,7 @@ class Draining:
             return f"asked to leave: {names}; {left} of at least {wishes.min_nodes} nodes stay"
         voters = electorate(plan.voters) if plan is not None else frozenset()
         deciding = len((voters & here) - asked)
-        if identity(self._peers.me) in asked and 2 * deciding <= len(voters):
+        if self._peers.me.identity in asked and 2 * deciding <= len(voters):
             return f"asked to leave: {names}; {deciding} of {len(voters)} that decide would stay"
         return ""
 

@@ -25,7 +25,7 @@ from collections.abc import Collection
 import msgspec
 
 from ftrun.recovery.attendance import Peer, Peers
-from ftrun.recovery.ballots import carries, electorate, electorate_of, identity
+from ftrun.recovery.ballots import carries, electorate, electorate_of
 from ftrun.recovery.commands import Command, Note, Send
 from ftrun.recovery.oversight import Oversight
 from ftrun.recovery.settings import ClusterSettings
@@ -105,7 +105,7 @@ class Enrolment:
         wanted = self.wanted
         if wanted is None or (body.generation, body.roster) != wanted.edition:
             return None
-        self._agreed.add(identity(card))
+        self._agreed.add(card.identity)
         before, after = electorate_of(plan), electorate_of(wanted)
         gone = {who for who in before if peers.has_successor(who)}
         if not (carries(before, self._agreed, gone=gone) and carries(after, self._agreed)):
@@ -124,7 +124,7 @@ class Enrolment:
         return [
             Send(peer.card.node_id, Announce(wanted))
             for peer in peers
-            if peer.linked and identity(peer.card) in asked - self._agreed
+            if peer.linked and peer.card.identity in asked - self._agreed
         ]
 
     def _witness(self, plan: Plan, peers: Peers, num_nodes: int, now_s: float) -> int:
@@ -157,7 +157,7 @@ class Enrolment:
 
 
 def _alive(peers: Peers, plan: Plan) -> set[Identity]:
-    nodes = {identity(peer.card) for peer in peers if not (peer.lost or peer.is_leaving)}
+    nodes = {peer.card.identity for peer in peers if not (peer.lost or peer.is_leaving)}
     is_there = plan.witness and plan.witness == peers.witness.life and not peers.witness.why
     return nodes | ({(WITNESS, plan.witness)} if is_there else set())
 

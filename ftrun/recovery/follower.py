@@ -20,7 +20,7 @@ import msgspec
 
 from ftrun.ids import version
 from ftrun.monitor.fitness import Fitness, Outcome
-from ftrun.recovery.ballots import Vote, identity
+from ftrun.recovery.ballots import Vote
 from ftrun.recovery.commands import (
     Abandon,
     Adopt,
@@ -187,7 +187,7 @@ class Follower:
             lead: whom this agent follows.
             hears_lead: the lead is there, and it is not the proposer.
         """
-        proposer = identity(body.card)
+        proposer = body.card.identity
         may = body.generation > self.generation and self.vote.may_promise(body.generation, proposer)
         if hears_lead or not may:
             promised = max(self.vote.promised, self.generation)

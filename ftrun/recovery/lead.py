@@ -17,7 +17,7 @@ from collections.abc import Collection, Mapping
 
 from ftrun.errors import ExitCode
 from ftrun.recovery.attendance import Peer, Peers
-from ftrun.recovery.ballots import Ballot, identity, runs_ranks
+from ftrun.recovery.ballots import Ballot, runs_ranks
 from ftrun.recovery.changes import Changes
 from ftrun.recovery.checkpoint_agreement import blind_nodes, disagreement, notes_of_blind
 from ftrun.recovery.commands import (
@@ -137,7 +137,7 @@ class Lead:
     def meet(self, card: NodeCard, *, now_s: float) -> list[Command]:
         """Somebody has named this agent: a voter, or another proposer."""
         peer = self.known.get(card.node_id)
-        is_known = peer is not None and (not peer.lost or identity(peer.card) == identity(card))
+        is_known = peer is not None and (not peer.lost or peer.card.identity == card.identity)
         if is_known or card.node_id == self.me.node_id:
             return []
         return self.add(card, now_s=now_s, linked=self.has_link(card))

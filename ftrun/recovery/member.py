@@ -16,7 +16,6 @@ from typing import assert_never
 
 from ftrun.errors import ExitCode
 from ftrun.recovery.allegiance import Allegiance, Role
-from ftrun.recovery.ballots import identity
 from ftrun.recovery.commands import (
     Command,
     Dial,
@@ -279,7 +278,7 @@ class Member:
         hears = self._hears_lead(now_s) and not self._follows(sender) and not is_mine
         found = self.follower.prepare(sender, body, self.lead_card, hears_lead=hears)
         vote = self.follower.vote
-        is_promised = vote.promised == body.generation and vote.proposer == identity(body.card)
+        is_promised = vote.promised == body.generation and vote.proposer == body.card.identity
         if is_promised and not hears and not is_mine and not self._follows(sender):
             self._follow(body.card, now_s)
         return found

@@ -34,7 +34,6 @@ from ftrun.network.rails_kept import choices_of, keep_rails
 from ftrun.network.road_planning import plan_roads
 from ftrun.network.road_rates import slowest_medians
 from ftrun.recovery.attendance import Peers
-from ftrun.recovery.ballots import identity
 from ftrun.recovery.commands import Command, Note
 from ftrun.recovery.places import Assignment
 from ftrun.recovery.road_map import RoadMap
@@ -199,19 +198,19 @@ class Roads:
 
     def know(self, cards: Sequence[NodeCard]) -> None:
         """These were there before this lead, and are not probed for being new to it."""
-        self._known.update(identity(card) for card in cards)
+        self._known.update(card.identity for card in cards)
 
     # --- surveys ------------------------------------------------------------------------------
 
     def _new(self) -> list[str]:
-        return [one for one, card in self._map.cards.items() if identity(card) not in self._known]
+        return [one for one, card in self._map.cards.items() if card.identity not in self._known]
 
     def _begin_first(self, now_s: float) -> Survey | None:
         """Of all roads; where the first ballot has begun again, of those of new nodes."""
         new = self._new()
         if not new:
             return None
-        self._known.update(identity(card) for card in self._map.cards.values())
+        self._known.update(card.identity for card in self._map.cards.values())
         matched = self._map.matched
         names = list(self._map.rails)
         if len(new) == len(names):
@@ -225,7 +224,7 @@ class Roads:
 
     def _begin_new(self, now_s: float) -> Survey | None:
         new = self._new()
-        self._known.update(identity(self._map.cards[one]) for one in new)
+        self._known.update(self._map.cards[one].identity for one in new)
         return self._beside(new, now_s) if new else None
 
     def _begin_dead(self, now_s: float) -> Survey | None:

@@ -22,7 +22,6 @@ from dataclasses import dataclass
 
 import msgspec
 
-from ftrun.recovery.ballots import identity
 from ftrun.recovery.commands import AskWitness, Wish
 from ftrun.wire.plan import Identity, NodeCard, Plan
 
@@ -68,8 +67,8 @@ def rule(
         lead: whose lease lives.
         new_life: for a register that is begun now.
     """
-    who = identity(me)
-    if lead is not None and identity(lead) != who:
+    who = me.identity
+    if lead is not None and lead.identity != who:
         granted = asked.wish is Wish.ACCEPT and _is_bound(register, asked, who)
         kept = _with_plan(register, asked.plan) if granted else register
         return Ruling(granted, kept, lead)
@@ -134,7 +133,7 @@ def _told(
     new_life: int,
 ) -> Ruling:
     """What is in effect is remembered, unless a later generation was promised."""
-    plan, who = asked.plan, identity(me)
+    plan, who = asked.plan, me.identity
     if register is None:
         return Ruling(True, Register(new_life, asked.generation, who, plan), me)
     if not _may_go_on(register, asked.generation, who):

@@ -44,6 +44,11 @@ class NodeCard(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_li
     further_endpoint: int = 0
     """Number of the further endpoint that it listens at, from 1; 0: of none."""
 
+    @property
+    def identity(self) -> Identity:
+        """Of this agent process: the next one on the node is another."""
+        return (self.node_id, self.incarnation)
+
 
 class PlanNode(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
     """A member of a generation with the ranks it runs."""

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING
 from ftrun.errors import ExitCode
 from ftrun.ids import Version
 from ftrun.recovery import commands as do
-from ftrun.recovery.ballots import identity
 from ftrun.recovery.happenings import Happening, Heard
 from ftrun.wire.ballot_messages import Announce, Prepare, Promise
 from ftrun.wire.heartbeats import LeadBeat
@@ -233,7 +232,7 @@ class Invariants:
         """Nobody who decided about it has ever been a voter of a run, as far as they know."""
         if all(voters.generation < 0 for voters in plan.decided_by):
             return True
-        before = {identity(card) for one in self.effective.values() for card in one.voters}
+        before = {card.identity for one in self.effective.values() for card in one.voters}
         return not any(before & set(voters.who) for voters in plan.decided_by)
 
     def _beside(self, plan: Plan) -> Plan | None:

@@ -13,7 +13,7 @@ from ftrun.ids import Version, version
 from ftrun.recovery import commands as do
 from ftrun.recovery.allegiance import Role
 from ftrun.recovery.attendance import AWAIT_SILENT_S
-from ftrun.recovery.ballots import carries, electorate, identity
+from ftrun.recovery.ballots import carries, electorate
 from ftrun.wire.plan import Plan
 from simulation.faults import Faults
 from simulation.invariants import Invariants
@@ -228,7 +228,7 @@ class Simulation:
             if node.agent is not None and node.agent.member.lead is not None
         ]
         agents = [node.agent for node in self.nodes if node.agent is not None]
-        num_here = len({identity(agent.card) for agent in agents} & electorate(newest.voters))
+        num_here = len({agent.card.identity for agent in agents} & electorate(newest.voters))
         if 2 * num_here <= len(newest.voters):
             return False  # it makes steps still, and is about to pause
         if leads != [newest.lead] or self.invariants.step_generation != newest.generation:
@@ -358,7 +358,7 @@ class Simulation:
     def _can_decide(plan: Plan, here: list[Node]) -> bool:
         voters = electorate(plan.voters)
         cards = [node.agent.card for node in here if node.agent is not None]
-        agreed = {identity(card) for card in cards}
+        agreed = {card.identity for card in cards}
         return carries(voters, agreed & voters)
 
     def _word(self) -> str:

@@ -172,7 +172,7 @@ def _promises_anybody(patch: pytest.MonkeyPatch) -> None:
     ) -> witness_rules.Ruling:
         life = register.life if register is not None else new_life
         known = register.plan if register is not None else None
-        who = ballots.identity(me)
+        who = me.identity
         kept = witness_rules.Register(life, asked.generation, who, asked.plan or known)
         return witness_rules.Ruling(True, kept, lead or me)
 

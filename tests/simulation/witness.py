@@ -7,7 +7,6 @@ them: it reads, finds its answer, and writes it where nothing has changed since 
 from random import Random
 from typing import TYPE_CHECKING
 
-from ftrun.recovery.ballots import identity
 from ftrun.recovery.commands import AskWitness
 from ftrun.recovery.happenings import WitnessSaid
 from ftrun.recovery.witness_rules import Register, Ruling, rule
@@ -90,7 +89,7 @@ class WitnessModel:
         if (ruling.register, ruling.lead) != (self._register, self._lead):
             self._revision += 1
         self._register, self._lead = ruling.register, ruling.lead
-        if ruling.lead is not None and identity(ruling.lead) == identity(agent.card):
+        if ruling.lead is not None and ruling.lead.identity == agent.card.identity:
             self._ends_s = self.world.now_s + LEASE_S
         said = WitnessSaid(seen.asked, True, True, self._register, self._lead)
         # The answer may be lost on its way, and what was asked is done all the same.

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import settings as effort
 from hypothesis import strategies as st
 
-from ftrun.recovery.ballots import Ballot, Vote, carries, electorate, electorate_of, identity
+from ftrun.recovery.ballots import Ballot, Vote, carries, electorate, electorate_of
 from ftrun.wire.ballot_messages import Accepted
 from ftrun.wire.plan import Edition, Identity, Plan, Voters
 from tests.unit.recovery.made import card, cards, plan, promise
@@ -497,7 +497,7 @@ def test_what_takes_effect_was_known_to_whatever_takes_effect_next(
 
 
 def test_an_identity_is_a_node_and_its_process() -> None:
-    assert identity(card("a", 7)) == ("a", 7)
+    assert card("a", 7).identity == ("a", 7)
 
 
 def test_a_roster_that_only_its_own_lead_could_bring_about_is_not_asked_by_it() -> None:

@@ -1,6 +1,5 @@
 """The witness as an agent sees it: what it has confirmed counts from when it was asked."""
 
-from ftrun.recovery.ballots import identity
 from ftrun.recovery.commands import AskWitness, Command, Note, Wish
 from ftrun.recovery.happenings import WitnessSaid
 from ftrun.recovery.witness import Witness
@@ -8,7 +7,7 @@ from ftrun.recovery.witness_rules import Register
 from tests.unit.recovery.made import card, plan
 
 A = card("a")
-HELD = Register(7, 4, identity(A), plan(4, "ab"))
+HELD = Register(7, 4, A.identity, plan(4, "ab"))
 
 
 def says(
@@ -40,7 +39,7 @@ def test_who_leads_tells_its_plan_once_and_then_keeps_its_lease() -> None:
     made = Witness(is_used=True)
     mine = plan(4, "ab")
     assert made.say_who_leads(mine, now_s=1.0) == [AskWitness(Wish.TELL, 1.0, 4, mine)]
-    says(made, asked_s=1.0, now_s=1.1, register=Register(7, 4, identity(A)))
+    says(made, asked_s=1.0, now_s=1.1, register=Register(7, 4, A.identity))
     assert made.say_who_leads(mine, now_s=1.5) == [AskWitness(Wish.TELL, 1.5, 4, mine)]
     says(made, asked_s=1.5, now_s=1.6)
     assert made.say_who_leads(mine, now_s=2.0) == [AskWitness(Wish.KEEP, 2.0, 4)]

@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import settings as effort
 from hypothesis import strategies as st
 
-from ftrun.recovery.ballots import identity
 from ftrun.recovery.commands import AskWitness, Wish
 from ftrun.recovery.witness_rules import Register, Ruling, rule
 from ftrun.wire.plan import NodeCard, Plan
@@ -32,7 +31,7 @@ def ask(
 
 
 def held(promised: int = 4, proposer: NodeCard = A, plan: Plan | None = None) -> Register:
-    return Register(7, promised, identity(proposer), plan)
+    return Register(7, promised, proposer.identity, plan)
 
 
 def test_look_changes_nothing() -> None:
@@ -61,15 +60,15 @@ def test_lead_may_go_on_until_a_later_number_is_anothers() -> None:
 
 
 def test_promise_of_a_register_that_there_is_not_begins_one() -> None:
-    assert ask(A, Wish.PROMISE, 4) == Ruling(True, Register(99, 4, identity(A)), A)
+    assert ask(A, Wish.PROMISE, 4) == Ruling(True, Register(99, 4, A.identity), A)
 
 
 def test_run_that_begins_anew_is_not_bound_by_the_last_one_and_has_another_life() -> None:
     old = held(4, B, TOLD)
     found = ask(A, Wish.PROMISE, 0, register=old, begins=True)
-    assert found == Ruling(True, Register(99, 0, identity(A)), A)
+    assert found == Ruling(True, Register(99, 0, A.identity), A)
     again = ask(A, Wish.PROMISE, 1, register=found.register, lead=A, begins=True)
-    assert again == Ruling(True, Register(99, 1, identity(A)), A)
+    assert again == Ruling(True, Register(99, 1, A.identity), A)
 
 
 @pytest.mark.parametrize(
@@ -80,7 +79,7 @@ def test_number_is_promised_to_one_and_never_a_lower_one(
     generation: int, proposer: NodeCard, granted: bool
 ) -> None:
     found = ask(proposer, Wish.PROMISE, generation, register=held(4, A, TOLD))
-    promised = Register(7, max(4, generation), identity(proposer if granted else A), TOLD)
+    promised = Register(7, max(4, generation), proposer if granted else A.identity, TOLD)
     assert found == Ruling(granted, promised, proposer if granted else None)
 
 
@@ -97,7 +96,7 @@ def test_plan_is_accepted_by_the_promise_it_was_given_whoever_has_the_lease() ->
 
 
 def test_what_is_in_effect_is_remembered_unless_a_later_number_is_anothers() -> None:
-    assert ask(A, Wish.TELL, 4, plan=TOLD).register == Register(99, 4, identity(A), TOLD)
+    assert ask(A, Wish.TELL, 4, plan=TOLD).register == Register(99, 4, A.identity, TOLD)
     older = held(3, B, plan(3, "ab"))
     assert ask(A, Wish.TELL, 4, register=older, plan=TOLD).register == held(4, A, TOLD)
     later = held(5, B)
