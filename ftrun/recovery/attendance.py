@@ -91,6 +91,19 @@ class Peers:
     def __iter__(self) -> Iterator[Peer]:
         return iter(list(self.by_id.values()))
 
+    @property
+    def here(self) -> list[NodeCard]:
+        """Nodes that are connected and not lost."""
+        return [peer.card for peer in self if peer.linked and not peer.lost]
+
+    def is_heard(self, node_id: str, *, now_s: float) -> bool:
+        """Its last message is not older than two heartbeats."""
+        peer = self.get(node_id)
+        if peer is None or peer.lost:
+            return False
+        is_late = now_s - peer.heard_s >= 2 * self.settings.heartbeat_s
+        return node_id == self.me.node_id or not is_late
+
     def get(self, node_id: str) -> Peer | None:
         return self.by_id.get(node_id)
 

@@ -310,7 +310,7 @@ class Lead:
             return self.pause.begin(str(places), now_s=now_s)
         if (held_up := self.roads.hold_up(here, previous, now_s=now_s)) is not None:
             return held_up
-        places = self.roads.decide(places, previous)
+        places = places.along(self.roads.decide(places.members, places.spares, previous))
         plan = make_plan(
             ballot,
             places,

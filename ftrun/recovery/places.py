@@ -13,7 +13,7 @@ Rule 3: a node that is set aside, or unfit, is no member, whoever else is missin
 
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from ftrun.network.rails import RoadsPlan
@@ -37,6 +37,13 @@ class Assignment:
             found.append(rank)
             rank += card.num_ranks
         return found
+
+    def along(self, roads: RoadsPlan | None) -> "Assignment":
+        """The same in the order of a plan of roads, with the plan."""
+        if roads is None:
+            return self
+        by_id = {card.node_id: card for card in self.members}
+        return replace(self, members=tuple(by_id[one] for one in roads.order), roads=roads)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,10 +10,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from ftrun.network.rails import RoadsPlan
-from ftrun.recovery.attendance import Peers
 from ftrun.recovery.commands import Command, Note
-from ftrun.recovery.places import Assignment
-from ftrun.recovery.road_watch import Roads
+from ftrun.recovery.road_watch import NodesHere, Roads
 from ftrun.recovery.settings import NetworkSettings
 from ftrun.recovery.slow_watch import SlowWatch
 from ftrun.recovery.watching import Watching
@@ -26,7 +24,7 @@ T = TypeVar("T")
 class GuardedRoads:
     """One lead's; all that it asks of `Roads` goes through here."""
 
-    def __init__(self, me: str, settings: NetworkSettings, peers: Peers) -> None:
+    def __init__(self, me: str, settings: NetworkSettings, peers: NodesHere) -> None:
         self._roads = Roads(me, settings, peers)
         self._notes: list[Note] = []
         self._is_off = False
@@ -55,8 +53,10 @@ class GuardedRoads:
     ) -> list[Command] | None:
         return self._do(lambda: self._roads.hold_up(cards, previous, now_s=now_s), None)
 
-    def decide(self, places: Assignment, previous: Plan | None) -> Assignment:
-        return self._do(lambda: self._roads.decide(places, previous), places)
+    def decide(
+        self, members: Sequence[NodeCard], spares: Sequence[NodeCard], previous: Plan | None
+    ) -> RoadsPlan | None:
+        return self._do(lambda: self._roads.decide(members, spares, previous), None)
 
     def begin(self) -> None:
         self._do(self._roads.begin, None)

@@ -20,8 +20,7 @@ Rule 5: without a measured rate nothing is planned anew: of the plan that there 
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -33,9 +32,7 @@ from ftrun.network.rails import RoadsPlan
 from ftrun.network.rails_kept import choices_of, keep_rails
 from ftrun.network.road_planning import plan_roads
 from ftrun.network.road_rates import slowest_medians
-from ftrun.recovery.attendance import Peers
 from ftrun.recovery.commands import Command, Note
-from ftrun.recovery.places import Assignment
 from ftrun.recovery.road_map import RoadMap
 from ftrun.recovery.settings import NetworkSettings
 from ftrun.recovery.slow_watch import SlowWatch
@@ -64,10 +61,19 @@ _STAYS = "ranks stay where they are within a run"
 _NUMBERED = "the user has numbered the nodes"
 
 
+class NodesHere(Protocol):
+    """The nodes that the leader is connected to."""
+
+    @property
+    def here(self) -> list[NodeCard]: ...
+
+    def is_heard(self, node_id: str, *, now_s: float) -> bool: ...
+
+
 class Roads:
     """One lead's."""
 
-    def __init__(self, me: str, settings: NetworkSettings, peers: Peers) -> None:
+    def __init__(self, me: str, settings: NetworkSettings, peers: NodesHere) -> None:
         self.plan: RoadsPlan | None = None
         """The newest that was made, whether it takes effect or not."""
         self._me = me
@@ -122,21 +128,22 @@ class Roads:
         found = self._survey.look(now_s=now_s) if self._survey is not None else []
         return None if self._is_done(now_s) else [*found]
 
-    def decide(self, places: Assignment, previous: Plan | None) -> Assignment:
-        """The places as the plan wants them, with the plan where it is to take effect."""
-        if not self.is_on or self._is_off(places.members):
-            return places
-        self._map.meet((*places.members, *places.spares))
+    def decide(
+        self, members: Sequence[NodeCard], spares: Sequence[NodeCard], previous: Plan | None
+    ) -> RoadsPlan | None:
+        """The plan that is to take effect, with the order of the members; None: there is none."""
+        if not self.is_on or self._is_off(members):
+            return None
+        self._map.meet((*members, *spares))
         keep = _STAYS if previous is not None else ""
-        if any(card.node_rank >= 0 for card in places.members):
+        if any(card.node_rank >= 0 for card in members):
             keep = keep or _NUMBERED
-        ids = [card.node_id for card in places.members]
+        ids = [card.node_id for card in members]
         self._previous = previous.roads if previous is not None else None
         made = self._make(ids, keep, self._previous)
         assert sorted(made.order) == sorted(ids)
         self._keep(made)
-        by_id = {card.node_id: card for card in places.members}
-        return replace(places, members=tuple(by_id[one] for one in made.order), roads=made)
+        return made
 
     def _keep(self, made: RoadsPlan) -> None:
         before, self.plan = self.plan, made
@@ -169,7 +176,7 @@ class Roads:
 
     def look(self, plan: Plan, slow: SlowWatch, *, now_s: float) -> list[Command]:
         """What is to be probed while a generation runs."""
-        cards = [peer.card for peer in self._peers if not peer.lost and peer.linked]
+        cards = self._peers.here
         if self._is_off(cards):
             return []
         if self._survey is not None:
@@ -269,7 +276,7 @@ class Roads:
             there = matched.get(rail, {})
             if {(node_id, rail), (by, rail)} & self._map.dead:
                 continue
-            if not (self._is_heard(node_id, now_s) and {node_id, by} <= there.keys()):
+            if not (self._peers.is_heard(node_id, now_s=now_s) and {node_id, by} <= there.keys()):
                 continue
             self._looked_s[(node_id, rail)] = now_s
             del self._silent[(node_id, rail)]
@@ -281,12 +288,6 @@ class Roads:
                 Schedule(rounds, 0.0, ""), matched, now_s, limit_s=LIMIT_S, is_short=True
             )
         return None
-
-    def _is_heard(self, node_id: str, now_s: float) -> bool:
-        peer = self._peers.get(node_id)
-        limit_s = 2 * self._peers.settings.heartbeat_s
-        is_me = node_id == self._me
-        return peer is not None and not peer.lost and (is_me or now_s - peer.heard_s < limit_s)
 
     def _beside(
         self, some: Sequence[str], now_s: float, *, pause_s: float = BESIDE_PAUSE_S

@@ -90,7 +90,8 @@ class World:
             assert held
             self.answer(held)
             held = self.roads.hold_up(self.cards, previous, now_s=self.now_s)
-        return self.roads.decide(Assignment(tuple(self.cards), ()), previous)
+        places = Assignment(tuple(self.cards), ())
+        return places.along(self.roads.decide(places.members, places.spares, previous))
 
     def begin(self) -> Plan:
         """A generation that runs."""

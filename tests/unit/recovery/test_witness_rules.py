@@ -79,7 +79,7 @@ def test_number_is_promised_to_one_and_never_a_lower_one(
     generation: int, proposer: NodeCard, granted: bool
 ) -> None:
     found = ask(proposer, Wish.PROMISE, generation, register=held(4, A, TOLD))
-    promised = Register(7, max(4, generation), proposer if granted else A.identity, TOLD)
+    promised = Register(7, max(4, generation), (proposer if granted else A).identity, TOLD)
     assert found == Ruling(granted, promised, proposer if granted else None)
 
 
