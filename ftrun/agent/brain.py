@@ -25,6 +25,7 @@ from ftrun.recovery.commands import (
 from ftrun.recovery.happenings import Happening, Passing
 from ftrun.recovery.member import Member
 from ftrun.recovery.oversight import Oversight
+from ftrun.recovery.pair_check import PairCheck
 from ftrun.recovery.settings import ClusterSettings
 from ftrun.recovery.supervisor import Policy, State
 from ftrun.wire.plan import NodeCard, Plan
@@ -46,7 +47,7 @@ class Brain:
     ) -> None:
         self.settings = settings
         self.orders: SimpleQueue[NodeCommand] = SimpleQueue()
-        self.oversight = Oversight(policy, settings, me.node_id)
+        self.oversight = Oversight(policy, settings, me.node_id, pairs=PairCheck())
         """The newest one; it counts only while this agent leads."""
         self.check_again: Callable[[int], None] = _nobody
         """Begins a check of this node, up to this number; never waits."""
@@ -135,7 +136,7 @@ class Brain:
             self.orders.put(command)
 
     def _new_oversight(self) -> Oversight:
-        self.oversight = Oversight(self._policy, self.settings, self._me)
+        self.oversight = Oversight(self._policy, self.settings, self._me, pairs=PairCheck())
         return self.oversight
 
 

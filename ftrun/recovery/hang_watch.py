@@ -19,8 +19,7 @@ from ftrun.monitor.deadlines import Deadlines, HangSettings
 from ftrun.monitor.evidence import RankView
 from ftrun.monitor.hangs import find_hang
 from ftrun.monitor.verdicts import Sure, Verdict, VerdictKind, ranks_in_words
-from ftrun.recovery.lost_links import lost_links, with_lost_links
-from ftrun.recovery.pair_check import Pair
+from ftrun.recovery.lost_links import Pair, lost_links, with_lost_links
 from ftrun.wire.heartbeats import Beat
 from ftrun.wire.plan import Plan
 

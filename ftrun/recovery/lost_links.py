@@ -12,16 +12,38 @@ Rule 1: a link counts as lost only where both of its ends report it. A frozen or
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from ftrun.events import Progress
 from ftrun.monitor.deadlines import HangSettings
 from ftrun.monitor.verdicts import Sure, Verdict, VerdictKind, ranks_in_words
-from ftrun.recovery.pair_check import Pair
+from ftrun.recovery.commands import Send
 from ftrun.recovery.reports import Reports
+from ftrun.wire.cluster import RoadTried
 from ftrun.wire.heartbeats import Beat
 from ftrun.wire.plan import Plan
 
 _FIRST_STEP_FACTOR = 3.0
+
+
+Pair = tuple[str, str]
+
+
+class PairFinder(Protocol):
+    """Finds pairs of members that cannot connect to each other while ranks make no steps."""
+
+    cut: frozenset[Pair]
+
+    def begin(self) -> None:
+        """Another generation runs, or the ranks make steps."""
+
+    def look(self, plan: Plan, *, now_s: float) -> list[Send]:
+        """What to ask for; called while ranks make no steps."""
+        ...
+
+    def tried(self, sender: str, body: RoadTried, *, now_s: float) -> list[Send]:
+        """A member has tried to connect to another one."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,6 +44,7 @@ from ftrun.recovery.commands import (
 )
 from ftrun.recovery.first_cause import may_be_a_consequence
 from ftrun.recovery.incidents import Incidents
+from ftrun.recovery.lost_links import PairFinder
 from ftrun.recovery.node_failures import NodeFailures
 from ftrun.recovery.past import Past
 from ftrun.recovery.reports import Reports
@@ -70,14 +71,16 @@ _SIGTERM = 15
 class Oversight:
     """One run, as its lead sees it."""
 
-    def __init__(self, policy: Policy, settings: ClusterSettings, me: str = "") -> None:
+    def __init__(
+        self, policy: Policy, settings: ClusterSettings, me: str = "", *, pairs: PairFinder
+    ) -> None:
         self.supervisor = Supervisor(policy, world_size=0)
         self.orders = LeadBeat(generation=-1)
         self.stop_signal = 0
         """The signal by which somebody wants the run to end; 0 while nobody does."""
         self.past = Past()
         self.reports = Reports()
-        self.watching = Watching(settings, policy.bad_numbers, me)
+        self.watching = Watching(settings, policy.bad_numbers, me, pairs)
         self.num_spares = 0
         """Nodes that could take the place of a member."""
         self.asked_to_leave: frozenset[str] = frozenset()

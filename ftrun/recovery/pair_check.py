@@ -15,6 +15,7 @@ from collections.abc import Collection
 from ftrun.network.probe_rounds import Road, pack, schedule
 from ftrun.network.rails import Rail, RoadFound
 from ftrun.recovery.commands import Send
+from ftrun.recovery.lost_links import Pair
 from ftrun.recovery.surveying import Round, Survey, most_rounds
 from ftrun.wire.cluster import RoadTried
 from ftrun.wire.plan import Plan
@@ -29,8 +30,6 @@ ALL_AGAIN_S, LONGEST_S = 10.0, 320.0
 """Between two surveys of all pairs."""
 _BETWEEN = "agents"
 """All members' agents are on one rail: at the addresses by which they are known."""
-
-Pair = tuple[str, str]
 
 
 class PairCheck:

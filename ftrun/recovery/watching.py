@@ -22,8 +22,7 @@ from ftrun.recovery.commands import Send
 from ftrun.recovery.first_cause import first_cause, hidden_cause
 from ftrun.recovery.hang_watch import HangWatch
 from ftrun.recovery.incidents import Incidents
-from ftrun.recovery.lost_links import HungLinks
-from ftrun.recovery.pair_check import PairCheck
+from ftrun.recovery.lost_links import HungLinks, PairFinder
 from ftrun.recovery.reports import Reports
 from ftrun.recovery.settings import ClusterSettings
 from ftrun.recovery.slow_watch import SlowWatch
@@ -39,7 +38,9 @@ _STOP = ". It is only reported: numbers.policy=stop would end the run"
 class Watching:
     """Of one run, by one lead."""
 
-    def __init__(self, settings: ClusterSettings, bad_numbers: str, me: str) -> None:
+    def __init__(
+        self, settings: ClusterSettings, bad_numbers: str, me: str, pairs: PairFinder
+    ) -> None:
         self.incidents = Incidents()
         self.slow = SlowWatch()
         self.spoiled: VersionPair | None = None
@@ -51,7 +52,7 @@ class Watching:
         self.can_replace = False
         """The run could do without one of its nodes."""
         self.hung = HungLinks(settings.hang)
-        self.pairs = PairCheck()
+        self.pairs = pairs
         self._first_step_s = settings.hang.suspect_s
         self._evicts_hung = settings.hang.action == "evict"
         self._bad_numbers = bad_numbers

@@ -28,6 +28,7 @@ from ftrun.recovery.happenings import (
 )
 from ftrun.recovery.member import Member
 from ftrun.recovery.oversight import Oversight
+from ftrun.recovery.pair_check import PairCheck
 from ftrun.wire import smp_messages
 from ftrun.wire.heartbeats import Beat, RankReport
 from ftrun.wire.pages import Command
@@ -280,7 +281,7 @@ class Agent:
         self.member = Member(
             self.card,
             scenario.settings,
-            lambda: Oversight(scenario.policy, scenario.settings),
+            lambda: Oversight(scenario.policy, scenario.settings, pairs=PairCheck()),
             now_s=self.now_s,
             kept=kept[0] if kept is not None else None,
             took_effect=kept is not None and kept[1],

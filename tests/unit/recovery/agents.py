@@ -33,6 +33,7 @@ from ftrun.recovery.happenings import (
 )
 from ftrun.recovery.member import Member
 from ftrun.recovery.oversight import Oversight
+from ftrun.recovery.pair_check import PairCheck
 from ftrun.recovery.settings import ClusterSettings
 from ftrun.recovery.witness_rules import Register, rule
 from ftrun.wire.heartbeats import Beat
@@ -344,7 +345,7 @@ def _member(
     return Member(
         me,
         wishes,
-        lambda: Oversight(POLICY, wishes),
+        lambda: Oversight(POLICY, wishes, pairs=PairCheck()),
         now_s=now_s,
         kept=kept,
         took_effect=took_effect,

@@ -3,6 +3,7 @@
 from ftrun.recovery.attendance import Peers
 from ftrun.recovery.changes import Changes
 from ftrun.recovery.oversight import Oversight
+from ftrun.recovery.pair_check import PairCheck
 from ftrun.recovery.settings import ClusterSettings, Wishes
 from ftrun.wire.heartbeats import Beat
 from ftrun.wire.plan import Plan
@@ -17,7 +18,7 @@ class Run:
 
     def __init__(self, wishes: ClusterSettings = SETTINGS, *, attached: bool = True) -> None:
         self.peers = Peers(card("a"), wishes)
-        self.oversight = Oversight(POLICY, wishes)
+        self.oversight = Oversight(POLICY, wishes, pairs=PairCheck())
         self.changes = Changes(wishes)
         self.oversight.begin(PLAN, now_s=0.0)
         for one in "ab":

@@ -12,6 +12,7 @@ from ftrun.recovery.attendance import Peers
 from ftrun.recovery.changes import Changes
 from ftrun.recovery.commands import Send
 from ftrun.recovery.oversight import Oversight
+from ftrun.recovery.pair_check import PairCheck
 from ftrun.recovery.settings import ClusterSettings, SlowSettings, Wishes
 from ftrun.wire.cluster import AskProbe, ProbeFound
 from ftrun.wire.heartbeats import Beat, RestartTimes
@@ -28,7 +29,7 @@ class Run:
 
     def __init__(self, wishes: ClusterSettings = EVICT, *, spare: bool = True) -> None:
         self.peers = Peers(card("a"), wishes)
-        self.oversight = Oversight(POLICY, wishes, "a")
+        self.oversight = Oversight(POLICY, wishes, "a", pairs=PairCheck())
         self.changes = Changes(wishes)
         self.oversight.begin(PLAN, now_s=0.0)
         clock = ClockOffset()

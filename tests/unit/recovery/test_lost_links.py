@@ -13,6 +13,7 @@ from ftrun.monitor.verdicts import VerdictKind
 from ftrun.recovery.commands import StartGeneration
 from ftrun.recovery.lost_links import lost_links, with_lost_links
 from ftrun.recovery.oversight import Oversight
+from ftrun.recovery.pair_check import PairCheck
 from ftrun.recovery.settings import Wishes
 from ftrun.wire.heartbeats import Beat
 from tests.unit.recovery.made import POLICY, card, plan, settings
@@ -79,7 +80,10 @@ class Run:
 
     def __init__(self, *, spares: int = 1, action: str = "restart") -> None:
         self.oversight = Oversight(
-            POLICY, settings(wishes=Wishes(4, 4, 1), hang=HangSettings(action=action)), "a"
+            POLICY,
+            settings(wishes=Wishes(4, 4, 1), hang=HangSettings(action=action)),
+            "a",
+            pairs=PairCheck(),
         )
         self.oversight.begin(PLAN, now_s=0.0)
         self.oversight.num_spares = spares

@@ -15,6 +15,7 @@ from ftrun.recovery.commands import (
     SupervisorCommand,
 )
 from ftrun.recovery.oversight import CAUSE_WAIT_S, EVERY_AHEAD_STEPS, Oversight
+from ftrun.recovery.pair_check import PairCheck
 from ftrun.recovery.supervisor import State
 from ftrun.wire.heartbeats import Beat, LeadBeat
 from ftrun.wire.plan import History, Plan
@@ -26,7 +27,7 @@ ONE = plan(1, "a")
 
 
 def oversight(of: Plan = TWO, **changes: object) -> Oversight:
-    made = Oversight(POLICY, settings(**changes) if changes else SETTINGS)
+    made = Oversight(POLICY, settings(**changes) if changes else SETTINGS, pairs=PairCheck())
     assert made.begin(of, now_s=0.0) == []
     return made
 
@@ -65,7 +66,7 @@ def test_a_node_that_is_no_member_reports_nothing_of_the_generation() -> None:
 
 
 def test_before_any_generation_nothing_follows_from_a_heartbeat() -> None:
-    made = Oversight(POLICY, SETTINGS)
+    made = Oversight(POLICY, SETTINGS, pairs=PairCheck())
     assert made.beat("a", beat(ready=(1, 5)), now_s=1.0) == []
     assert made.orders == LeadBeat(generation=-1)
     assert made.beats == {"a": beat(ready=(1, 5))}
@@ -461,7 +462,7 @@ def test_two_signals_that_come_at_once_are_two() -> None:
 
 @pytest.mark.parametrize(("given", "signal"), [(2, 2), (0, 15)])
 def test_a_stop_while_no_rank_runs_is_kept_and_ends_the_run(given: int, signal: int) -> None:
-    made = Oversight(POLICY, SETTINGS)
+    made = Oversight(POLICY, SETTINGS, pairs=PairCheck())
     made.note("a", beat(generation=-1))
     assert made.stop_signal == 0
     made.note("b", beat(generation=-1, stops=1, stop_signal=given))
@@ -521,7 +522,7 @@ def test_the_next_lead_is_as_strict() -> None:
     told = made.history(now_s=30.0)
     assert told.restarts == 1
     assert told.node_failures == {"b": [10.0]}, "what is older than an hour is forgotten"
-    heir = Oversight(POLICY, SETTINGS)
+    heir = Oversight(POLICY, SETTINGS, pairs=PairCheck())
     heir.succeed(told, now_s=500.0, known_s=500.0)
     assert heir.history(now_s=500.0) == told
     # Its own count goes on from there, and is not doubled by hearing it again.
@@ -533,7 +534,7 @@ def test_the_next_lead_is_as_strict() -> None:
 
 
 def test_whoever_takes_over_sees_how_far_the_generation_has_come() -> None:
-    made = Oversight(POLICY, SETTINGS)
+    made = Oversight(POLICY, SETTINGS, pairs=PairCheck())
     made.succeed(History(), now_s=0.0, known_s=0.0)
     made.note("a", beat(step=7))
     assert made.progress().step == 0

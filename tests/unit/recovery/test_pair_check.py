@@ -141,7 +141,9 @@ def test_the_next_leader_knows_of_the_hang_and_of_the_longest_start() -> None:
     history = before.oversight.history(now_s=241.0)
     assert history.hung_nodes
     assert history.longest_start_s == pytest.approx(60.0)
-    after = Oversight(POLICY, settings(wishes=Wishes(4, 4, 1), hang=HangSettings()), "b")
+    after = Oversight(
+        POLICY, settings(wishes=Wishes(4, 4, 1), hang=HangSettings()), "b", pairs=PairCheck()
+    )
     after.succeed(history, now_s=300.0, known_s=300.0)
     members = [card(one) for one in "bacd"]
     after.begin(plan(2, members, spares="s"), now_s=300.0)

@@ -14,6 +14,7 @@ from ftrun.network.road_planning import Situation, survey_of
 from ftrun.recovery import road_map, road_watch
 from ftrun.recovery.attendance import Peers
 from ftrun.recovery.commands import Command, Note, Send
+from ftrun.recovery.pair_check import PairCheck
 from ftrun.recovery.places import Assignment
 from ftrun.recovery.road_guard import GuardedRoads
 from ftrun.recovery.settings import NetworkSettings
@@ -52,7 +53,7 @@ class World:
         self.peers = Peers(self.cards[0], settings())
         for one in self.cards:
             meet(self.peers, one, now_s=1.0)
-        self.watching = Watching(settings(), "report", "a")
+        self.watching = Watching(settings(), "report", "a", PairCheck())
         self.slow = self.watching.slow = Slow()
         self.roads = GuardedRoads("a", NetworkSettings(plan=mode, **more), self.peers)
         self.now_s = 1.0

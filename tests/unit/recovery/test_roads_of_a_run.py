@@ -8,6 +8,7 @@ from ftrun.recovery.commands import Command, Note, RunGeneration, TryRoad
 from ftrun.recovery.happenings import Heard
 from ftrun.recovery.member import Member
 from ftrun.recovery.oversight import Oversight
+from ftrun.recovery.pair_check import PairCheck
 from ftrun.recovery.settings import NetworkSettings, Wishes
 from ftrun.wire.cluster import RoadSilent, RoadTried
 from ftrun.wire.heartbeats import Beat
@@ -34,7 +35,12 @@ class Railed(Agents):
         rails = [Rail(f"eth{i}", f"10.{i}.0.{at}", 24, 7000) for i in range(2)]
         me = card(node_id, incarnation, endpoint=node_id == "a", rails=rails)
         wishes = self.settings
-        member = Member(me, wishes, lambda: Oversight(POLICY, wishes, node_id), now_s=self.now_s)
+        member = Member(
+            me,
+            wishes,
+            lambda: Oversight(POLICY, wishes, node_id, pairs=PairCheck()),
+            now_s=self.now_s,
+        )
         self.all[node_id] = Agent(member, wishes)
         return self.all[node_id]
 

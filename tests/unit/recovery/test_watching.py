@@ -16,6 +16,7 @@ from ftrun.monitor.delay_matrix import LinkSample
 from ftrun.monitor.samples import NodeSample, RankSample
 from ftrun.recovery.commands import EndRun, Send, StartGeneration, SupervisorCommand
 from ftrun.recovery.oversight import Oversight
+from ftrun.recovery.pair_check import PairCheck
 from ftrun.recovery.slow_watch import SlowWatch
 from ftrun.wire.cluster import AskProbe, ProbeFound
 from ftrun.wire.heartbeats import Beat, RankReport
@@ -26,7 +27,7 @@ SETTINGS = settings(heartbeat_s=0.5)
 
 
 def oversight(policy: str = "report") -> Oversight:
-    made = Oversight(replace(POLICY, bad_numbers=policy), SETTINGS, "a")
+    made = Oversight(replace(POLICY, bad_numbers=policy), SETTINGS, "a", pairs=PairCheck())
     made.begin(PLAN, now_s=0.0)
     return made
 
@@ -180,7 +181,7 @@ def slow_link(number: int, *, is_slow: bool) -> NodeSample:
 
 
 def test_a_suspect_link_is_tried_by_the_node_that_does_not_lead() -> None:
-    made = Oversight(POLICY, SETTINGS, "a")
+    made = Oversight(POLICY, SETTINGS, "a", pairs=PairCheck())
     made.begin(PLAN, now_s=0.0)
     asked: list[Send] = []
     for number in range(1, 60):
@@ -206,7 +207,7 @@ def test_a_suspect_link_is_tried_by_the_node_that_does_not_lead() -> None:
 
 
 def test_without_a_generation_no_link_is_tried() -> None:
-    assert Oversight(POLICY, SETTINGS).probes(now_s=1.0) == []
+    assert Oversight(POLICY, SETTINGS, pairs=PairCheck()).probes(now_s=1.0) == []
 
 
 # --- together ---------------------------------------------------------------------------------
@@ -285,7 +286,7 @@ def test_a_rank_that_left_early_is_blamed_for_broken_connections() -> None:
 
 def test_replicas_that_differ_are_told_once_with_the_ranks_of_the_node() -> None:
     three = plan(1, "abc")
-    made = Oversight(POLICY, SETTINGS, "a")
+    made = Oversight(POLICY, SETTINGS, "a", pairs=PairCheck())
     made.begin(three, now_s=0.0)
     for now_s in (1.0, 2.0):
         for node in "abc":
