@@ -12,7 +12,7 @@ import importlib
 import os
 import sys
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -20,18 +20,64 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from ftrun import __version__
-from ftrun.cli import manifests, snapshot_flags
 from ftrun.cli.command_line import parse
-from ftrun.cli.completion import RunIdArgument, profile_names, with_flags
-from ftrun.cli.estimate_flags import EstimateCommand, estimate_command
-from ftrun.cli.fault_flags import drill_command, inject_fault_command
+from ftrun.cli.completion import AsTyped, RunIdArgument, profile_names, with_flags
+from ftrun.cli.fault_flags import inject_fault_command
 from ftrun.errors import ExitCode, FtrunError, InternalError, UsageError
 
+_TOOLS: Mapping[str, tuple[str, str]] = {
+    "verify": (
+        "ftrun.tools.verify.flags",
+        "Kill ranks of a script, and compare its results bit for bit.",
+    ),
+    "logs": (
+        "ftrun.cli.log_flags",
+        "Show what the ranks have written, where it went to files.",
+    ),
+    "report": ("ftrun.cli.report_flags", "Write a run, or one incident of it, as one HTML file."),
+    "network": (
+        "ftrun.cli.network_flags",
+        "Show the roads between a run's nodes, and what is planned on them.",
+    ),
+    "drill": (
+        "ftrun.cli.drill_flags",
+        "Break a job in every way of a plan, and judge what it does.",
+    ),
+    "estimate": (
+        "ftrun.cli.estimate_flags",
+        "Say on paper what failures will cost, and what to choose.",
+    ),
+    "snapshots": (
+        "ftrun.cli.snapshot_flags",
+        "List, verify, prune, export and convert checkpoints, in a directory or at a URL.",
+    ),
+    "render": (
+        "ftrun.cli.manifests",
+        "Write a batch script for Slurm or a manifest for Kubernetes.",
+    ),
+}
+"""Commands that are loaded by name: their module, and the line that `ftrun --help` shows."""
+_ORDER = (
+    *("run", "verify", "status", "logs", "stop", "check", "report", "network"),
+    *("inject-fault", "drill", "estimate", "profiles", "snapshots", "render"),
+)
 _GENERAL_FLAGS = ("--help", "-h", "--version", "--install-completion", "--show-completion")
 
 
 class _Commands(TyperGroup):
     """The commands, with `run` as the one that need not be named."""
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given)
+        tools = {name: TyperCommand(name, help=line) for name, (_, line) in _TOOLS.items()}
+        known = {**self.commands, **tools}
+        self.commands = {name: known[name] for name in _ORDER}
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name not in _TOOLS:
+            return super().get_command(ctx, cmd_name)
+        module, _ = _TOOLS[cmd_name]
+        return typer.main.get_command(importlib.import_module(module).app)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if not args and not ctx.resilient_parsing:
@@ -64,15 +110,7 @@ def _refuse_misspelled_command(word: str, commands: Iterable[str]) -> None:
         )
 
 
-class _RunCommand(TyperCommand):
-    """`run`: every word goes to the function as it was typed."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        if ctx.resilient_parsing:
-            return super().parse_args(ctx, args)
-        ctx.args = list(args)
-        return ctx.args  # type: ignore[no-any-return]
-
+class _RunCommand(AsTyped):
     def get_help(self, ctx: Any) -> str:
         return _help_of(ctx.parent.command)
 
@@ -115,15 +153,6 @@ def _run(ctx: typer.Context, **_: object) -> None:
 app.command("run", cls=_RunCommand)(with_flags(_run))
 
 
-def _verify(ctx: typer.Context, **_: object) -> None:
-    """Kill ranks of a script, and compare its results bit for bit."""
-    command = importlib.import_module("ftrun.tools.verify.command")
-    raise typer.Exit(command.verify(ctx.args))
-
-
-app.command("verify", cls=_RunCommand)(with_flags(_verify))
-
-
 @app.command("status")
 def _status(
     run_id: RunIdArgument = None,
@@ -143,32 +172,6 @@ def _status(
     from ftrun.cli.status import status
 
     raise typer.Exit(status(run_id, as_json=as_json))
-
-
-@app.command("logs")
-def _logs(
-    run_id: RunIdArgument = None,
-    ranks: Annotated[
-        str | None, typer.Option("-r", "--rank", metavar="RANKS", help="such as 3 or 0-7,12")
-    ] = None,
-    node: Annotated[str | None, typer.Option("--node", help="ranks of this node only")] = None,
-    generation: Annotated[
-        int | None, typer.Option("--generation", metavar="G", help="not given: all")
-    ] = None,
-    incident: Annotated[
-        str | None,
-        typer.Option("--incident", metavar="I", help="last words of its culprit; or last"),
-    ] = None,
-    follows: Annotated[bool, typer.Option("-f", "--follow", help="go on as they write")] = False,
-    last: Annotated[
-        int | None, typer.Option("-n", "--lines", metavar="N", help="so many of each at the end")
-    ] = None,
-) -> None:
-    """Show what the ranks have written, where it went to files."""
-    from ftrun.cli.logs import Wanted, logs
-
-    wanted = Wanted(ranks, node, generation, incident, last)
-    raise typer.Exit(logs(run_id, wanted, follows=follows))
 
 
 @app.command("stop")
@@ -193,44 +196,7 @@ def _check(
     raise typer.Exit(check(profile, as_json=as_json))
 
 
-@app.command("report")
-def _report(
-    incident: Annotated[
-        str | None, typer.Argument(help="its number, or last; not given: the whole run")
-    ] = None,
-    run: Annotated[
-        str | None, typer.Option("--run", metavar="RUN", help="run id, or folder of its logs")
-    ] = None,
-    out: Annotated[str | None, typer.Option("--out", metavar="FILE", help="write it there")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="the facts, as JSON")] = False,
-    opens: Annotated[bool, typer.Option("--open", help="show it in the browser")] = False,
-) -> None:
-    """Write a run, or one incident of it, as one HTML file."""
-    from ftrun.cli.report import report
-
-    raise typer.Exit(report(incident, run=run, out=out, as_json=as_json, opens=opens))
-
-
-@app.command("network")
-def _network(
-    run_id: RunIdArgument = None,
-    as_json: Annotated[bool, typer.Option("--json", help="as one JSON document")] = False,
-    svg: Annotated[
-        str | None, typer.Option("--svg", metavar="FILE", help="the picture; - for stdout")
-    ] = None,
-    html: Annotated[
-        str | None, typer.Option("--html", metavar="FILE", help="all as one page; - for stdout")
-    ] = None,
-) -> None:
-    """Show the roads between a run's nodes, and what is planned on them."""
-    from ftrun.cli.network import network
-
-    raise typer.Exit(network(run_id, as_json=as_json, svg=svg, html=html))
-
-
 app.command("inject-fault")(inject_fault_command)
-app.command("drill")(drill_command)
-app.command("estimate", cls=EstimateCommand)(estimate_command)
 
 _profiles_app = typer.Typer(
     help="List profiles, and show where each value comes from.", rich_markup_mode=None
@@ -257,10 +223,6 @@ def _show_profile(
     from ftrun.cli.profiles import show_profile
 
     show_profile(name, with_origin=origin)
-
-
-app.add_typer(snapshot_flags.app, name="snapshots")
-app.add_typer(manifests.app, name="render")
 
 
 def main() -> NoReturn:

@@ -9,9 +9,20 @@ import inspect
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from ftrun.cli.command_line import OWN_FLAGS
 from ftrun.cli.torchrun_flags import TORCHRUN_FLAGS, Flag
+
+
+class AsTyped(TyperCommand):
+    """Every word goes to the function as it was typed."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if ctx.resilient_parsing:
+            return super().parse_args(ctx, args)
+        ctx.args = list(args)
+        return ctx.args  # type: ignore[no-any-return]
 
 
 def with_flags(function: Any) -> Any:

@@ -119,3 +119,6 @@ estimate_command.__annotations__ = {
     name: parameter.annotation for name, parameter in
     estimate_command.__signature__.parameters.items()  # type: ignore[attr-defined]
 }  # fmt: skip
+
+app = typer.Typer(rich_markup_mode=None, add_completion=False)
+app.command(cls=EstimateCommand)(estimate_command)

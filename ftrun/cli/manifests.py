@@ -42,6 +42,7 @@ app = typer.Typer(
     help="Write a batch script for Slurm or a manifest for Kubernetes.",
     no_args_is_help=True,
     rich_markup_mode=None,
+    add_completion=False,
 )
 
 _Words = Annotated[

@@ -11,6 +11,7 @@ app = typer.Typer(
     help="List, verify, prune, export and convert checkpoints, in a directory or at a URL.",
     no_args_is_help=True,
     rich_markup_mode=None,
+    add_completion=False,
 )
 
 _DirectoryArgument = Annotated[

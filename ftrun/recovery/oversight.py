@@ -98,8 +98,7 @@ class Oversight:
         self._failures = NodeFailures(settings.failures_per_hour)
         self._problems: set[str] = set()
         self._at_boundary_told = False
-        self._rate = 0.0
-        self._checkpoint_s = 0.0
+        self._rate = self._checkpoint_s = 0.0
         self._rate_from: tuple[float, int] | None = None
 
     @property
@@ -124,12 +123,11 @@ class Oversight:
 
     def history(self, *, now_s: float) -> History:
         known = self.supervisor.history(now_s=now_s)
-        count = self.incidents.count
         return msgspec.structs.replace(
             known,
             node_failures=self._failures.ages_s(now_s=now_s),
             barred=self._failures.barred_ages_s(now_s=now_s),
-            incidents=count,
+            incidents=self.incidents.count,
             hung_nodes=[*self.watching.hung.nodes],
             longest_start_s=self.watching.hung.longest_s,
             spoiled=self.watching.spoiled,
@@ -461,7 +459,6 @@ class Oversight:
             self._order(checkpoint=committed)
 
     def _look_at_checkpoint(self, now_s: float) -> None:
-        """Now and then that is due, on all nodes the same."""
         if now_s - self._checkpoint_s >= self._settings.checkpoint_every_s:
             self.name_checkpoint(now_s=now_s)
 
