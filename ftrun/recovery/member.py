@@ -109,8 +109,7 @@ class Member:
         if self._allegiance.is_over:
             return []
         self._now_s = now_s
-        found = self._mind_the_gap(now_s)
-        found += self._handle(event, now_s)
+        found = [*self._mind_the_gap(now_s), *self._handle(event, now_s)]
         done: list[Command] = []
         if found:
             self._sort(found, done, now_s)
@@ -483,15 +482,14 @@ class Member:
 
     def _lead_is(self, node_id: str, now_s: float) -> Send:
         assert self.lead_card is not None
-        settled = self._hears_lead(now_s)
-        return Send(node_id, say.LeadIs(self.lead_card, self.follower.generation, settled))
+        known = self.follower.generation
+        return Send(node_id, say.LeadIs(self.lead_card, known, self._hears_lead(now_s)))
 
     def _join_if_new(self, node_id: str) -> list[Command]:
         plan = self.follower.plan
         is_known = plan is not None and plan.card(self.me.node_id) == self.me
-        if self._allegiance.waiting.question:
-            return [Send(node_id, self._allegiance.join(self._allegiance.waiting.question))]
-        return [] if is_known else [Send(node_id, self._allegiance.join())]
+        question = self._allegiance.waiting.question
+        return [Send(node_id, self._allegiance.join(question))] if question or not is_known else []
 
     def _beat(self) -> Beat:
         self._beat_number += 1
