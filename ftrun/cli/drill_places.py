@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+import ftrun
 from ftrun.errors import FtrunError
 from ftrun.kernel import end_with_parent
 
@@ -50,7 +51,7 @@ class Place(Protocol):
 def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     """For a job: this ftrun, one thread for each rank, nothing of a run that we may be in."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(_OWN)}
-    package = str(Path(__file__).parents[2])
+    package = str(Path(ftrun.__file__).parents[1])
     paths = [package, *filter(None, kept.get("PYTHONPATH", "").split(os.pathsep))]
     fixed = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONPATH": os.pathsep.join(paths)}
     return {**kept, **fixed, **(extra or {})}
@@ -58,7 +59,7 @@ def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
 
 def scripts_folder() -> Path:
     """The scripts that come with ftrun: in the installed package, or beside it in a checkout."""
-    package = Path(__file__).parents[1]
+    package = Path(ftrun.__file__).parent
     installed = package / "_data" / "scripts"
     return installed if installed.is_dir() else package.parent / "scripts"
 

@@ -20,6 +20,7 @@ from typing import Any, get_args, get_type_hints
 import msgspec
 import yaml
 
+import ftrun
 from ftrun.config import MAX_DATA, MAX_PARITY, Profile
 from ftrun.errors import ProfileInvalid, UsageError
 from ftrun.wire import environment
@@ -88,7 +89,7 @@ class Resolved:
 
 def profile_folder() -> Path:
     """The packaged profiles: inside the installed package, or beside it in a checkout."""
-    package = Path(__file__).parents[1]
+    package = Path(ftrun.__file__).parent
     installed = package / "_data" / "profiles"
     return installed if installed.is_dir() else package.parent / "profiles"
 

@@ -20,8 +20,8 @@ from ftrun.wire.pages import Beat, Page
 from ftrun.worker import heartbeat, visibility
 from ftrun.worker.context import worker_context
 
-_OWN_FOLDER = os.path.dirname(os.path.abspath(__file__))
-_PACKAGE = os.path.dirname(_OWN_FOLDER) + os.sep
+_OWN_FOLDER = f"{os.sep}worker{os.sep}"
+_PACKAGE = os.path.abspath(__file__).rpartition(_OWN_FOLDER)[0] + os.sep
 
 
 def report(error: BaseException) -> None:
@@ -79,8 +79,9 @@ def _ends_in_ftrun(trace: TracebackType | None) -> bool:
 def _users_part(trace: TracebackType | None) -> TracebackType | None:
     part = trace
     while part is not None:
-        folder = os.path.dirname(os.path.abspath(part.tb_frame.f_code.co_filename))
-        if folder != _OWN_FOLDER and "runpy" not in part.tb_frame.f_code.co_filename:
+        file = os.path.abspath(part.tb_frame.f_code.co_filename)
+        is_own = file.startswith(_PACKAGE.removesuffix(os.sep) + _OWN_FOLDER)
+        if not is_own and "runpy" not in file:
             return part
         part = part.tb_next
     return None  # a syntax error: no frame of the user's ran
