@@ -111,12 +111,10 @@ class Member:
         self._now_s = now_s
         found = [*self._mind_the_gap(now_s), *self._handle(event, now_s)]
         done: list[Command] = []
-        if found:
-            self._sort(found, done, now_s)
+        self._sort(found, done, now_s)
         if not self._allegiance.is_over:
             held = self.holding.look(self.lead, self._allegiance.waiting, now_s=now_s)
-            if held:
-                self._sort(held, done, now_s)
+            self._sort(held, done, now_s)
         return done
 
     def _sort(self, commands: list[Command], done: list[Command], now_s: float) -> None:
