@@ -35,11 +35,11 @@ BUDGETS = {
 """Limits that end a run, or exclude a node, after a few failures; a soak is nothing else."""
 PACE = 16.0
 """Slower than a drill: 0.48 s for a step, so that a training has as few steps as it needs."""
-STEPS_PER_KILL = 8
+STEPS_PER_KILL = 7
 STEPS_AT_LEAST = 300
 STEPS_LEFT = 20
 """A training ends with fewer kills if only these steps are left; the next one makes the others."""
-PAUSE_S = (0.2, 3.0)
+PAUSE_S = (0.2, 1.5)
 """Between the end of a recovery and the next kill."""
 EARLY, EARLY_PAUSE_S = 0.15, 1.0
 """Part of the kills of processes that come while the run still recovers from another one."""

@@ -10,6 +10,7 @@ import os
 import socket
 import sys
 from argparse import Namespace
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -78,6 +79,7 @@ def launch(
         _meet(node, smp, journal, run.caretaker)
     else:
         _meet_again(node, smp, journal)
+        run.parts.look()  # one that is gone by now is started again before the first generation
     run.onlookers = onlookers = Onlookers(run)
     run.signals.catch()  # the stub passes on what waits as soon as the control server listens
     run.publish_status()
@@ -127,8 +129,9 @@ def _meet_again(node: Node, smp: SmpLink, journal: Journal) -> None:
     except PeerError as error:
         journal.write("smp_not_told", why=str(error))
         smp.lost()
-        if smp.reconnect():
-            node.introduce(smp)
+        with suppress(PeerError):  # the loop starts another one: see PartDeaths
+            if smp.reconnect():
+                node.introduce(smp)
 
 
 def _stores(args: Namespace, node: Node) -> StorePool:

@@ -68,9 +68,11 @@ class PartDeaths:
             smp.collect()
         except PeerError:
             smp.lost()
-            # One of our own is told by its exit status, an adopted one only by this.
-            if smp.child is None:
-                found.append(events.SmpExited("the SMP has closed its connection"))
+        # One of our own is told by its exit status, an adopted one only by its connection. That may
+        # be lost before the loop begins, while this agent imports torch.
+        is_lost = smp.child is None and smp.channel is None
+        if is_lost and not self._run.caretaker.smp_given_up:
+            found.append(events.SmpExited("the SMP has closed its connection"))
         child = smp.child
         if child is not None and child.status is None and child.reap():
             smp.lost()

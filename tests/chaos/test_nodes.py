@@ -4,6 +4,7 @@ Real agents, ranks and networks, on a virtual cluster. One fault of each kind ru
 of the catalogue, which is in scripts/drill_faults.py, in scripts/test --full.
 """
 
+import os
 import secrets
 import signal
 from collections.abc import Callable, Iterator, Sequence
@@ -260,6 +261,24 @@ def test_a_run_that_has_shrunk_grows_at_a_boundary_and_loses_no_step(
     assert grown["why"] == "grows from 2 to 3 nodes"
     last = run.steps(0, 1)[-1]["step"]
     assert [line["step"] for line in run.first_steps(2)] == [last + 1] * 3
+
+
+def test_an_smp_that_dies_while_the_next_agent_of_its_node_starts_is_followed_by_another(
+    nodes: Start, tmp_path: Path
+) -> None:
+    """The agent has found it, and loses it before its loop begins."""
+    run = nodes(2)
+    run.start_all()
+    run.wait_for_step(10)
+    smp = run.pid_of(1, "smp")
+    os.kill(run.pid_of(1, "agent"), signal.SIGKILL)
+    run.wait_for("the next agent", lambda: run.journal(1, "adopted"))
+    os.kill(smp, signal.SIGKILL)
+    run.wait_for_generation(1)
+    assert run.journal(1, "smp_not_told"), "it was killed too late for this test"
+    assert run.journal(1, "RespawnSmp")
+    run.finish()
+    assert run.first_steps(run.generation)[0]["step"] > 1, "it did not go on from memory"
 
 
 def test_two_nodes_that_refuse_each_other_pause_and_none_takes_over(nodes: Start) -> None:
