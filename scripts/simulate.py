@@ -237,14 +237,14 @@ def hangs_are_errors() -> Iterator[None]:
     """A decision that never ends is an exception, which names the seed."""
 
     def hangs(number: int, frame: FrameType | None) -> None:
-        raise TimeoutError(f"one run has taken more than {HANGS_AFTER_S:.0f} s")
+        raise TimeoutError(f"one run has used the processor for more than {HANGS_AFTER_S:.0f} s")
 
-    signal.signal(signal.SIGALRM, hangs)
-    signal.setitimer(signal.ITIMER_REAL, HANGS_AFTER_S)
+    signal.signal(signal.SIGPROF, hangs)
+    signal.setitimer(signal.ITIMER_PROF, HANGS_AFTER_S)
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
 
 
 # --- results ----------------------------------------------------------------------------------
