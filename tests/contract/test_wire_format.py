@@ -2,7 +2,7 @@
 
 To record it anew, after a change of the format on purpose:
 
-    python -m tests.golden.test_wire_format
+    python -m tests.contract.test_wire_format
 """
 
 import json
@@ -17,7 +17,7 @@ import ftrun.wire.fault_messages
 import ftrun.wire.messages
 import ftrun.wire.smp_messages
 import ftrun.wire.worker_messages  # noqa: F401 - all modules with messages
-from tests.golden.samples import messages, sample
+from tests.contract.wire_samples import messages, sample
 
 RECORDED = Path(__file__).parent / "messages.json"
 

@@ -1,1 +1,0 @@
-"""Formats that may not change by accident, compared with recorded files."""
