@@ -78,8 +78,7 @@ def launch(
     if smp.child is not None:
         _meet(node, smp, journal, run.caretaker)
     else:
-        _meet_again(node, smp, journal)
-        run.parts.look()  # one that is gone by now is started again before the first generation
+        _meet_again(node, smp, journal, run)
     run.onlookers = onlookers = Onlookers(run)
     run.signals.catch()  # the stub passes on what waits as soon as the control server listens
     run.publish_status()
@@ -122,16 +121,17 @@ def _meet(node: Node, smp: SmpLink, journal: Journal, caretaker: Caretaker) -> N
         caretaker.smp_given_up = f"the snapshot manager does not start: {error}"
 
 
-def _meet_again(node: Node, smp: SmpLink, journal: Journal) -> None:
+def _meet_again(node: Node, smp: SmpLink, journal: Journal, run: RunLoop) -> None:
     """An SMP that outlived the last agent: it may have hung up while this one imported torch."""
     try:
         node.introduce(smp)
     except PeerError as error:
         journal.write("smp_not_told", why=str(error))
         smp.lost()
-        with suppress(PeerError):  # the loop starts another one: see PartDeaths
+        with suppress(PeerError):
             if smp.reconnect():
                 node.introduce(smp)
+        run.parts.look()  # where it is gone, another one is up before the first generation
 
 
 def _stores(args: Namespace, node: Node) -> StorePool:
