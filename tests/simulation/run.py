@@ -352,6 +352,8 @@ class Simulation:
         lead = agent.member.lead if agent is not None else None
         if agent is None or lead is None:
             return False
+        if lead.ending is not None:
+            return True
         return lead.pause.given_up(now_s=agent.now_s + _MEETS_WITHIN_S) is not None
 
     @staticmethod
