@@ -167,8 +167,11 @@ class Invariants:
             self._took_effect_before(plan)
             return
         if previous is not None:
-            known = max((voters.edition for voters in plan.decided_by), default=(-1, 0))
-            if known < previous.edition:
+            # Another run may have come to the same number.
+            same = {identity(card) for card in previous.voters}
+            known = [one for one in plan.decided_by if one.edition != previous.edition]
+            known += [one for one in plan.decided_by if same & set(one.who)]
+            if max((one.edition for one in known), default=(-1, 0)) < previous.edition:
                 self._unknown_to(plan, previous, node)
                 if self.is_second_run:
                     return
@@ -326,6 +329,9 @@ class Invariants:
         self._sealed_s.setdefault(taken, self.world.now_s)
         if self.states.setdefault(taken, state) != state:
             self.fail(f"ranks seal different states of {taken}")
+
+    def has_sealed(self, generation: int) -> bool:
+        return any(taken.generation == generation for taken in self._sealed_s)
 
     def restored(self, node: "Node", plan: Plan, version: Version | None, state: int) -> None:
         """A node's ranks have read what they start from."""

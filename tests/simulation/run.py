@@ -340,6 +340,12 @@ class Simulation:
         have_kept = {node.node_id for node in here if node.memory.kept is not None}
         if not ran & have_kept and not self.scenario.has_checkpoints:
             return False  # what they had committed is lost, and nobody knows that it was nothing
+        if (
+            record is None
+            and not ran <= have_kept
+            and self.invariants.has_sealed(newest.generation)
+        ):
+            return False  # it may still be committed, and be lost then
         names = [node.node_id for node in here]
         if self.bad_loads and self.invariants.may_be_from_disk() and not self.loads_on(names):
             return False  # a plan from disk was accepted, and no checkpoint loads on all nodes
