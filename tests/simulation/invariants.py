@@ -168,7 +168,7 @@ class Invariants:
             return
         if previous is not None:
             # Another run may have come to the same number.
-            same = {identity(card) for card in previous.voters}
+            same = {card.identity for card in previous.voters}
             known = [one for one in plan.decided_by if one.edition != previous.edition]
             known += [one for one in plan.decided_by if same & set(one.who)]
             if max((one.edition for one in known), default=(-1, 0)) < previous.edition:
