@@ -29,7 +29,7 @@ Rule 6: the outside witness is a voter among the others, with a vote where the n
         majority as if it had none. A first generation needs its promise beside all nodes.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from ftrun.wire.ballot_messages import Accepted, Promise
@@ -134,6 +134,8 @@ class Ballot:
     while nobody knows of any generation."""
     void: frozenset[Edition] = frozenset()
     """Rosters that only its proposer could have brought into effect, and has not."""
+    given_up: Sequence[Plan] = ()
+    """Plans that its proposer has announced and not brought into effect: no other agent can."""
     promises: dict[str, Promise] = field(default_factory=dict)
     accepted: dict[str, Accepted] = field(default_factory=dict)
     plan: Plan | None = None
@@ -170,7 +172,7 @@ class Ballot:
 
     def mind(self, plan: Plan) -> None:
         """This plan may have taken effect, or any that it was to follow."""
-        if plan.edition not in self.void:
+        if plan.edition not in self.void and plan not in self.given_up:
             self.needs[plan.edition] = electorate_of(plan)
         for voters in plan.decided_by:
             self.needs.setdefault(voters.edition, frozenset(voters.who))

@@ -10,7 +10,9 @@ Rule 1: whoever is here is heard before anything is announced, as it may hold wh
         for as long as they are heard: they may be reading a checkpoint.
 Rule 2: what was asked is asked again until it is answered.
 Rule 3: a proposer that is refused gives the other one time, and more of it each time.
-Rule 4: the outside witness is asked as they are, and waited for only while it is known to be there.
+Rule 4: a plan that this proposer has announced and given up cannot take effect any more: only its
+        proposer counts acceptances. Its voters need not agree to what follows.
+Rule 5: the outside witness is asked as they are, and waited for only while it is known to be there.
 """
 
 from collections.abc import Collection
@@ -63,6 +65,8 @@ class Election:
         """Who has not answered yet, and since when."""
         self._needed: set[str] = set()
         """Members of the announced plan that have not accepted."""
+        self._given_up: list[Plan] = []
+        """Announced by this proposer, and not carried."""
         self._slow: list[str] = []
         """Of which that was said."""
         self._refusals = 0
@@ -93,12 +97,15 @@ class Election:
             void: rosters that only this agent could bring into effect, and does not.
             now_s: the time.
         """
+        if self.ballot is not None and self.ballot.plan is not None:
+            self._given_up.append(self.ballot.plan)
         known = plan.edition if plan is not None else (-1, 0)
         if unsure is not None and unsure.edition <= known:
             unsure = None
         self.highest = max(self.highest, known[0], unsure.generation if unsure else -1) + 1
         needs = {known: electorate_of(plan)} if plan is not None else {}
-        self.ballot = Ballot(self.highest, why, known, needs, frozenset(void))
+        given_up = tuple(self._given_up)
+        self.ballot = Ballot(self.highest, why, known, needs, frozenset(void), given_up)
         begins = plan is None and unsure is None
         self.ballot.needs_witness = begins and self._peers.witness.is_used
         if unsure is not None:

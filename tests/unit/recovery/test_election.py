@@ -325,6 +325,26 @@ def test_a_ballot_that_begins_a_run_asks_for_the_one_that_a_node_knows() -> None
     assert not proposer.election.is_beside(9)
 
 
+def test_members_of_a_plan_that_was_given_up_need_not_agree_to_the_next() -> None:
+    """d and e have promised, and are dead before they accept."""
+    proposer = Proposer("abcde")
+    proposer.begin()
+    proposer.promise("abcde")
+    given_up = proposer.announce("abde")
+    assert given_up
+    plan_of_it = proposer.election.ballot
+    assert plan_of_it is not None
+    accepted = plan_of_it.plan
+    proposer.election.lost("d")
+    proposer.election.lost("e")
+    proposer.begin(unsure=accepted)
+    ballot = proposer.election.ballot
+    assert ballot is not None
+    assert ballot.needs.keys() == {BASE.edition}
+    assert proposer.election.promised(promise(ballot.generation, "b", accepted=accepted))
+    assert ballot.needs.keys() == {BASE.edition}
+
+
 def test_before_a_plan_nobody_is_a_member() -> None:
     made = Proposer()
     assert not made.election.is_member("a")
