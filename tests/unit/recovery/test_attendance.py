@@ -173,3 +173,16 @@ def test_another_connection_of_the_same_agent_is_no_death() -> None:
     b.acked_s = 100.0
     meet(made, "b", now_s=100.0)
     assert made.may_decide_without_me(plan(1, "ab", spares="c"), now_s=200.0)
+
+
+def test_a_node_is_heard_for_two_heartbeats_and_this_one_always() -> None:
+    made, b = peers()
+    limit_s = 2 * SETTINGS.heartbeat_s
+    assert made.is_heard("b", now_s=100.0 + limit_s - 0.1)
+    assert not made.is_heard("b", now_s=100.0 + limit_s)
+    assert made.is_heard("a", now_s=200.0)
+    assert not made.is_heard("c", now_s=100.0)
+    assert [one.node_id for one in made.here] == ["a", "b"]
+    b.lost = "it is silent"
+    assert not made.is_heard("b", now_s=100.0)
+    assert [one.node_id for one in made.here] == ["a"]

@@ -164,6 +164,20 @@ def test_another_process_of_a_member_that_joins_takes_its_place() -> None:
     assert notes(made, "a", "NodeLost") == ["node c is lost: its agent was started again"]
 
 
+def test_a_run_that_is_about_to_begin_gives_way_to_one_that_a_newcomer_knows() -> None:
+    made = Agents("a", settings(wishes=Wishes(1, 2, 0), settle_s=1.0))
+    made.reads["a"] = None  # it is reading a checkpoint
+    made.passes(6.0)
+    lead = made["a"].member.lead
+    assert lead is not None
+    assert lead.ballot is not None
+    assert lead.ballot.plan is not None
+    made.happens("a", Opened("z", 1))
+    made.happens("a", Heard("z", Join(card("z"), "1:2+0", knows=5)))
+    assert lead.ballot.generation == 6
+    assert notes(made, "a", "Ballot")[-1] == "node z knows of a run"
+
+
 def test_a_connection_of_who_has_not_joined_or_is_lost_is_not_missed() -> None:
     made = begun("abc")
     made.happens("a", Opened("z", 1))
