@@ -326,7 +326,7 @@ def test_a_ballot_that_begins_a_run_asks_for_the_one_that_a_node_knows() -> None
 
 
 def test_members_of_a_plan_that_was_given_up_need_not_agree_to_the_next() -> None:
-    """d and e have promised, and are dead before they accept."""
+    """Two nodes have promised, and are dead before they accept."""
     proposer = Proposer("abcde")
     proposer.begin()
     proposer.promise("abcde")
