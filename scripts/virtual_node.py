@@ -283,6 +283,16 @@ def signal_all(init: Process, name: str) -> None:
     if name == "KILL":
         for process in before:
             process.wait()
+    if name == "STOP":  # the kernel stops them a moment after the signal was sent
+        _until(lambda: all(_is_stopped(one.pid) for one in processes_of(init)), "the stop")
+
+
+def _is_stopped(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return True  # it is gone
+    return state in "TtZX"
 
 
 # --- freezing --------------------------------------------------------------------------------
