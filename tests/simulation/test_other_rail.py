@@ -17,7 +17,7 @@ from simulation.run import Simulation
 from simulation.scenario import MODES, draw
 from simulation.world import World
 
-SEEDS = 150
+SEEDS = [range(60), pytest.param(range(60, 150), marks=pytest.mark.full)]
 OFTEN_MOVED = (153, 239, 413, 833)
 """Where connections to newcomers go over another rail more often than every `settle_s`."""
 
@@ -107,13 +107,14 @@ def run_of(seed: int, mode: str, *, is_quiet: bool) -> tuple[Simulation, RailedN
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_rails_are_cut_at_any_moment_and_nothing_goes_wrong() -> None:
+@pytest.mark.parametrize("seeds", SEEDS, ids=str)
+def test_rails_are_cut_at_any_moment_and_nothing_goes_wrong(seeds: range) -> None:
     moved = 0
-    for seed in range(SEEDS):
+    for seed in seeds:
         for mode in MODES:
             _, network = run_of(seed, mode, is_quiet=False)
             moved += network.num_moved
-    assert moved > 10 * SEEDS
+    assert moved > 10 * len(seeds)
 
 
 @pytest.mark.parametrize("seed", OFTEN_MOVED)
@@ -124,12 +125,13 @@ def test_a_newcomer_is_taken_in_however_often_its_rail_changes(seed: int) -> Non
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_run_in_which_only_rails_are_cut_has_one_generation() -> None:
+@pytest.mark.parametrize("seeds", SEEDS, ids=str)
+def test_a_run_in_which_only_rails_are_cut_has_one_generation(seeds: range) -> None:
     moved = 0
-    for seed in range(SEEDS // 2):
+    for seed in seeds[: len(seeds) // 2]:
         simulation, network = run_of(seed, "liveness", is_quiet=True)
         plans = simulation.invariants.effective
         assert len(plans) == 1, (seed, [plan.why for plan in plans.values()])
         assert simulation.invariants.steps
         moved += network.num_moved
-    assert moved > 10 * SEEDS // 2
+    assert moved > 10 * (len(seeds) // 2)

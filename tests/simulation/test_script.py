@@ -36,29 +36,31 @@ def test_without_a_mode_it_is_told_in_both() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("jobs", [1, 2])
-def test_many_seeds_are_counted(tmp_path: Path, jobs: int) -> None:
+@pytest.mark.parametrize(("jobs", "seeds", "more"), [(1, 10, ["--twice"]), (2, 52, [])])
+def test_many_seeds_are_counted(tmp_path: Path, jobs: int, seeds: int, more: list[str]) -> None:
+    """Two processes have a chunk of 50 and one of the rest."""
     path = tmp_path / "found.json"
-    words = ("--seeds", 60, "--from", 40, "--mode", "safety", "--twice")
+    words = ("--seeds", seeds, "--from", 40, "--mode", "safety", *more)
     done = simulate(*words, "--jobs", jobs, "--json", path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "0 violations" in done.stdout
     found = json.loads(path.read_text())
-    assert found["runs"] == 60
-    assert sum(found["verdicts"].values()) == 60
-    assert found["events"] == sum(run_seed(seed, "safety").num_events for seed in range(40, 100))
+    assert found["runs"] == seeds
+    assert sum(found["verdicts"].values()) == seeds
+    told = sum(run_seed(seed, "safety").num_events for seed in range(40, 40 + seeds))
+    assert found["events"] == told
 
 
 @pytest.mark.slow
 def test_a_count_is_continued(tmp_path: Path) -> None:
     path = tmp_path / "found.json"
-    for first, seeds in ((0, 50), (50, 50)):
+    for first, seeds in ((0, 10), (10, 10)):
         done = simulate("--from", first, "--seeds", seeds, "--mode", "safety", "--json", path)
         assert done.returncode == 0, done.stdout + done.stderr
-    assert "50 runs of" in done.stdout
-    assert "100 runs of seeds 0 to 99" in done.stdout
+    assert "10 runs of" in done.stdout
+    assert "20 runs of seeds 0 to 19" in done.stdout
     found = json.loads(path.read_text())
-    assert found["events"] == sum(run_seed(seed, "safety").num_events for seed in range(100))
+    assert found["events"] == sum(run_seed(seed, "safety").num_events for seed in range(20))
     simulate("--from", 7, "--seeds", 1, "--mode", "safety", "--json", path)
     assert json.loads(path.read_text())["runs"] == 1, "another count"
 
