@@ -68,7 +68,7 @@ class PartDeaths:
             smp.collect()
         except PeerError:
             smp.lost()
-        # One of our own is told by its exit status, an adopted one only by its connection. That may
+        # The exit status of an adopted SMP is not known here, so its lost connection counts. It may
         # be lost before the loop begins, while this agent imports torch.
         is_lost = smp.child is None and smp.channel is None
         if is_lost and not self._run.caretaker.smp_given_up:

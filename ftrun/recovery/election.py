@@ -97,9 +97,10 @@ class Election:
             void: rosters that only this agent could bring into effect, and does not.
             now_s: the time.
         """
+        known = plan.edition if plan is not None else (-1, 0)
         if self.ballot is not None and self.ballot.plan is not None:
             self._given_up.append(self.ballot.plan)
-        known = plan.edition if plan is not None else (-1, 0)
+        self._given_up = [one for one in self._given_up if one.edition > known]
         if unsure is not None and unsure.edition <= known:
             unsure = None
         self.highest = max(self.highest, known[0], unsure.generation if unsure else -1) + 1
@@ -270,7 +271,7 @@ class Election:
             self._refusals += 1
 
     def is_beside(self, generation: int) -> bool:
-        """Whether this ballot begins a run beside one that somebody knows: it must ask for it.
+        """Whether this ballot begins a run although a node knows another generation.
 
         Args:
             generation: the newest one that a node knows.
