@@ -5,6 +5,7 @@ Takes in: the promises of a ballot, the places of its nodes, the last plan.
 Gives:    a `Plan`; or what state is missing; or the end of the run, where it cannot be had.
 """
 
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
@@ -133,14 +134,25 @@ def _skipped_batches(choice: Choice, previous: Plan | None, history: History) ->
 def _cannot_begin(
     choice: Choice, problem: str, settings: ClusterSettings, waited_s: float
 ) -> StateMissing | EndRun | None:
-    """What is lost is waited for, or is the end; nothing where something older will do."""
+    """What is lost is waited for, or is the end; nothing where something older will do.
+
+    With checkpoints the wait is for nodes that are only started again. An older version in
+    memory, or the beginning where no commit is known, is taken shortly before the pause would
+    end the run.
+    """
     end = _lost(problem)
-    # A checkpoint is older: first whoever was only started again has the time to come back.
     limit_s = 2 * settings.deadline_s + settings.settle_s
-    if choice.holders and (not settings.has_checkpoints or waited_s < limit_s):
+    is_first = choice.wanted is not None and choice.committed is None
+    has_older = choice.version is not None or is_first
+    else_from = ""
+    if not settings.has_checkpoints:
+        limit_s = max(limit_s, settings.pause_limit_s - limit_s) if has_older else math.inf
+        older = "the beginning" if choice.version is None else str(choice.version)
+        else_from = f"; without them the run resumes from {older}" if has_older else ""
+    if choice.holders and waited_s < limit_s:
         away = ", ".join(sorted(choice.holders))
-        return StateMissing(f"{problem}. {away} may hold it, and cannot be reached", end)
-    return end if choice.version is None and not settings.has_checkpoints else None
+        return StateMissing(f"{problem}. {away} may hold it, and cannot be reached{else_from}", end)
+    return None if has_older or settings.has_checkpoints else end
 
 
 def _why(choice: Choice, problem: str, previous: Plan | None) -> str:
@@ -157,7 +169,8 @@ def _what_is_lost(choice: Choice, ballot: Ballot, previous: Plan | None) -> str:
     if choice.wanted is not None:
         if choice.version is not None:
             return choice.why
-        return f"{choice.wanted}, which was committed, is lost: {choice.why}"
+        was = "was" if choice.wanted == choice.committed else "may have been"
+        return f"{choice.wanted}, which {was} committed, is lost: {choice.why}"
     if choice.version is not None or previous is None:
         return ""
     # Nobody here has heard of a commit. Whoever ran ranks holds what was committed.

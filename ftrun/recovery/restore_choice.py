@@ -16,6 +16,8 @@ Rule 4: a version that was not committed, and has lost a rank, counts only where
 Rule 5: of several protections the one is relied on that bears most; nodes keep that one, and
         overwrite the others. Of equals one that was committed: nodes that are not here hold
         their parts of it as well, and may come back. Of another one nobody knows what they hold.
+Rule 6: a version that a leader may have committed before it was cut off is missed like a commit
+        while nodes that may hold it are not here. The next leader cannot know that it was not.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -37,7 +39,7 @@ class Choice:
     """Of the version; ranks of another world size are put together anew."""
     sources: tuple[Source, ...] = ()
     wanted: Version | None = None
-    """The newest version that is known to be committed, where that cannot be had."""
+    """The newest version that was committed, or may have been, where that cannot be had."""
     committed: Version | None = None
     """The newest one that is known to be committed; what counts as that after a loss."""
     holders: frozenset[str] = frozenset()
@@ -115,6 +117,16 @@ class _Held:
         # A node that fills its part once more has two of it: what it holds whole counts.
         parts[node_id] = max((parts.get(node_id, part), part), key=_worth)
         self.is_committed |= part.is_committed
+
+    @property
+    def may_be_committed(self) -> bool:
+        """No node that is here contradicts it: each part of one protection is complete."""
+        complete: dict[int, bool] = {}
+        for group in self.groups.values():
+            at = group.name.protected_in
+            has_all = all(part.is_complete for part in group.parts.values())
+            complete[at] = complete.get(at, True) and has_all
+        return any(complete.values())
 
     def holders(self) -> set[str]:
         return {member.node_id for group in self.groups.values() for member in group.name.members}
@@ -229,20 +241,27 @@ def choose(
     of_wanted = [one for one in held.values() if one.version == wanted]
     newest_committed = max(of_wanted, key=lambda one: one.margin, default=None)
     problems: list[str] = []
+    missed = None
     # After a change of the number of nodes one version may lie here in the shards of two worlds.
     for one in sorted(held.values(), key=_Held.rating, reverse=True):
         name, size = one.version, one.world_size
         found = one.sources(newest_committed)
         if isinstance(found, str):
             problems.append(f"{name}: {found}")
+            if missed is None and away and one.may_be_committed:
+                missed = name
             continue
         why = f"{name}: every rank can be had"
-        if wanted is None or name >= wanted:
-            return Choice(name, why, size, tuple(found), committed=wanted)
-        why += f"; {wanted}, which was committed, is lost: {'; '.join(problems[:2])}"
-        return Choice(name, why, size, tuple(found), wanted, committed=name, holders=away)
+        if wanted is not None and name < wanted:
+            why += f"; {wanted}, which was committed, is lost: {'; '.join(problems[:2])}"
+            return Choice(name, why, size, tuple(found), wanted, committed=name, holders=away)
+        if missed is not None:
+            why += f"; {missed}, which may have been committed, is lost: {'; '.join(problems[:2])}"
+            return Choice(name, why, size, tuple(found), missed, committed=wanted, holders=away)
+        return Choice(name, why, size, tuple(found), committed=wanted)
     why = "; ".join(problems[:2]) or "nothing is offered"
-    return Choice(None, why, wanted=wanted, committed=wanted, holders=away)
+    newest = missed if wanted is None or (missed is not None and missed > wanted) else wanted
+    return Choice(None, why, wanted=newest, committed=wanted, holders=away)
 
 
 def is_valid(held: Version, newest_plan: Plan | None) -> bool:

@@ -268,9 +268,8 @@ class Invariants:
         self.went_back += 1
         is_said = any(words in plan.restore_why for words in _SAID)
         is_known = any(node.memory.kept is not None for node in self.simulation.nodes)
-        # Where there is a checkpoint, the run does not wait for ever for nodes that hold more.
-        is_from_disk = self.simulation.scenario.has_checkpoints and is_said
-        if (newest.is_safe and not is_from_disk) or (
+        # The run does not wait for ever for nodes that hold more where something older is left.
+        if (newest.is_safe and not (is_said and self._has_older(plan))) or (
             not is_said and is_known and self._was_heard(newest, plan)
         ):
             self.fail(
@@ -444,7 +443,7 @@ class Invariants:
         if newest is None or not newest.is_safe or newest.version not in removed:
             return
         memories = self._memories()
-        if can_have(newest.version, memories) or self.may_be_from_disk():
+        if can_have(newest.version, memories) or self.may_go_back():
             return
         later = [
             one
@@ -457,18 +456,23 @@ class Invariants:
                 f"lost; nodes that lost memory since: {sorted(newest.lost)}"
             )
 
-    def may_be_from_disk(self) -> bool:
-        """Somebody has accepted to go back to the checkpoint, since nobody there had any state.
+    def may_go_back(self) -> bool:
+        """Somebody has accepted a plan that resumes from something older than a lost commit.
 
-        Whoever had it may meet that plan later; and must think that it has taken effect.
+        A node that held the commit may meet that plan later, and must take it as effective.
         """
-        return self.simulation.scenario.has_checkpoints and any(
+        return any(
             plan.edition > self.newest.edition
-            and plan.restore is None
+            and self._has_older(plan)
             and any(words in plan.restore_why for words in _SAID)
             for plan in self.accepted.values()
             if self.newest is not None
         )
+
+    def _has_older(self, plan: Plan) -> bool:
+        """There is something that a run may resume from instead of a lost commit."""
+        is_unknown = "may have been committed" in plan.restore_why
+        return self.simulation.scenario.has_checkpoints or plan.restore is not None or is_unknown
 
     def _memories(self) -> dict[str, Memory]:
         return {node.node_id: node.memory for node in self.simulation.nodes if node.is_on}

@@ -347,7 +347,7 @@ class Simulation:
         ):
             return False  # it may still be committed, and be lost then
         names = [node.node_id for node in here]
-        if self.bad_loads and self.invariants.may_be_from_disk() and not self.loads_on(names):
+        if self.bad_loads and self.invariants.may_go_back() and not self.loads_on(names):
             return False  # a plan from disk was accepted, and no checkpoint loads on all nodes
         later = [at for at in self.invariants.accepted if at >= newest.edition]
         return all(self._can_decide(self.invariants.accepted[at], here) for at in later)

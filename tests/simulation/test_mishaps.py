@@ -17,6 +17,7 @@ from ftrun.recovery.checkpoint_agreement import disagreement
 from ftrun.recovery.commands import EndRun
 from ftrun.recovery.holding import Holding
 from ftrun.recovery.reports import Reports
+from ftrun.recovery.restore_choice import _Held
 from ftrun.recovery.settings import Wishes
 from ftrun.smp.commits import Commits
 from ftrun.wire.ballot_messages import Accepted
@@ -283,6 +284,19 @@ def test_commits_do_not_stop_when_an_order_to_commit_is_lost(monkeypatch: Patch)
     with monkeypatch.context() as patch:
         patch.setattr(StandingOrders, "unheard", lambda *_, **__: [])
         assert any("no run after" in problem for problem in two_nodes_live(lose_one))
+
+
+@pytest.mark.slow
+def test_a_commit_that_only_a_cut_off_leader_knows_is_waited_for(monkeypatch: Patch) -> None:
+    """The first commit of this seed; two more nodes are lost before the leader is back."""
+
+    def outcome() -> Outcome:
+        return run_seed(71002930, "safety", prepare=has_mishaps)
+
+    assert not outcome().problem, story(outcome(), " --mishaps")
+    with monkeypatch.context() as patch:
+        patch.setattr(_Held, "may_be_committed", False)
+        assert "was committed (in generation 0) and is lost" in outcome().problem
 
 
 def two_nodes_live(prepare: Callable[[Simulation], None]) -> Iterator[str]:

@@ -175,11 +175,35 @@ def test_nodes_that_may_hold_what_was_committed_are_waited_for() -> None:
     assert "--checkpoint-dir" in found.end.advice
 
 
-def test_an_older_version_is_no_answer_while_others_may_hold_the_newer() -> None:
+def test_an_older_version_is_taken_only_where_the_nodes_that_hold_the_newer_do_not_return() -> None:
     promises = [holding(2, one, (1, 8), "abc", committed=(1, 9)) for one in "ab"]
-    found = planned(promises, "ab", RAN)
+    found = planned(promises, "ab", RAN, waited_s=888.9)
     assert isinstance(found, StateMissing)
     assert "c may hold it" in found.why
+    assert found.why.endswith("; without them the run resumes from step 8 (generation 1)")
+    # 11 s before the pause of 900 s would end the run.
+    found = planned(promises, "ab", RAN, waited_s=889.0)
+    assert isinstance(found, Plan)
+    assert (found.restore, found.committed) == ((1, 8), (1, 8))
+    assert "step 9 (generation 1), which was committed, is lost" in found.restore_why
+    short = settings(pause_limit_s=20.0)
+    assert isinstance(planned(promises, "ab", RAN, short, waited_s=10.9), StateMissing)
+    assert isinstance(planned(promises, "ab", RAN, short, waited_s=11.0), Plan)
+
+
+def test_the_first_version_is_missed_where_the_leader_may_have_committed_it() -> None:
+    """The leader commits, and is cut off before a node hears it; more than m nodes are lost."""
+    promises = [holding(2, one, (1, 8), "abcd") for one in "bc"]
+    promises.append(promise(2, "d", knows=1))
+    found = planned(promises, "bcd", plan(1, "abcd"))
+    assert isinstance(found, StateMissing)
+    assert "step 8 (generation 1), which may have been committed, is lost" in found.why
+    words = "a may hold it, and cannot be reached; without them the run resumes from the beginning"
+    assert found.why.endswith(words)
+    found = planned(promises, "bcd", plan(1, "abcd"), waited_s=889.0)
+    assert isinstance(found, Plan)
+    assert (found.restore, found.committed) == (None, None)
+    assert "which may have been committed, is lost" in found.restore_why
 
 
 def test_where_all_who_may_hold_it_are_here_the_older_version_is_gone_on_from() -> None:

@@ -391,6 +391,40 @@ def test_a_version_beyond_the_commit_is_no_loss() -> None:
     assert found.committed == version(0, 8)
 
 
+def test_a_version_that_may_have_been_committed_is_missed_like_a_commit() -> None:
+    older, newer = held((0, 8), "abc", "abc"), held((0, 9), "c", "abc")
+    here = {one: both(older, newer)[one] for one in "bc"}
+    found = choose(here, None, committed=[(0, 8)])
+    assert (found.version, found.committed) == (version(0, 8), version(0, 8))
+    assert (found.wanted, found.holders) == (version(0, 9), {"a"})
+    assert "step 9 (generation 0), which may have been committed, is lost: " in found.why
+    # With nothing older, and with a commit that is older than both.
+    nothing = choose(newer, None, committed=[(0, 7)])
+    assert (nothing.version, nothing.wanted) == (None, version(0, 9))
+    assert nothing.committed == version(0, 7)
+
+
+@pytest.mark.parametrize("why_not", ["a part is not complete", "all nodes are here", "no part"])
+def test_a_version_that_cannot_have_been_committed_is_not_missed(why_not: str) -> None:
+    newer = held((0, 9), "bc", "abcd")
+    if why_not == "a part is not complete":
+        newer = with_part(newer, "b", is_complete=False)
+    elif why_not == "no part":
+        newer = bare((0, 9), "bc", "abcd")
+    here = both(held((0, 8), "abc", "abcd"), newer)
+    if why_not == "all nodes are here":
+        here["d"] = Inventory([])
+    found = choose(here, None, committed=[(0, 8)])
+    assert (found.version, found.wanted) == (version(0, 8), None)
+
+
+def test_one_protection_that_is_complete_may_be_the_committed_one() -> None:
+    newer = held((0, 9), "bc", "abcd")
+    again = held((0, 9), "bc", "abcd", protected_in=1, is_complete=False)
+    found = choose(both(newer, again), None)
+    assert (found.version, found.wanted) == (None, version(0, 9))
+
+
 def test_a_commit_that_was_left_behind_is_not_wanted() -> None:
     newest = plan(2, "abc", restore=(0, 8), ancestry=[(0, 8)], committed=(1, 3))
     found = choose(held((0, 8), "abc", "abc"), newest, committed=[(0, 9)])
