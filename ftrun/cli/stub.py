@@ -62,7 +62,7 @@ NEEDS_HANDLER = frozenset({signal.SIGUSR1, signal.SIGUSR2})
 MAX_AGENT_STARTS = 5
 AGENT_WINDOW_S = 600.0
 TRUSTED_AFTER_S = 60.0
-"""A fork of the reserve that crashes sooner is not followed by another fork."""
+"""A fork that crashes sooner is not followed by another one; SIGKILL comes from outside."""
 
 _PAUSES_S = (0.0, 0.1, 0.5, 2.0, 5.0)
 _READY_CHECK_S = 0.05
@@ -219,7 +219,8 @@ class Stub:
             return self._give_up(how)
         self._incarnation += 1
         self._lost_s = now_s
-        if self._is_forked and self._starts_s and now_s - self._starts_s[-1] < TRUSTED_AFTER_S:
+        is_its_fault = self._is_forked and code != -signal.SIGKILL
+        if is_its_fault and self._starts_s and now_s - self._starts_s[-1] < TRUSTED_AFTER_S:
             self._reserve.end()
         _say(f"ftrun: the agent {how}; starting another, {self._what_for()}")
         self._stuck_pids = process_tree.end_children(  # Rule 6

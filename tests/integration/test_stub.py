@@ -271,13 +271,17 @@ def test_agents_are_forked_from_the_reserve_and_need_none(start: Callable[..., R
     third = run.pids()
     assert third["ftrun-reserve"] == second["ftrun-reserve"]
     assert kinds_of_descriptors(rank) == descriptors
-    # A fork that crashes soon is not followed by another fork of the same reserve.
+    # SIGKILL comes from outside: the next agent is a fork as well.
     os.kill(third["ftrun-agent"], signal.SIGKILL)
     run.wait_alive(3)
-    assert starts() == [False, False, True, False]
+    assert starts() == [False, False, True, True]
+    # A fork that crashes soon is not followed by another fork of the same reserve.
+    os.kill(run.pids()["ftrun-agent"], signal.SIGSEGV)
+    run.wait_alive(4)
+    assert starts() == [False, False, True, True, False]
     assert not is_alive(third["ftrun-reserve"])
     (run.folder / "go").touch()
-    assert run.finish()[:2] == (0, "rank 0 generation 3 ends\n")
+    assert run.finish()[:2] == (0, "rank 0 generation 4 ends\n")
     assert run.nothing_is_left()
 
 
