@@ -19,7 +19,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ftrun import dcp as dcp
+    from ftrun import dcp
     from ftrun.worker.session import Session as Session
     from ftrun.worker.session import attach as attach
 

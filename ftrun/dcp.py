@@ -49,13 +49,13 @@ from torch.futures import Future
 from ftrun import clock
 from ftrun.errors import SnapshotError, UsageError, ValueNotStorable
 from ftrun.ids import Version
-from ftrun.wire.pages import Beat
+from ftrun.wire.shared_memory.pages import Beat
 from ftrun.worker import session
+from ftrun.worker.capture.explicit_save import Saver, saver_of
 from ftrun.worker.context import WorkerContext, worker_context
-from ftrun.worker.dcp_items import COORDINATOR, ItemsToSave, SavedItems, packed_metadata
-from ftrun.worker.dcp_metadata import room_for
-from ftrun.worker.resized import telling_of_corruption
-from ftrun.worker.saver import Saver, saver_of
+from ftrun.worker.reshard.dcp_items import COORDINATOR, ItemsToSave, SavedItems, packed_metadata
+from ftrun.worker.reshard.dcp_metadata import room_for
+from ftrun.worker.reshard.engine import telling_of_corruption
 
 WAIT_S = 60.0
 """How long a save waits for memory and for its commit, by default."""

@@ -44,7 +44,7 @@ from ftrun.erasure.fragments import (
     pack,
     run_digest,
 )
-from ftrun.erasure.pinned import Pinned
+from ftrun.erasure.pinned_buffers import Pinned
 from ftrun.erasure.rebuild import StripeFacts, rebuild_stripe
 from ftrun.erasure.stripes import BLOCK_BYTES
 from ftrun.ids import Generation, RunId, version

@@ -46,10 +46,13 @@ from virtual_cluster import VirtualCluster, available
 from ftrun.erasure.stripes import BLOCK_BYTES
 from ftrun.ids import Version, version
 from ftrun.snapshot.layout import Entry, Layout, When, make_layout
-from ftrun.wire import messages, protected, smp_messages, worker_messages
-from ftrun.wire.arena import Arena, SlotHeader, SlotState, table_digest
-from ftrun.wire.channel import Channel, Received, connect
-from ftrun.wire.pages import create_command_page
+from ftrun.wire.messages import envelope as messages
+from ftrun.wire.messages import protected
+from ftrun.wire.messages import smp as smp_messages
+from ftrun.wire.messages import worker as worker_messages
+from ftrun.wire.shared_memory.arena import Arena, SlotHeader, SlotState, table_digest
+from ftrun.wire.shared_memory.pages import create_command_page
+from ftrun.wire.transport.channel import Channel, Received, connect
 
 RUN_ID = "bench-erasure"
 SHAPES = ((3, 1), (4, 2))

@@ -16,7 +16,7 @@ from bench_notes import Notes
 from torch import Tensor, nn
 
 import ftrun
-from ftrun.wire.pages import Beat, Command
+from ftrun.wire.shared_memory.pages import Beat, Command
 from ftrun.worker.context import worker_context
 
 LAYERS = 8

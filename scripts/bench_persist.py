@@ -54,14 +54,14 @@ from bench_common import (
 )
 
 from ftrun.ids import Rank, RunId
-from ftrun.smp.checkpoint import CheckpointWriter
-from ftrun.smp.checkpoint_files import Retention
-from ftrun.smp.checkpoint_load import LoadOrder, load_checkpoint
-from ftrun.smp.checkpoint_order import Means, WriteOrder
-from ftrun.smp.copy_room import CopyRoom
-from ftrun.smp.pace import Throttle
+from ftrun.smp.checkpoint.load import LoadOrder, load_checkpoint
+from ftrun.smp.checkpoint.storage.copy_room import CopyRoom
+from ftrun.smp.checkpoint.storage.local import Retention
+from ftrun.smp.checkpoint.storage.pace import Throttle
+from ftrun.smp.checkpoint.write_job import Means, WriteOrder
+from ftrun.smp.checkpoint.writer import CheckpointWriter
 from ftrun.snapshot.layout import Entry, Layout, When, make_layout, parse_header
-from ftrun.wire.arena import (
+from ftrun.wire.shared_memory.arena import (
     Arena,
     ArenaShape,
     SlotHeader,

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
 import ftrun
-from ftrun.wire.pages import Beat, Page
+from ftrun.wire.shared_memory.pages import Beat, Page
 from ftrun.worker.context import worker_context
 
 LAYERS = 16

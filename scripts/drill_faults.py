@@ -15,7 +15,7 @@ from itertools import pairwise
 from bench_common import BenchError
 from nodes_run import NodesRun
 
-from ftrun.recovery.draining import NOTICE_S
+from ftrun.membership.leader.draining import NOTICE_S
 
 BREAK_AT = 30
 HOLD_AT = 150

@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import ftrun
-from ftrun.wire.pages import Beat, Command
+from ftrun.wire.shared_memory.pages import Beat, Command
 from ftrun.worker.context import worker_context
 
 WIDTH = 640

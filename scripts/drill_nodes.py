@@ -41,9 +41,9 @@ from drill_faults import FAULTS, Breaking, Fault
 from nodes_run import Line, NodesRun
 from virtual_cluster import ClusterError, VirtualCluster, available
 
-from ftrun.cli.drill_jobs import Job, Undisturbed
-from ftrun.cli.drill_outcome import difference, outcome_of
 from ftrun.errors import FtrunError
+from ftrun.tools.drill.drill_outcome import difference, outcome_of
+from ftrun.tools.drill.jobs import Job, Undisturbed
 
 __all__ = ["KINDS", "Undisturbed", "break_in", "drill", "job_words"]
 

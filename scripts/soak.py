@@ -53,8 +53,8 @@ from soak_training import (
 )
 from virtual_cluster import available
 
-from ftrun.cli.drill_jobs import Job
-from ftrun.cli.drill_outcome import Outcome
+from ftrun.tools.drill.drill_outcome import Outcome
+from ftrun.tools.drill.jobs import Job
 
 Piece = dict[str, Any]
 

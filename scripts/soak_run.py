@@ -18,10 +18,10 @@ from bench_common import BenchError, Deadline
 from nodes_run import NodesRun
 from soak_notes import TrainingNotes
 
-from ftrun.cli.found_runs import look_at
-from ftrun.cli.status import document_of
+from ftrun.cli.commands.status import document_of
+from ftrun.cli.runs import look_at
 from ftrun.errors import FtrunError
-from ftrun.wire.run_folder import RunFolder
+from ftrun.wire.run_environment import RunFolder
 
 WAIT_S = 150.0
 """For one recovery; a node that starts on a busy machine takes most of it."""

@@ -22,9 +22,9 @@ from soak_kills import KINDS, OF_NODES, OF_PROCESSES, Kills
 from soak_run import SoakRun
 from virtual_cluster import ClusterError, VirtualCluster
 
-from ftrun.cli.drill_jobs import Undisturbed
-from ftrun.cli.drill_outcome import Outcome, difference, outcome_of
 from ftrun.errors import FtrunError
+from ftrun.tools.drill.drill_outcome import Outcome, difference, outcome_of
+from ftrun.tools.drill.jobs import Undisturbed
 
 MEMBERS, SPARES = 3, 1
 BUDGETS = {

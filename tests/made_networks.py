@@ -10,10 +10,10 @@ from typing import Any
 
 import msgspec
 
-from ftrun.network.findings import judge
-from ftrun.network.leaves import Leaves
-from ftrun.network.rails import Rail, RoadFound
-from ftrun.network.road_planning import Situation, plan_roads
+from ftrun.network.detect.findings import judge
+from ftrun.network.detect.leaves import Leaves
+from ftrun.network.plan.planner import Situation, plan_roads
+from ftrun.wire.cluster.rails import Rail, RoadFound
 
 GBIT = 1e9 / 8
 

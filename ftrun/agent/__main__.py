@@ -8,7 +8,7 @@ Gives:    the zygote, forked before anything is opened; then the agent's exit co
 import os
 import sys
 
-from ftrun.agent.warm_start import begin
+from ftrun.agent.launch.agent_start import begin
 
 if __name__ == "__main__":
     begun = begin()

@@ -16,16 +16,16 @@ from pathlib import Path
 
 import msgspec
 
-from ftrun.agent.kept_state import KeptState, decode_state, newer
-from ftrun.agent.processes import Child
-from ftrun.agent.smp_link import SmpLink
-from ftrun.agent.stub_link import StubLink, kept
-from ftrun.agent.warm_start import Begun, set_thread_count
-from ftrun.agent.zygote_link import ZygoteLink
+from ftrun.agent.launch.agent_start import Begun, set_thread_count
+from ftrun.agent.launch.process import Child
+from ftrun.agent.launch.zygote_link import ZygoteLink
+from ftrun.agent.snapshots.kept_state import KeptState, decode_state, newer
+from ftrun.agent.snapshots.smp_client import SmpLink
+from ftrun.agent.snapshots.stub_link import StubLink, kept
 from ftrun.config import RunSpec
 from ftrun.errors import ExitCode, FtrunError, InternalError, PeerError
 from ftrun.journal import Journal
-from ftrun.wire.run_folder import RunFolder
+from ftrun.wire.run_environment import RunFolder
 
 
 def main(begun: Begun) -> int:
@@ -45,7 +45,7 @@ def main(begun: Begun) -> int:
         zygote = _zygote(spec, begun)
         stub = StubLink()
         known = _take_over(smp, journal, spec)
-        from ftrun.agent.preflight_desk import PreflightDesk
+        from ftrun.agent.observe.node_check import PreflightDesk
 
         preflight = PreflightDesk(spec, journal)
         preflight.begin(is_awaited=known.plan is not None)

@@ -7,7 +7,7 @@ Gives:    one block on stderr, in under 25 lines: the first cause, the user's ow
 
 from dataclasses import dataclass
 
-from ftrun.agent.generations import Generations
+from ftrun.agent.launch.generation import Generations
 from ftrun.config import RunSpec
 from ftrun.errors import ExitCode
 from ftrun.recovery.commands import EndRun

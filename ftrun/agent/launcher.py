@@ -17,27 +17,27 @@ import torch
 from msgspec.structs import asdict
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from ftrun.agent import elastic
-from ftrun.agent.caretaker import Caretaker
-from ftrun.agent.cluster_desk import ClusterDesk
-from ftrun.agent.control import ControlServer
+from ftrun.agent.cluster.node import Node
+from ftrun.agent.cluster.rpc import ClusterDesk
 from ftrun.agent.ending import Kept, final_block
-from ftrun.agent.eyes import Eyes
-from ftrun.agent.generations import Generations
-from ftrun.agent.kept_state import KeptState
-from ftrun.agent.node import Node
-from ftrun.agent.node_orders import RunEnded
-from ftrun.agent.onlookers import Onlookers
-from ftrun.agent.preflight_desk import PreflightDesk
-from ftrun.agent.processes import one_oom_ends_all
-from ftrun.agent.rendezvous import LOOPBACK, StorePool, register
-from ftrun.agent.run_loop import RunLoop
-from ftrun.agent.smp_link import SmpLink
-from ftrun.agent.stub_link import StubLink
-from ftrun.agent.warm_start import unknown_torch
-from ftrun.agent.worker_group import WorkerGroup
-from ftrun.agent.worker_starter import WorkerStarter
-from ftrun.agent.zygote_link import ZygoteLink
+from ftrun.agent.executor import RunEnded
+from ftrun.agent.launch import elastic
+from ftrun.agent.launch.agent_start import unknown_torch
+from ftrun.agent.launch.generation import Generations
+from ftrun.agent.launch.process import one_oom_ends_all
+from ftrun.agent.launch.rendezvous import LOOPBACK, StorePool, register
+from ftrun.agent.launch.warm_start import WorkerStarter
+from ftrun.agent.launch.worker_group import WorkerGroup
+from ftrun.agent.launch.zygote_link import ZygoteLink
+from ftrun.agent.loop import RunLoop
+from ftrun.agent.maintenance import Caretaker
+from ftrun.agent.observe.node_check import PreflightDesk
+from ftrun.agent.observe.ranks import Eyes
+from ftrun.agent.publish.control_server import ControlServer
+from ftrun.agent.publish.observers import Onlookers
+from ftrun.agent.snapshots.kept_state import KeptState
+from ftrun.agent.snapshots.smp_client import SmpLink
+from ftrun.agent.snapshots.stub_link import StubLink
 from ftrun.config import RunSpec
 from ftrun.errors import PeerError, UsageError
 from ftrun.journal import Journal
@@ -45,7 +45,7 @@ from ftrun.monitor.deadlines import HangSettings
 from ftrun.recovery.commands import EndRun
 from ftrun.recovery.supervisor import Policy
 from ftrun.urls import without_password
-from ftrun.wire.agent_start import STUCK_PIDS, decode_numbers
+from ftrun.wire.messages.agent_start import STUCK_PIDS, decode_numbers
 
 _log = logging.getLogger("ftrun")
 

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING
 
 from ftrun import clock, events
 from ftrun.agent.journal_words import fields_of
-from ftrun.agent.processes import Child
+from ftrun.agent.launch.process import Child
 from ftrun.errors import PeerError
-from ftrun.monitor.exits import end_in_words
+from ftrun.monitor.worker_exits import end_in_words
 from ftrun.recovery import commands
 from ftrun.recovery.own_parts import Parts
 
 if TYPE_CHECKING:
-    from ftrun.agent.run_loop import RunLoop
+    from ftrun.agent.loop import RunLoop
 
 _log = logging.getLogger(__name__)
 

@@ -16,10 +16,10 @@ from queue import Empty, SimpleQueue
 
 from ftrun import clock, events
 from ftrun.agent.journal_words import fields_of
-from ftrun.agent.worker_group import WorkerGroup
+from ftrun.agent.launch.worker_group import WorkerGroup
 from ftrun.config import RunSpec
 from ftrun.journal import Journal
-from ftrun.monitor.exits import signal_name
+from ftrun.monitor.worker_exits import signal_name
 
 SAME_SIGNAL_S = 0.5
 """Slurm signals every process of a step, and the stub passes on its own: it is one wish."""

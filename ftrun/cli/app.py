@@ -20,9 +20,9 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from ftrun import __version__
-from ftrun.cli.command_line import parse
+from ftrun.cli.commands.fault_flags import inject_fault_command
 from ftrun.cli.completion import AsTyped, RunIdArgument, profile_names, with_flags
-from ftrun.cli.fault_flags import inject_fault_command
+from ftrun.cli.launch.command_line import parse
 from ftrun.errors import ExitCode, FtrunError, InternalError, UsageError
 
 _TOOLS: Mapping[str, tuple[str, str]] = {
@@ -31,28 +31,28 @@ _TOOLS: Mapping[str, tuple[str, str]] = {
         "Kill ranks of a script, and compare its results bit for bit.",
     ),
     "logs": (
-        "ftrun.cli.log_flags",
+        "ftrun.tools.logs.flags",
         "Show what the ranks have written, where it went to files.",
     ),
-    "report": ("ftrun.cli.report_flags", "Write a run, or one incident of it, as one HTML file."),
+    "report": ("ftrun.tools.report.flags", "Write a run, or one incident of it, as one HTML file."),
     "network": (
-        "ftrun.cli.network_flags",
+        "ftrun.tools.network_view.flags",
         "Show the roads between a run's nodes, and what is planned on them.",
     ),
     "drill": (
-        "ftrun.cli.drill_flags",
+        "ftrun.tools.drill.flags",
         "Break a job in every way of a plan, and judge what it does.",
     ),
     "estimate": (
-        "ftrun.cli.estimate_flags",
+        "ftrun.tools.estimate.estimate_flags",
         "Say on paper what failures will cost, and what to choose.",
     ),
     "snapshots": (
-        "ftrun.cli.snapshot_flags",
+        "ftrun.tools.checkpoints.snapshot_flags",
         "List, verify, prune, export and convert checkpoints, in a directory or at a URL.",
     ),
     "render": (
-        "ftrun.cli.manifests",
+        "ftrun.tools.manifests.command",
         "Write a batch script for Slurm or a manifest for Kubernetes.",
     ),
 }
@@ -166,10 +166,10 @@ def _status(
     if watches and as_json:
         raise UsageError("--json prints one document; --watch is for people. Give one of the two")
     if watches:
-        from ftrun.cli.live_status import watch
+        from ftrun.cli.commands.live_status import watch
 
         raise typer.Exit(watch(run_id, every_s=every_s))
-    from ftrun.cli.status import status
+    from ftrun.cli.commands.status import status
 
     raise typer.Exit(status(run_id, as_json=as_json))
 
@@ -177,7 +177,7 @@ def _status(
 @app.command("stop")
 def _stop(run_id: RunIdArgument = None) -> None:
     """Stop a run, or free the memory that a lost one still holds."""
-    from ftrun.cli.stop import stop
+    from ftrun.cli.commands.stop import stop
 
     raise typer.Exit(stop(run_id))
 
@@ -191,7 +191,7 @@ def _check(
     as_json: Annotated[bool, typer.Option("--json", help="as one JSON document")] = False,
 ) -> None:
     """Check whether this machine is fit to run ranks."""
-    from ftrun.cli.check import check
+    from ftrun.cli.commands.preflight import check
 
     raise typer.Exit(check(profile, as_json=as_json))
 
@@ -207,7 +207,7 @@ app.add_typer(_profiles_app, name="profiles", invoke_without_command=True)
 @_profiles_app.callback()
 def _profiles(ctx: typer.Context) -> None:
     if ctx.invoked_subcommand is None:
-        from ftrun.cli.profiles import list_profiles
+        from ftrun.cli.commands.profiles import list_profiles
 
         list_profiles()
 
@@ -220,7 +220,7 @@ def _show_profile(
     ] = False,
 ) -> None:
     """Show every value of a profile."""
-    from ftrun.cli.profiles import show_profile
+    from ftrun.cli.commands.profiles import show_profile
 
     show_profile(name, with_origin=origin)
 

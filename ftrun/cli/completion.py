@@ -11,8 +11,8 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from ftrun.cli.command_line import OWN_FLAGS
-from ftrun.cli.torchrun_flags import TORCHRUN_FLAGS, Flag
+from ftrun.cli.launch.command_line import OWN_FLAGS
+from ftrun.cli.launch.torchrun_flags import TORCHRUN_FLAGS, Flag
 
 
 class AsTyped(TyperCommand):
@@ -53,13 +53,13 @@ def _completion(flag: Flag) -> Any:
 
 
 def profile_names() -> list[str]:
-    from ftrun.cli import profile_files
+    from ftrun.cli.launch import profiles as profile_files
 
     return profile_files.profile_names()
 
 
 def _run_ids() -> list[str]:
-    from ftrun.wire.run_folder import all_run_folders
+    from ftrun.wire.run_environment import all_run_folders
 
     return [folder.run_id for folder in all_run_folders()]
 

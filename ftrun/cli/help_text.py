@@ -8,8 +8,8 @@ import sys
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 
-from ftrun.cli.command_line import OWN_FLAGS
-from ftrun.cli.torchrun_flags import TORCHRUN_FLAGS, Flag
+from ftrun.cli.launch.command_line import OWN_FLAGS
+from ftrun.cli.launch.torchrun_flags import TORCHRUN_FLAGS, Flag
 
 _INTRO = """\
 Usage: ftrun [OPTIONS] SCRIPT [ARGS...]

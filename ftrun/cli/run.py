@@ -24,22 +24,22 @@ from typing import NoReturn
 import msgspec
 
 from ftrun import clock, process_tree
-from ftrun.cli.command_line import CommandLine
-from ftrun.cli.found_runs import is_file_of, sweep
-from ftrun.cli.nodes import nodes_of, rdzv_settings
-from ftrun.cli.profile_files import Resolved, Setting, plain_value, resolve, setting_from_text
-from ftrun.cli.slurm import SlurmStep, slurm_step
+from ftrun.cli.launch.checkpoint_check import check_there, check_writable
+from ftrun.cli.launch.command_line import CommandLine
+from ftrun.cli.launch.nodes import nodes_of, rdzv_settings
+from ftrun.cli.launch.profiles import Resolved, Setting, plain_value, resolve, setting_from_text
+from ftrun.cli.launch.slurm import SlurmStep, slurm_step
+from ftrun.cli.runs import is_file_of, sweep
 from ftrun.cli.stub import SHUTDOWN_S, answers, python_command, shut_down_smp
-from ftrun.cli.url_check import check_there, check_writable
 from ftrun.config import NodesSpec, RunSpec
 from ftrun.errors import ExitCode, NotSupportedHere, PeerTimeout, RunIdTaken, UsageError
 from ftrun.ids import RunId
 from ftrun.urls import is_url, located
-from ftrun.wire.checkpoint_messages import INDEX_NAME
 from ftrun.wire.checkpoint_owner import CheckpointOwner
 from ftrun.wire.environment import LOG_FOLDER
 from ftrun.wire.finished_run import has_finished, read_owner
-from ftrun.wire.run_folder import (
+from ftrun.wire.messages.checkpoint import INDEX_NAME
+from ftrun.wire.run_environment import (
     RunFolder,
     check_run_id,
     run_folder,

@@ -29,10 +29,10 @@ from collections import deque
 from pathlib import Path
 
 from ftrun import clock, process_tree
-from ftrun.cli.reserve_link import ReserveLink
+from ftrun.cli.launch.agent_reserve import ReserveLink
 from ftrun.errors import ExitCode, FtrunError
-from ftrun.kernel import become_subreaper
-from ftrun.wire.agent_start import (
+from ftrun.linux import become_subreaper
+from ftrun.wire.messages.agent_start import (
     AGENT_LOST_S,
     INCARNATION,
     KEPT_FDS,
@@ -43,7 +43,7 @@ from ftrun.wire.agent_start import (
     STUCK_PIDS,
     encode_numbers,
 )
-from ftrun.wire.run_folder import RunFolder
+from ftrun.wire.run_environment import RunFolder
 
 FORWARDED = (
     signal.SIGTERM,
@@ -279,9 +279,9 @@ def pause_s(recent_starts: int) -> float:
 
 def shut_down_smp(folder: RunFolder) -> bool:
     """Ask the SMP to free everything and end; says whether it answered."""
-    from ftrun.wire.channel import connect
-    from ftrun.wire.messages import Done, Hello
-    from ftrun.wire.smp_messages import Shutdown
+    from ftrun.wire.messages.envelope import Done, Hello
+    from ftrun.wire.messages.smp import Shutdown
+    from ftrun.wire.transport.channel import connect
 
     try:
         channel = connect(

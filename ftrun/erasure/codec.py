@@ -17,7 +17,7 @@ Rule 3: both codecs give the same parity, byte for byte, so nodes may differ in 
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from ftrun.erasure.pinned import Buffer as Buffer
+from ftrun.erasure.pinned_buffers import Buffer as Buffer
 from ftrun.errors import InternalError, NotSupportedHere
 
 MAX_DATA, MAX_PARITY = 32, 16

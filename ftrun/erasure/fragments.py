@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import xxhash
 
 from ftrun.erasure.codec import Buffer
-from ftrun.erasure.pinned import MAX_BLOCK_BYTES
+from ftrun.erasure.pinned_buffers import MAX_BLOCK_BYTES
 from ftrun.errors import FragmentRefused
 from ftrun.ids import Generation, RunId, Version, version
 

@@ -20,7 +20,7 @@ from functools import cache
 from itertools import product
 
 from ftrun.erasure.codec import Buffer, check_counts, check_place, check_shape, sources_of
-from ftrun.erasure.pinned import Pinned
+from ftrun.erasure.pinned_buffers import Pinned
 from ftrun.errors import InternalError, NotSupportedHere
 
 _TABLE_BYTES = 32

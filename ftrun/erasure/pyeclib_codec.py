@@ -15,7 +15,7 @@ Rule 2: its checks count for nothing: it takes flipped bits, duplicates and bloc
 from collections.abc import Mapping, Sequence
 
 from ftrun.erasure.codec import Buffer, check_counts, check_place, check_shape, sources_of
-from ftrun.erasure.pinned import Pinned
+from ftrun.erasure.pinned_buffers import Pinned
 from ftrun.errors import NotSupportedHere
 
 

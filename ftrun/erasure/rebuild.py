@@ -19,7 +19,7 @@ from itertools import combinations, islice
 
 from ftrun.erasure.codec import Buffer, Codec
 from ftrun.erasure.fragments import BlockDigest, Fragment, FragmentSet, StripeId, block_digest
-from ftrun.erasure.pinned import Pinned
+from ftrun.erasure.pinned_buffers import Pinned
 from ftrun.errors import FragmentRefused, InternalError, StripeLost
 from ftrun.ids import Generation
 

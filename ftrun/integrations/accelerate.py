@@ -20,9 +20,9 @@ from typing import Any
 from ftrun.errors import UsageError
 from ftrun.integrations.libraries import require
 from ftrun.integrations.read_ahead import ReadAhead
-from ftrun.worker import rng
 from ftrun.worker.session import Session
 from ftrun.worker.session import attach as attach_parts
+from ftrun.worker.state import determinism as rng
 
 require("accelerate", at_least="1.0")
 

@@ -26,11 +26,11 @@ import yaml
 
 from ftrun.errors import ShapeChanged, UsageError
 from ftrun.integrations.libraries import require
-from ftrun.layouts.rule_file import read_rules
-from ftrun.worker.attached import held_by
-from ftrun.worker.declared_layout import Declared
+from ftrun.sharding.rule_parser import read_rules
 from ftrun.worker.session import Session
 from ftrun.worker.session import attach as attach_parts
+from ftrun.worker.state.attached import held_by
+from ftrun.worker.state.declared_layout import Declared
 
 require("deepspeed", at_least="0.19")
 

@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from ftrun.worker import rng
-from ftrun.worker.batches import Feed
+from ftrun.worker.state import determinism as rng
+from ftrun.worker.state.data_position import Feed
 
 _log = logging.getLogger(__name__)
 

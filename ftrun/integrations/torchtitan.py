@@ -30,9 +30,9 @@ from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from ftrun.dcp import Reader, Writer, newest_step
 from ftrun.errors import UsageError
 from ftrun.integrations.libraries import is_inside, require
-from ftrun.snapshot import plain
-from ftrun.worker import rng
+from ftrun.snapshot import plain_values as plain
 from ftrun.worker.context import worker_context
+from ftrun.worker.state import determinism as rng
 
 require("torchtitan", at_least="0.3")
 

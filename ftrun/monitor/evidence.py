@@ -24,7 +24,7 @@ _LIBRARIES = ("/torch/", "/site-packages/", "/dist-packages/")
 _COMMUNICATION = ("/torch/distributed/distributed_c10d.py", "/torch/distributed/_functional_coll")
 _SAVING = (
     "/torch/serialization.py", "/torch/distributed/checkpoint/", "/safetensors/",
-    "/ftrun/worker/capture.py",
+    "/ftrun/worker/capture/capture.py",
 )  # fmt: skip
 _COMPILING = ("/torch/_dynamo/", "/torch/_inductor/", "/torch/_functorch/", "/triton/")
 _OUTSIDE = (
@@ -32,7 +32,12 @@ _OUTSIDE = (
     "/multiprocessing/", "/selectors.py", "/asyncio/", "/boto", "/fsspec/", "/concurrent/futures/",
 )  # fmt: skip
 _HELD_UP = (*_COMMUNICATION, "/torch/autograd/", "/torch/cuda/streams.py", " in synchronize")
-_LOADING = ("/torch/utils/data/", "/ftrun/worker/batches.py", "/torchdata/", "/datasets/")
+_LOADING = (
+    "/torch/utils/data/",
+    "/ftrun/worker/state/data_position.py",
+    "/torchdata/",
+    "/datasets/",
+)
 
 
 class Call(msgspec.Struct, frozen=True):

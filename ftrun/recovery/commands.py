@@ -13,8 +13,8 @@ from typing import ClassVar
 
 from ftrun.events import WorkerExit
 from ftrun.ids import Version
-from ftrun.wire.cluster import AnyClusterMessage, AskRoad
-from ftrun.wire.plan import Plan
+from ftrun.wire.cluster.generation import Plan
+from ftrun.wire.cluster.messages import AnyClusterMessage, AskRoad
 
 # --- a whole run: the supervisor's ------------------------------------------------------------
 

@@ -10,7 +10,7 @@ last sign of life of what then stayed silent.
 
 from dataclasses import asdict, astuple, dataclass
 
-from ftrun.wire.heartbeats import RestartTimes
+from ftrun.wire.cluster.heartbeats import RestartTimes
 
 
 @dataclass(frozen=True, slots=True)

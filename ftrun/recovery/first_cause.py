@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from ftrun.events import Kind, WorkerExit
 from ftrun.ids import Rank
 from ftrun.monitor.evidence import RankView
-from ftrun.monitor.hangs import find_skipped
+from ftrun.monitor.hang_detector import find_skipped
 from ftrun.monitor.verdicts import Verdict, ranks_in_words
 
 _ORDER = {

@@ -22,11 +22,11 @@ from ftrun.monitor.evidence import RankView
 from ftrun.monitor.verdicts import Sure, Verdict, VerdictKind
 from ftrun.recovery.commands import Note
 from ftrun.recovery.downtime import Downtime, downtime
-from ftrun.recovery.hang_watch import Finding
 from ftrun.recovery.lifecycle import Life, LifeCycle
 from ftrun.recovery.losses import Losses
-from ftrun.wire.heartbeats import Beat, RestartTimes
-from ftrun.wire.plan import Plan
+from ftrun.recovery.suspicions import Finding
+from ftrun.wire.cluster.generation import Plan
+from ftrun.wire.cluster.heartbeats import Beat, RestartTimes
 
 KEPT = 20
 """Closed incidents that status still shows."""

@@ -18,10 +18,10 @@ from ftrun.events import Progress
 from ftrun.monitor.deadlines import HangSettings
 from ftrun.monitor.verdicts import Sure, Verdict, VerdictKind, ranks_in_words
 from ftrun.recovery.commands import Send
-from ftrun.recovery.reports import Reports
-from ftrun.wire.cluster import RoadTried
-from ftrun.wire.heartbeats import Beat
-from ftrun.wire.plan import Plan
+from ftrun.recovery.snapshot_coordination import Reports
+from ftrun.wire.cluster.generation import Plan
+from ftrun.wire.cluster.heartbeats import Beat
+from ftrun.wire.cluster.messages import RoadTried
 
 _FIRST_STEP_FACTOR = 3.0
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ftrun.recovery.commands import Note
-from ftrun.wire.plan import GoneNode, NodeCard, PastRestart, Plan, VersionPair
+from ftrun.wire.cluster.generation import GoneNode, NodeCard, PastRestart, Plan, VersionPair
 
 MAX_RESTARTS = 10
 MAX_GONE = 20

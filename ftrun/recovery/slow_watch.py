@@ -13,19 +13,19 @@ from typing import Any
 
 import msgspec
 
-from ftrun.monitor.call_counts import CallCounts
-from ftrun.monitor.clock_offsets import ClockOffset
-from ftrun.monitor.delay_matrix import NodeLook
-from ftrun.monitor.memory_trend import MemoryTrend
 from ftrun.monitor.process_groups import decode_groups
-from ftrun.monitor.samples import NodeSample
-from ftrun.monitor.slow_links import Links, Probe
-from ftrun.monitor.stragglers import RankLook, Stragglers
+from ftrun.monitor.slow.clock_offsets import ClockOffset
+from ftrun.monitor.slow.delay_matrix import NodeLook
+from ftrun.monitor.slow.links import Links, Probe
+from ftrun.monitor.slow.memory_trend import MemoryTrend
+from ftrun.monitor.slow.samples import NodeSample
+from ftrun.monitor.slow.skipped_collectives import CallCounts
+from ftrun.monitor.slow.stragglers import RankLook, Stragglers
 from ftrun.monitor.verdicts import Verdict, VerdictKind
 from ftrun.recovery.commands import Send
-from ftrun.wire.cluster import AskProbe, ProbeFound
-from ftrun.wire.heartbeats import Beat
-from ftrun.wire.plan import Plan
+from ftrun.wire.cluster.generation import Plan
+from ftrun.wire.cluster.heartbeats import Beat
+from ftrun.wire.cluster.messages import AskProbe, ProbeFound
 
 LOOK_EVERY_S = 0.5
 

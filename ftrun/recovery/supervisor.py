@@ -41,7 +41,7 @@ from ftrun.recovery.commands import (
     SupervisorCommand,
 )
 from ftrun.recovery.first_cause import first_cause, is_link_failure
-from ftrun.wire.plan import History
+from ftrun.wire.cluster.generation import History
 
 _ENDS_ITSELF = (Kind.EXCEPTION, Kind.EXIT_CODE, Kind.LEFT_EARLY)
 

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from ftrun.errors import ExitCode
 from ftrun.ids import RunId
-from ftrun.kernel import hide_memory, ignore_user_signals, name_process
+from ftrun.linux import hide_memory, ignore_user_signals, name_process
 from ftrun.smp.server import Server, is_served, let_go_of_streams
 
 _log = logging.getLogger(__name__)

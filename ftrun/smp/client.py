@@ -8,8 +8,8 @@ from collections import deque
 from enum import Enum
 
 from ftrun.errors import PeerError, ProtocolError
-from ftrun.wire.channel import Channel, Received
-from ftrun.wire.messages import AnyMessage
+from ftrun.wire.messages.envelope import AnyMessage
+from ftrun.wire.transport.channel import Channel, Received
 
 SEND_DEADLINE_S = 2.0
 """A client that does not take its answer for this long loses its connection: while the server

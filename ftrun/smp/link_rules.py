@@ -11,7 +11,7 @@ Rule 3: a session admits links of its own generation; of those to protect only l
         group. A link of an older generation is turned away. Any other waits.
 """
 
-from ftrun.wire.transfer import LinkHello
+from ftrun.wire.cluster.transfer import LinkHello
 
 PROTECT, FETCH = "protect", "fetch"
 """What a link is for."""

@@ -23,9 +23,13 @@ from ftrun.errors import PeerLost, ProtocolError
 from ftrun.ids import Rank, RunId, version
 from ftrun.smp.client import Asker, Client, Role
 from ftrun.smp.jobs import Jobs
-from ftrun.smp.keeper import Keeper
-from ftrun.wire import checkpoint_messages, message, messages, smp_messages, worker_messages
-from ftrun.wire.channel import Channel, Received, accept, listen, short_socket_path
+from ftrun.smp.message_handler import Keeper
+from ftrun.wire.messages import checkpoint as checkpoint_messages
+from ftrun.wire.messages import envelope as messages
+from ftrun.wire.messages import message
+from ftrun.wire.messages import smp as smp_messages
+from ftrun.wire.messages import worker as worker_messages
+from ftrun.wire.transport.channel import Channel, Received, accept, listen, short_socket_path
 
 _ALLOWED: dict[Role, tuple[type[message.Message], ...]] = {
     Role.UNKNOWN: (messages.Hello,),

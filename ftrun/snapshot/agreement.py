@@ -8,7 +8,7 @@ Gives:    the path to the first difference, and what is there on either side.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ftrun.snapshot.plain import join
+from ftrun.snapshot.plain_values import join
 
 _LONGEST = 80
 

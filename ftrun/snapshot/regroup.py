@@ -6,7 +6,7 @@ Takes in: what each rank of the old world has saved.
 Gives:    one rank's part of it in the new world, and a line for the log.
 
 Random states that are derived are not made here, as that takes torch: what stands for them says
-from which they follow and by which number, and `ftrun.worker.rng` makes them.
+from which they follow and by which number, and `ftrun.worker.state.determinism` makes them.
 
 Rule 1: the samples that the old world has seen count, in all: the new one goes on after the first
         whole batch of every rank that leaves out none of them. So no sample is seen twice where a
@@ -22,7 +22,7 @@ from typing import Any
 
 import xxhash
 
-from ftrun.snapshot.plain import encode
+from ftrun.snapshot.plain_values import encode
 
 DERIVED = "derived_from"
 """A mapping with this key stands for random states that follow from those under it."""

@@ -20,8 +20,8 @@ from enum import IntEnum
 import msgspec
 
 from ftrun.errors import UsageError
-from ftrun.wire.fault_kinds import fault_kind
-from ftrun.wire.fault_messages import FaultOrder as FaultOrder
+from ftrun.wire.fault_catalog import fault_kind
+from ftrun.wire.messages.faults import FaultOrder as FaultOrder
 
 FAULT_PREFIX = "ftrun-fault-"
 """Of the names of all cgroups and files that are made for a fault; its id follows."""

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from ftrun.config import RunSpec
 from ftrun.urls import is_url
-from ftrun.wire.checkpoint_messages import INDEX_NAME
 from ftrun.wire.checkpoint_owner import OWNER_NAME, CheckpointOwner, decode_owner
+from ftrun.wire.messages.checkpoint import INDEX_NAME
 
 
 def read_owner(directory: str) -> CheckpointOwner | None:

@@ -16,12 +16,12 @@ import msgspec
 
 from ftrun.ids import Generation, Incarnation, Rank, RunId, Version, version
 from ftrun.wire import environment as env
-from ftrun.wire.pages import Page
+from ftrun.wire.shared_memory.pages import Page
 from ftrun.wire.verify_records import VerifyPlan
-from ftrun.worker.unprotected import UnprotectedReasons
+from ftrun.worker.state.unprotected import UnprotectedReasons
 
 if TYPE_CHECKING:
-    from ftrun.worker.recording import Recording
+    from ftrun.worker.verify.recording import Recording
 
 
 class SnapshotSettings(msgspec.Struct, frozen=True):
@@ -67,7 +67,7 @@ class WorkerContext:
         plan = os.environ.get(env.VERIFY)
         if plan is None:
             return None
-        from ftrun.worker.recording import Recording
+        from ftrun.worker.verify.recording import Recording
 
         return Recording(self, msgspec.json.decode(plan, type=VerifyPlan))
 

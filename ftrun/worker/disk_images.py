@@ -1,6 +1,6 @@
 """The shards of a checkpoint on disk, to read from.
 
-Runs in:  the process of ftrun.worker.export; any of its threads. Loads no torch.
+Runs in:  the process of ftrun.tools.export.__main__; any of its threads. Loads no torch.
 Takes in: where the files of all ranks are, and the digests that the checkpoint's index has.
 Gives:    an `ImageSource`: heads that are compared with the index, bytes that are not yet.
 
@@ -15,10 +15,10 @@ from pathlib import Path
 
 from ftrun.errors import CheckpointError, LayoutUnknown, SnapshotCorrupt
 from ftrun.ids import Rank
-from ftrun.snapshot.shard_head import ShardHead
-from ftrun.wire.arena import SlotHeader, SlotState
-from ftrun.wire.export_facts import ShardPlace
-from ftrun.worker.image_source import Range, make_head
+from ftrun.snapshot.shard_header import ShardHead
+from ftrun.wire.messages.export_facts import ShardPlace
+from ftrun.wire.shared_memory.arena import SlotHeader, SlotState
+from ftrun.worker.reshard.source import Range, make_head
 
 _LENGTH_BYTES = 8
 _LONGEST_HEADER = 1 << 30

@@ -1,6 +1,6 @@
 """A file or a folder that is there as a whole, or not at all.
 
-Runs in:  the process of ftrun.worker.export, main thread. Loads no torch.
+Runs in:  the process of ftrun.tools.export.__main__, main thread. Loads no torch.
 Takes in: where it is to be; a path of this process's own to write to.
 Gives:    all of it durable and in its place at the end; nothing where something goes wrong.
 Survives: a kill: what it leaves is hidden, and removed by the next export to the same place.

@@ -17,11 +17,11 @@ import torch
 import xxhash
 
 from ftrun.errors import RanksDiffer
+from ftrun.sharding.source_index import Chunk, Holder, WholeTensor
 from ftrun.snapshot.boxes import Box, overlap
-from ftrun.snapshot.shard_head import Fingerprint
-from ftrun.snapshot.world_index import Chunk, Holder, WholeTensor
-from ftrun.worker.image_source import CheckedImages, Range
-from ftrun.worker.parts import box_of
+from ftrun.snapshot.shard_header import Fingerprint
+from ftrun.worker.reshard.source import CheckedImages, Range
+from ftrun.worker.state.parts import box_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,17 +20,17 @@ import torch
 from torch.utils.data import DataLoader
 
 from ftrun.errors import UsageError
-from ftrun.worker.attached import Attached, Skip, by_name
-from ftrun.worker.batches import Feed
-from ftrun.worker.checked_state import PlainCheck
+from ftrun.worker.capture.host_copies import HostCopy
 from ftrun.worker.context import WorkerContext, worker_context
-from ftrun.worker.host_copies import HostCopy
-from ftrun.worker.loops import Loops, left_pass
+from ftrun.worker.loop.loops import Loops, left_pass
+from ftrun.worker.state.attached import Attached, Skip, by_name
+from ftrun.worker.state.checked_state import PlainCheck
+from ftrun.worker.state.data_position import Feed
 
 if TYPE_CHECKING:
-    from ftrun.worker.declared_layout import Declared
-    from ftrun.worker.protection import Protection
-    from ftrun.worker.recording import Recording
+    from ftrun.worker.snapshot_session import Protection
+    from ftrun.worker.state.declared_layout import Declared
+    from ftrun.worker.verify.recording import Recording
 
 _log = logging.getLogger(__name__)
 
@@ -95,7 +95,7 @@ def attach(  # noqa: PLR0913 - what a script has
     _sort_in(attached, parts, named)
     context = worker_context()
     if layout is not None or mesh:
-        from ftrun.worker.declared_layout import Declared, declared
+        from ftrun.worker.state.declared_layout import Declared, declared
 
         if not isinstance(layout, Declared):
             layout = declared(layout, mesh, context.world_size if context else None)
@@ -289,8 +289,8 @@ class Session(Loops):
         warmup: Callable[[], object] | None,
     ) -> None:
         # Not at the top: memory mapping and sockets of that kind are Linux's.
-        from ftrun.worker import saver
-        from ftrun.worker.protection import Protection
+        from ftrun.worker.capture import explicit_save as saver
+        from ftrun.worker.snapshot_session import Protection
 
         if saver.is_in_use():
             raise UsageError(

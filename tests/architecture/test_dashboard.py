@@ -15,7 +15,7 @@ LEFT_OUT = {"ftrun_uptime_seconds", "ftrun_life"}
 def names_in_code() -> set[str]:
     """Every name as a scrape has it, from the calls that make families."""
     found: set[str] = set()
-    tree = ast.parse((ROOT / "ftrun/agent/metrics.py").read_text())
+    tree = ast.parse((ROOT / "ftrun/agent/publish/metrics.py").read_text())
     for node in ast.walk(tree):
         if not (isinstance(node, ast.Call) and node.args and isinstance(node.func, ast.Name)):
             continue

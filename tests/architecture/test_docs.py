@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from ftrun import events
-from ftrun.cli.command_line import OWN_FLAGS
+from ftrun.cli.launch.command_line import OWN_FLAGS
 from ftrun.config import Profile
 from ftrun.errors import ExitCode
 from ftrun.monitor.verdicts import VerdictKind
@@ -179,7 +179,7 @@ def test_every_kind_of_journal_line_is_there() -> None:
 def test_every_field_of_the_status_document_is_there() -> None:
     _, _, rest = DOCS["operations.md"].partition("\n## Status")
     section, _, _ = rest.partition("\n## ")
-    tree = ast.parse((ROOT / "ftrun/agent/status_document.py").read_text())
+    tree = ast.parse((ROOT / "ftrun/agent/publish/status.py").read_text())
     dicts = [node for node in ast.walk(tree) if isinstance(node, ast.Dict)]
     keys = {k.value for d in dicts for k in d.keys if isinstance(k, ast.Constant)}
     assert {key for key in keys if not re.search(rf"[`.]{key}[`\[.]", section)} == set()

@@ -41,16 +41,25 @@ def test_help_of_a_command_loads_little() -> None:
 @pytest.mark.parametrize(
     "module",
     [
-        *("ftrun.cli.run", "ftrun.cli.status", "ftrun.smp.server", "ftrun.wire.channel"),
-        *("ftrun.config", "ftrun.cli.snapshots_export", "ftrun.worker.export"),
-        "ftrun.smp.convert",
+        *(
+            "ftrun.cli.run",
+            "ftrun.cli.commands.status",
+            "ftrun.smp.server",
+            "ftrun.wire.transport.channel",
+        ),
+        *(
+            "ftrun.config",
+            "ftrun.tools.checkpoints.snapshots_export",
+            "ftrun.tools.export.__main__",
+        ),
+        "ftrun.tools.checkpoints.convert",
     ],
 )
 def test_module_does_not_load_torch(module: str) -> None:
     assert "torch" not in loaded_by(f"import {module}")
 
 
-@pytest.mark.parametrize("module", ["ftrun.smp.server", "ftrun.wire.channel"])
+@pytest.mark.parametrize("module", ["ftrun.smp.server", "ftrun.wire.transport.channel"])
 def test_what_many_processes_load_is_small(module: str) -> None:
     assert not loaded_by(f"import {module}") & {"torch", "pydantic", "rich"}
 

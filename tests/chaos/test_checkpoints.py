@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from ftrun.ids import RunId
-from ftrun.smp.checkpoint_index import read_index
+from ftrun.smp.checkpoint.index import read_index
 from ftrun.wire.checkpoint_owner import OWNER_NAME, decode_owner
-from ftrun.wire.run_folder import run_folder
+from ftrun.wire.run_environment import run_folder
 from tests.chaos.conftest import HOLD, STEPS, Checked, let_end, wait_for_memory, wait_until_gone
 from tests.ftp_server import ftp_server
 from tests.integration.conftest import WAIT_S, Run, Start, free_port

@@ -17,8 +17,8 @@ from etcd_server import available as etcd_available
 from nodes_run import NodesRun, environment
 from virtual_cluster import VirtualCluster, available
 
-from ftrun.cli.drill_jobs import Job
-from ftrun.cli.drill_outcome import difference, outcome_of
+from ftrun.tools.drill.drill_outcome import difference, outcome_of
+from ftrun.tools.drill.jobs import Job
 
 if reason := available():
     pytest.skip(f"needs namespaces: {reason}", allow_module_level=True)

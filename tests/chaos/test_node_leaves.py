@@ -12,7 +12,7 @@ from drill_nodes import Undisturbed, drill, job_words
 from nodes_run import NodesRun
 from virtual_cluster import VirtualCluster, available
 
-from ftrun.recovery.pausing import GONE_S
+from ftrun.membership.leader.pausing import GONE_S
 
 if reason := available():
     pytest.skip(f"needs namespaces: {reason}", allow_module_level=True)

@@ -18,8 +18,8 @@ from drill_nodes import KINDS, STEPS, Undisturbed, drill, job_words
 from nodes_run import NodesRun
 from virtual_cluster import VirtualCluster, available
 
-from ftrun.cli.drill_jobs import Job
-from ftrun.cli.drill_outcome import difference, outcome_of
+from ftrun.tools.drill.drill_outcome import difference, outcome_of
+from ftrun.tools.drill.jobs import Job
 from tests.kernel_hang import kernel_hang
 
 if reason := available():

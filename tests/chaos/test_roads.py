@@ -14,8 +14,8 @@ from drill_nodes import STEPS, Undisturbed, job_words, steps_lost
 from nodes_run import NodesRun
 from virtual_cluster import VirtualCluster, available
 
-from ftrun.cli.drill_jobs import Job
-from ftrun.cli.drill_outcome import difference, outcome_of
+from ftrun.tools.drill.drill_outcome import difference, outcome_of
+from ftrun.tools.drill.jobs import Job
 
 if reason := available():
     pytest.skip(f"needs namespaces: {reason}", allow_module_level=True)

@@ -11,8 +11,8 @@ from drill_nodes import STEPS, job_words
 from nodes_run import NodesRun
 from virtual_cluster import VirtualCluster, available
 
-from ftrun.cli.drill_jobs import Job, Undisturbed
-from ftrun.cli.drill_outcome import difference, outcome_of
+from ftrun.tools.drill.drill_outcome import difference, outcome_of
+from ftrun.tools.drill.jobs import Job, Undisturbed
 from tests.ftp_server import url_of
 
 if reason := available():

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 from ftrun.errors import PeerError
-from ftrun.wire.handshake import accept_handshake
-from ftrun.wire.identity import PeerIdentity
-from ftrun.wire.secret import Secret
-from ftrun.wire.tcp import listen_tcp
+from ftrun.wire.transport.handshake import accept_handshake
+from ftrun.wire.transport.identity import PeerIdentity
+from ftrun.wire.transport.secret import Secret
+from ftrun.wire.transport.tcp import listen_tcp
 
 WAIT_S = 60.0
 

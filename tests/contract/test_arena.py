@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from ftrun.errors import LayoutUnknown, SnapshotCorrupt
 from ftrun.ids import version
 from ftrun.snapshot.layout import PAGE_BYTES, Entry, When, make_layout
-from ftrun.wire.arena import (
+from ftrun.wire.shared_memory.arena import (
     EMPTY_HEADER,
     Arena,
     ArenaShape,

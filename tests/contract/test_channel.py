@@ -12,11 +12,11 @@ import pytest
 
 from ftrun import clock
 from ftrun.errors import PeerLost, PeerTimeout, ProtocolError
-from ftrun.wire.channel import Channel, accept, connect, listen, peer_uid
-from ftrun.wire.framing import encode
-from ftrun.wire.messages import Done, Envelope, Hello, Refused
-from ftrun.wire.pages import Beat, Page, create_page
-from ftrun.wire.smp_messages import HandedOver, HandOver, KeepRunState
+from ftrun.wire.messages.envelope import Done, Envelope, Hello, Refused
+from ftrun.wire.messages.smp import HandedOver, HandOver, KeepRunState
+from ftrun.wire.shared_memory.pages import Beat, Page, create_page
+from ftrun.wire.transport.channel import Channel, accept, connect, listen, peer_uid
+from ftrun.wire.transport.framing import encode
 
 PATIENCE_S = 30.0
 

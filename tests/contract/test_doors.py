@@ -10,19 +10,19 @@ from queue import SimpleQueue
 
 import pytest
 
-from ftrun.agent import handshakes
-from ftrun.agent.handshakes import Handshakes, Proven
+from ftrun.agent.cluster import dialing as handshakes
+from ftrun.agent.cluster.dialing import Handshakes, Proven
 from ftrun.errors import PeerTimeout
-from ftrun.recovery.happenings import DialFailed
-from ftrun.smp import peers
-from ftrun.smp.peers import Peers, Session
-from ftrun.wire import doors, handshake
-from ftrun.wire.doors import CROWDED_S, HELLO_S, Door, Doors
-from ftrun.wire.handshake import HANDSHAKE_S, accept_handshake, dial_handshake
-from ftrun.wire.identity import PeerIdentity
-from ftrun.wire.messages import PROTOCOL_VERSION
-from ftrun.wire.secret import Secret, make_secret
-from ftrun.wire.tcp import dial, listen_tcp
+from ftrun.membership.events import DialFailed
+from ftrun.smp import peer_listener as peers
+from ftrun.smp.peer_listener import Peers, Session
+from ftrun.wire.messages.envelope import PROTOCOL_VERSION
+from ftrun.wire.transport import doors, handshake
+from ftrun.wire.transport.doors import CROWDED_S, HELLO_S, Door, Doors
+from ftrun.wire.transport.handshake import HANDSHAKE_S, accept_handshake, dial_handshake
+from ftrun.wire.transport.identity import PeerIdentity
+from ftrun.wire.transport.secret import Secret, make_secret
+from ftrun.wire.transport.tcp import dial, listen_tcp
 
 WAIT_S = 60.0
 

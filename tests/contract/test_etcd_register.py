@@ -18,14 +18,15 @@ import pytest
 from etcd_server import Certificates, EtcdServer, available
 
 from ftrun import clock
-from ftrun.agent import etcd_register, witness_thread
-from ftrun.agent.etcd_register import ANSWER_S, TRY_S, EtcdAway, EtcdRegister
-from ftrun.agent.witness_thread import WitnessThread
+from ftrun.agent.cluster import etcd_witness as etcd_register
+from ftrun.agent.cluster import witness_thread
+from ftrun.agent.cluster.etcd_witness import ANSWER_S, TRY_S, EtcdAway, EtcdRegister
+from ftrun.agent.cluster.witness_thread import WitnessThread
 from ftrun.config import EtcdTls
 from ftrun.errors import ExitCode, UsageError
+from ftrun.membership.events import WitnessSaid
 from ftrun.recovery.commands import AskWitness, Wish
-from ftrun.recovery.happenings import WitnessSaid
-from ftrun.wire.plan import NodeCard
+from ftrun.wire.cluster.generation import NodeCard
 from tests.contract.answering import nobody_at
 from tests.unit.recovery.made import card, plan
 

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ftrun.errors import ProtocolError
-from ftrun.wire.framing import MAX_FRAME_BYTES, FrameReader, encode
-from ftrun.wire.messages import Done, Envelope, Refused
-from ftrun.wire.protected import ShardOffer
-from ftrun.wire.smp_messages import Inventory, KeepRunState
+from ftrun.wire.messages.envelope import Done, Envelope, Refused
+from ftrun.wire.messages.protected import ShardOffer
+from ftrun.wire.messages.smp import Inventory, KeepRunState
+from ftrun.wire.transport.framing import MAX_FRAME_BYTES, FrameReader, encode
 
 MESSAGES = [
     Envelope("run", 1, 2, Done()),

@@ -23,11 +23,11 @@ from ftrun.errors import (
     PeerTimeout,
     ProtocolError,
 )
-from ftrun.wire import handshake
-from ftrun.wire.handshake import Session, accept_handshake, dial_handshake
-from ftrun.wire.identity import PeerIdentity
-from ftrun.wire.secret import Secret, make_secret
-from ftrun.wire.tcp import listen_tcp
+from ftrun.wire.transport import handshake
+from ftrun.wire.transport.handshake import Session, accept_handshake, dial_handshake
+from ftrun.wire.transport.identity import PeerIdentity
+from ftrun.wire.transport.secret import Secret, make_secret
+from ftrun.wire.transport.tcp import listen_tcp
 
 PATIENCE_S = 30.0
 SECRET = Secret(b"canary-canary-canary-canary-0123")

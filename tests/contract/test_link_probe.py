@@ -8,11 +8,11 @@ from contextlib import contextmanager
 import msgspec
 import pytest
 
-from ftrun.agent import link_probe
-from ftrun.agent.link_probe import ProbeDesk, probe, serve_probe
-from ftrun.wire.cluster import AskProbe, ProbeFound
-from ftrun.wire.identity import PeerIdentity, Purpose, unfit
-from ftrun.wire.secret import Secret, make_secret
+from ftrun.agent.cluster import link_probe
+from ftrun.agent.cluster.link_probe import ProbeDesk, probe, serve_probe
+from ftrun.wire.cluster.messages import AskProbe, ProbeFound
+from ftrun.wire.transport.identity import PeerIdentity, Purpose, unfit
+from ftrun.wire.transport.secret import Secret, make_secret
 from tests.contract.answering import WAIT_S, answering, nobody_at
 
 SECRET = make_secret()

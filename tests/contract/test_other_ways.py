@@ -16,24 +16,24 @@ from typing import TypeVar
 
 import pytest
 
-from ftrun.agent.cluster_brain import ClusterBrain
-from ftrun.agent.cluster_thread import ClusterThread
-from ftrun.agent.other_ways import YOUNG_S, OtherWays
+from ftrun.agent.cluster.cluster_brain import ClusterBrain
+from ftrun.agent.cluster.connections import ClusterThread
+from ftrun.agent.cluster.other_ways import YOUNG_S, OtherWays
 from ftrun.errors import PeerError
-from ftrun.network.rails import Rail
 from ftrun.recovery.commands import Dial, Note
 from ftrun.recovery.settings import ClusterSettings, Wishes
 from ftrun.recovery.supervisor import Policy
-from ftrun.wire.ballot_messages import Prepare, TurnedAway
-from ftrun.wire.cluster import ClusterEnvelope, JournalLines
-from ftrun.wire.handshake import accept_handshake, dial_handshake
-from ftrun.wire.heartbeats import Beat
-from ftrun.wire.identity import PeerIdentity
-from ftrun.wire.peer import PeerConnection
-from ftrun.wire.plan import NodeCard
-from ftrun.wire.secret import make_secret
-from ftrun.wire.tcp import listen_tcp
-from ftrun.wire.ways import Way
+from ftrun.wire.cluster.generation import NodeCard
+from ftrun.wire.cluster.heartbeats import Beat
+from ftrun.wire.cluster.membership import Prepare, TurnedAway
+from ftrun.wire.cluster.messages import ClusterEnvelope, JournalLines
+from ftrun.wire.cluster.rails import Rail
+from ftrun.wire.transport.address_race import Way
+from ftrun.wire.transport.handshake import accept_handshake, dial_handshake
+from ftrun.wire.transport.identity import PeerIdentity
+from ftrun.wire.transport.peer_connection import PeerConnection
+from ftrun.wire.transport.secret import make_secret
+from ftrun.wire.transport.tcp import listen_tcp
 from tests.contract.answering import wait_until_full
 
 PATIENCE_S = 60.0

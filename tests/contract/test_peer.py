@@ -16,15 +16,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ftrun.errors import PeerLost, ProtocolError
-from ftrun.wire.framing import MAX_FRAME_BYTES, encode_body
-from ftrun.wire.handshake import Session, accept_handshake, dial_handshake
-from ftrun.wire.identity import PeerIdentity
-from ftrun.wire.messages import Done, Envelope, Refused
-from ftrun.wire.peer import PeerConnection
-from ftrun.wire.sealing import PREFIX_BYTES, seal_header
-from ftrun.wire.secret import Secret, make_secret
-from ftrun.wire.smp_messages import KeepRunState
-from ftrun.wire.tcp import listen_tcp
+from ftrun.wire.messages.envelope import Done, Envelope, Refused
+from ftrun.wire.messages.smp import KeepRunState
+from ftrun.wire.transport.framing import MAX_FRAME_BYTES, encode_body
+from ftrun.wire.transport.handshake import Session, accept_handshake, dial_handshake
+from ftrun.wire.transport.identity import PeerIdentity
+from ftrun.wire.transport.peer_connection import PeerConnection
+from ftrun.wire.transport.sealing import PREFIX_BYTES, seal_header
+from ftrun.wire.transport.secret import Secret, make_secret
+from ftrun.wire.transport.tcp import listen_tcp
 
 PATIENCE_S = 30.0
 A, B = (PeerIdentity("run", "agent", name, number) for name, number in (("a", 5), ("b", 6)))

@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 
 from ftrun.smp.link_rules import FETCH
-from ftrun.smp.peers import Peers, Session
-from ftrun.wire.handshake import accept_handshake, dial_handshake
-from ftrun.wire.identity import PeerIdentity
-from ftrun.wire.protected import NodePlace
-from ftrun.wire.secret import make_secret
-from ftrun.wire.tcp import dial, listen_tcp
-from ftrun.wire.transfer import LinkHello, Stored
-from ftrun.wire.transfer_socket import TransferSocket
+from ftrun.smp.peer_listener import Peers, Session
+from ftrun.wire.cluster.transfer import LinkHello, Stored
+from ftrun.wire.messages.protected import NodePlace
+from ftrun.wire.transport.bulk_socket import TransferSocket
+from ftrun.wire.transport.handshake import accept_handshake, dial_handshake
+from ftrun.wire.transport.identity import PeerIdentity
+from ftrun.wire.transport.secret import make_secret
+from ftrun.wire.transport.tcp import dial, listen_tcp
 
 WAIT_S = 60.0
 PATIENCE_S = 1.0

@@ -8,9 +8,9 @@ from pathlib import Path
 CODE = """
 import os
 import torch.distributed
-from ftrun.agent.flight_recorder import read_entries
-from ftrun.wire.pages import Beat, Page, create_page
-from ftrun.worker.visibility import start_server
+from ftrun.agent.observe.flight_recorder import read_entries
+from ftrun.wire.shared_memory.pages import Beat, Page, create_page
+from ftrun.worker.process.introspection import start_server
 
 page = Page(create_page("rank-0"))
 start_server(page)

@@ -9,13 +9,13 @@ from queue import SimpleQueue
 import msgspec
 import pytest
 
-from ftrun.agent import road_probe
-from ftrun.agent.road_probe import RoadDesk, serve_road, try_road
+from ftrun.agent.cluster import path_probe as road_probe
+from ftrun.agent.cluster.path_probe import RoadDesk, serve_road, try_road
+from ftrun.membership.events import Happening, Heard
 from ftrun.recovery.commands import TryRoad
-from ftrun.recovery.happenings import Happening, Heard
-from ftrun.wire.cluster import AnyClusterMessage, AskRoad, RoadTried
-from ftrun.wire.identity import PeerIdentity, Purpose
-from ftrun.wire.secret import Secret, make_secret
+from ftrun.wire.cluster.messages import AnyClusterMessage, AskRoad, RoadTried
+from ftrun.wire.transport.identity import PeerIdentity, Purpose
+from ftrun.wire.transport.secret import Secret, make_secret
 from tests.contract.answering import WAIT_S, answering, nobody_at
 
 SECRET = make_secret()

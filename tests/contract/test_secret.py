@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from ftrun.errors import UsageError
-from ftrun.wire.secret import (
+from ftrun.wire.transport.secret import (
     HOW_TO_MAKE,
     Secret,
     forget_shared_secrets,
@@ -144,7 +144,7 @@ def test_a_shared_file_is_made_once_and_privately(tmp_path: Path) -> None:
 
 def test_many_that_come_at_once_agree(tmp_path: Path) -> None:
     code = (
-        "import sys, pathlib; from ftrun.wire.secret import shared_secret_file\n"
+        "import sys, pathlib; from ftrun.wire.transport.secret import shared_secret_file\n"
         "sys.stdin.readline()\n"
         "print(shared_secret_file(pathlib.Path(sys.argv[1]), 'k').read_text().strip())"
     )

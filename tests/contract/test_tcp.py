@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from ftrun.errors import AddressTaken, HowLost, PeerLost, UsageError
-from ftrun.wire import tcp
-from ftrun.wire.tcp import (
+from ftrun.wire.transport import tcp
+from ftrun.wire.transport.tcp import (
     bind_address,
     dial,
     how_lost,

@@ -9,10 +9,10 @@ from itertools import pairwise
 import pytest
 
 from ftrun.errors import PeerError, PeerLost, PeerTimeout, ProtocolError
-from ftrun.wire.handshake import Session
-from ftrun.wire.identity import PeerIdentity
-from ftrun.wire.transfer import BlockOf, LinkHello, Stored, TransferEnvelope
-from ftrun.wire.transfer_socket import TransferSocket, digest_of
+from ftrun.wire.cluster.transfer import BlockOf, LinkHello, Stored, TransferEnvelope
+from ftrun.wire.transport.bulk_socket import TransferSocket, digest_of
+from ftrun.wire.transport.handshake import Session
+from ftrun.wire.transport.identity import PeerIdentity
 
 PATIENCE_S = 60.0
 SHORT_S = 0.5

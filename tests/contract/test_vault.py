@@ -8,8 +8,14 @@ import xxhash
 
 from ftrun.errors import LayoutUnknown
 from ftrun.snapshot.redundancy import NodePlan
-from ftrun.wire.protected import GroupMember
-from ftrun.wire.vault import Vault, VaultRecord, VaultState, create_vault, vault_bytes
+from ftrun.wire.messages.protected import GroupMember
+from ftrun.wire.shared_memory.parity_region import (
+    Vault,
+    VaultRecord,
+    VaultState,
+    create_vault,
+    vault_bytes,
+)
 
 BLOCK = 8192
 HEADER_BYTES = 40

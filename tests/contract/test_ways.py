@@ -9,9 +9,9 @@ from contextlib import ExitStack, contextmanager, suppress
 import pytest
 
 from ftrun.errors import HandshakeRefused, PeerError, PeerLost
-from ftrun.network.rails import Rail
-from ftrun.wire.tcp import listen_tcp, pace, unacknowledged_bytes
-from ftrun.wire.ways import Way, reach, source_to
+from ftrun.wire.cluster.rails import Rail
+from ftrun.wire.transport.address_race import Way, reach, source_to
+from ftrun.wire.transport.tcp import listen_tcp, pace, unacknowledged_bytes
 from tests.contract.answering import nobody_at, wait_until_full
 
 PATIENCE_S = 30.0

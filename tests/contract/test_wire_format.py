@@ -11,12 +11,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-import ftrun.wire.checkpoint_messages
-import ftrun.wire.cluster
-import ftrun.wire.fault_messages
-import ftrun.wire.messages
-import ftrun.wire.smp_messages
-import ftrun.wire.worker_messages  # noqa: F401 - all modules with messages
+import ftrun.wire.cluster.messages
+import ftrun.wire.messages.checkpoint
+import ftrun.wire.messages.envelope
+import ftrun.wire.messages.faults
+import ftrun.wire.messages.smp
+import ftrun.wire.messages.worker  # noqa: F401 - all modules with messages
 from tests.contract.wire_samples import messages, sample
 
 RECORDED = Path(__file__).parent / "messages.json"

@@ -9,8 +9,8 @@ from typing import Any
 
 import msgspec
 
-from ftrun.wire.message import Message
-from ftrun.wire.transfer import Transfer
+from ftrun.wire.cluster.transfer import Transfer
+from ftrun.wire.messages.message import Message
 
 
 def messages() -> list[type[msgspec.Struct]]:

@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from ftrun.cli.found_runs import choose
-from ftrun.cli.status import document_of
+from ftrun.cli.commands.status import document_of
+from ftrun.cli.runs import choose
 from ftrun.errors import FtrunError
-from ftrun.wire.run_folder import RunId, run_folder
+from ftrun.wire.run_environment import RunId, run_folder
 
 WAIT_S = 200.0
 NAMES = ("ftrun-agent", "ftrun-smp")

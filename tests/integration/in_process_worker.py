@@ -10,16 +10,19 @@ from torch import nn
 
 from ftrun import clock
 from ftrun.ids import Generation, Incarnation, Rank, RunId, Version, version
-from ftrun.wire import messages, protected, smp_messages, worker_messages
-from ftrun.wire.arena import Arena, verify
-from ftrun.wire.channel import Received, connect
-from ftrun.wire.pages import Beat, Command, Page, create_command_page, create_page
-from ftrun.worker import early_restore, ready_memory
-from ftrun.worker.attached import Attached, Skip, by_name
-from ftrun.worker.batches import Feed
+from ftrun.wire.messages import envelope as messages
+from ftrun.wire.messages import protected
+from ftrun.wire.messages import smp as smp_messages
+from ftrun.wire.messages import worker as worker_messages
+from ftrun.wire.shared_memory.arena import Arena, verify
+from ftrun.wire.shared_memory.pages import Beat, Command, Page, create_command_page, create_page
+from ftrun.wire.transport.channel import Received, connect
+from ftrun.worker.capture.copying import entry_view
 from ftrun.worker.context import SnapshotSettings, WorkerContext
-from ftrun.worker.copying import entry_view
+from ftrun.worker.restore import early_restore, ready_memory
 from ftrun.worker.session import Session
+from ftrun.worker.state.attached import Attached, Skip, by_name
+from ftrun.worker.state.data_position import Feed
 
 RUN = RunId("laziness")
 PATIENCE_S = 60.0

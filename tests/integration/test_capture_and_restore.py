@@ -23,13 +23,14 @@ from ftrun import clock
 from ftrun.errors import ShapeChanged, SnapshotCorrupt, ValueNotStorable
 from ftrun.ids import Version
 from ftrun.snapshot.layout import PIECE_BYTES
-from ftrun.wire import smp_messages
-from ftrun.wire.arena import Arena
-from ftrun.wire.channel import Received
-from ftrun.wire.pages import Beat, Command
-from ftrun.worker import early_restore, memory_link, ready_memory
+from ftrun.wire.messages import smp as smp_messages
+from ftrun.wire.shared_memory.arena import Arena
+from ftrun.wire.shared_memory.pages import Beat, Command
+from ftrun.wire.transport.channel import Received
+from ftrun.worker import smp_client as memory_link
+from ftrun.worker.capture.copying import SlotCopy
 from ftrun.worker.context import SnapshotSettings
-from ftrun.worker.copying import SlotCopy
+from ftrun.worker.restore import early_restore, ready_memory
 from ftrun.worker.session import Session
 from tests.integration.in_process_worker import (
     PATIENCE_S,

@@ -11,15 +11,15 @@ import pytest
 import xxhash
 
 from ftrun.ids import Generation, Rank, RunId, Version, version
-from ftrun.smp.checkpoint import CheckpointWriter
-from ftrun.smp.checkpoint_files import Retention
-from ftrun.smp.checkpoint_order import Means, WriteOrder
-from ftrun.smp.checkpoint_stream import Follow
-from ftrun.smp.copy_room import CopyRoom
-from ftrun.smp.disk_file import BUFFER_BYTES
-from ftrun.smp.pace import Throttle
+from ftrun.smp.checkpoint.live_capture import Follow
+from ftrun.smp.checkpoint.storage.copy_room import CopyRoom
+from ftrun.smp.checkpoint.storage.direct_file import BUFFER_BYTES
+from ftrun.smp.checkpoint.storage.local import Retention
+from ftrun.smp.checkpoint.storage.pace import Throttle
+from ftrun.smp.checkpoint.write_job import Means, WriteOrder
+from ftrun.smp.checkpoint.writer import CheckpointWriter
 from ftrun.snapshot.layout import Entry, When, make_layout
-from ftrun.wire.arena import (
+from ftrun.wire.shared_memory.arena import (
     Arena,
     ArenaShape,
     SlotHeader,

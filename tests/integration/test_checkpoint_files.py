@@ -15,18 +15,18 @@ import xxhash
 
 from ftrun.errors import CheckpointError, MemoryTooSmall, NoneOfThisRun
 from ftrun.ids import Rank, RunId, version
-from ftrun.smp import late_copy
-from ftrun.smp.checkpoint import CheckpointWriter
-from ftrun.smp.checkpoint_files import Retention, prune
-from ftrun.smp.checkpoint_index import read_index
-from ftrun.smp.checkpoint_load import Loaded, LoadOrder, load_checkpoint
-from ftrun.smp.checkpoint_order import TRIES, Means, WriteOrder
-from ftrun.smp.checkpoint_shard import Overwritten, find_shards
-from ftrun.smp.copy_room import CopyRoom
-from ftrun.smp.late_copy import LateCopy
-from ftrun.smp.pace import Throttle
+from ftrun.smp.checkpoint import late_copy
+from ftrun.smp.checkpoint.index import read_index
+from ftrun.smp.checkpoint.late_copy import LateCopy
+from ftrun.smp.checkpoint.load import Loaded, LoadOrder, load_checkpoint
+from ftrun.smp.checkpoint.slot_reader import Overwritten, find_shards
+from ftrun.smp.checkpoint.storage.copy_room import CopyRoom
+from ftrun.smp.checkpoint.storage.local import Retention, prune
+from ftrun.smp.checkpoint.storage.pace import Throttle
+from ftrun.smp.checkpoint.write_job import TRIES, Means, WriteOrder
+from ftrun.smp.checkpoint.writer import CheckpointWriter
 from ftrun.snapshot.layout import PAGE_BYTES, Entry, When, make_layout
-from ftrun.wire.arena import (
+from ftrun.wire.shared_memory.arena import (
     Arena,
     ArenaShape,
     SlotHeader,
@@ -224,7 +224,7 @@ def test_what_cannot_be_read_for_a_moment_is_read_once_more(
             failed.set()
 
     handler = Noticed()
-    logging.getLogger("ftrun.smp.checkpoint_load").addHandler(handler)
+    logging.getLogger("ftrun.smp.checkpoint.load").addHandler(handler)
     healer = threading.Thread(target=heal)
     healer.start()
     try:
@@ -232,7 +232,7 @@ def test_what_cannot_be_read_for_a_moment_is_read_once_more(
     finally:
         failed.set()
         healer.join()
-        logging.getLogger("ftrun.smp.checkpoint_load").removeHandler(handler)
+        logging.getLogger("ftrun.smp.checkpoint.load").removeHandler(handler)
 
 
 def test_a_directory_that_cannot_be_read_at_all_is_no_empty_one(tmp_path: Path) -> None:

@@ -24,13 +24,16 @@ import xxhash
 
 from ftrun.errors import PeerError
 from ftrun.ids import Version, version
-from ftrun.smp.checkpoint_files import LOCK_NAME
-from ftrun.smp.checkpoint_index import read_index
+from ftrun.smp.checkpoint.index import read_index
+from ftrun.smp.checkpoint.storage.local import LOCK_NAME
 from ftrun.snapshot.layout import Entry, Layout, When, make_layout
-from ftrun.wire import checkpoint_messages, messages, smp_messages, worker_messages
-from ftrun.wire.arena import Arena, SlotHeader, SlotState, table_digest, verify
-from ftrun.wire.channel import Channel, connect
-from ftrun.wire.pages import create_command_page
+from ftrun.wire.messages import checkpoint as checkpoint_messages
+from ftrun.wire.messages import envelope as messages
+from ftrun.wire.messages import smp as smp_messages
+from ftrun.wire.messages import worker as worker_messages
+from ftrun.wire.shared_memory.arena import Arena, SlotHeader, SlotState, table_digest, verify
+from ftrun.wire.shared_memory.pages import create_command_page
+from ftrun.wire.transport.channel import Channel, connect
 
 RUN_ID = "test-run"
 PATIENCE_S = 60.0

@@ -18,12 +18,14 @@ import pytest
 
 from ftrun.errors import CheckpointError, CheckpointsTaken
 from ftrun.ids import RunId, version
-from ftrun.smp import checkpoint_owner
-from ftrun.smp.checkpoint_files import LOCK_NAME
-from ftrun.smp.checkpoint_owner import CheckpointOwnership
-from ftrun.wire import checkpoint_messages, messages, smp_messages
+from ftrun.smp.checkpoint.storage import owner as checkpoint_owner
+from ftrun.smp.checkpoint.storage.local import LOCK_NAME
+from ftrun.smp.checkpoint.storage.owner import CheckpointOwnership
 from ftrun.wire.checkpoint_owner import OWNER_NAME, CheckpointClaim, CheckpointOwner, decode_owner
-from ftrun.wire.pages import create_command_page
+from ftrun.wire.messages import checkpoint as checkpoint_messages
+from ftrun.wire.messages import envelope as messages
+from ftrun.wire.messages import smp as smp_messages
+from ftrun.wire.shared_memory.pages import create_command_page
 from tests.integration import test_checkpoint_nodes as nodes_of
 from tests.integration.test_checkpoint_nodes import WORLD, Make, Node, finished, wait_until
 

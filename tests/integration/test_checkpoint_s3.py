@@ -17,15 +17,15 @@ import xxhash
 
 from ftrun.errors import CheckpointError
 from ftrun.ids import Rank, RunId, version
-from ftrun.smp.checkpoint_files import Retention
-from ftrun.smp.checkpoint_load import Loaded, LoadOrder
-from ftrun.smp.checkpoint_order import Means, WriteOrder, Written
-from ftrun.smp.copy_room import CopyRoom
-from ftrun.smp.pace import Throttle
-from ftrun.smp.url_checkpoint import UrlWriter
-from ftrun.smp.url_load import load_from_url
+from ftrun.smp.checkpoint.load import Loaded, LoadOrder
+from ftrun.smp.checkpoint.storage.copy_room import CopyRoom
+from ftrun.smp.checkpoint.storage.local import Retention
+from ftrun.smp.checkpoint.storage.pace import Throttle
+from ftrun.smp.checkpoint.url_checkpoint import UrlWriter
+from ftrun.smp.checkpoint.url_load import load_from_url
+from ftrun.smp.checkpoint.write_job import Means, WriteOrder, Written
 from ftrun.snapshot.layout import Entry, When, make_layout
-from ftrun.wire.arena import (
+from ftrun.wire.shared_memory.arena import (
     Arena,
     ArenaShape,
     SlotHeader,

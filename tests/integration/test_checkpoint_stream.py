@@ -18,20 +18,20 @@ import xxhash
 
 from ftrun.errors import CheckpointError, PeerError
 from ftrun.ids import Generation, Rank, RunId, Version, version
-from ftrun.smp import checkpoint_stream
-from ftrun.smp.checkpoint import CheckpointWriter
-from ftrun.smp.checkpoint_files import Retention
-from ftrun.smp.checkpoint_load import LoadOrder, load_checkpoint
-from ftrun.smp.checkpoint_order import Means, WriteOrder, Written
-from ftrun.smp.checkpoint_stream import Follow, LiveShard
-from ftrun.smp.copy_room import CopyRoom
-from ftrun.smp.pace import Throttle
-from ftrun.smp.url_checkpoint import UrlWriter
-from ftrun.smp.url_load import load_from_url
+from ftrun.smp.checkpoint import live_capture as checkpoint_stream
+from ftrun.smp.checkpoint.live_capture import Follow, LiveShard
+from ftrun.smp.checkpoint.load import LoadOrder, load_checkpoint
+from ftrun.smp.checkpoint.storage.copy_room import CopyRoom
+from ftrun.smp.checkpoint.storage.local import Retention
+from ftrun.smp.checkpoint.storage.pace import Throttle
+from ftrun.smp.checkpoint.url_checkpoint import UrlWriter
+from ftrun.smp.checkpoint.url_load import load_from_url
+from ftrun.smp.checkpoint.write_job import Means, WriteOrder, Written
+from ftrun.smp.checkpoint.writer import CheckpointWriter
 from ftrun.snapshot.layout import Entry, When, make_layout
 from ftrun.urls import is_url
-from ftrun.wire import checkpoint_messages
-from ftrun.wire.arena import (
+from ftrun.wire.messages import checkpoint as checkpoint_messages
+from ftrun.wire.shared_memory.arena import (
     Arena,
     ArenaShape,
     SlotHeader,

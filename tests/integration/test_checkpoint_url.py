@@ -16,17 +16,17 @@ import pytest
 
 from ftrun.errors import CheckpointError
 from ftrun.ids import Rank, RunId, version
-from ftrun.smp.checkpoint_files import STALE_S, Retention
-from ftrun.smp.checkpoint_load import Loaded, LoadOrder
-from ftrun.smp.checkpoint_order import Means, WriteOrder, Written
-from ftrun.smp.copy_room import CopyRoom
-from ftrun.smp.disk_file import no_pace
-from ftrun.smp.pace import Throttle
-from ftrun.smp.url_checkpoint import UrlWriter
-from ftrun.smp.url_folders import read_folders
-from ftrun.smp.url_load import load_from_url
-from ftrun.smp.url_store import UrlStore
-from ftrun.smp.url_upload import BLOCK_BYTES
+from ftrun.smp.checkpoint.load import Loaded, LoadOrder
+from ftrun.smp.checkpoint.storage.copy_room import CopyRoom
+from ftrun.smp.checkpoint.storage.direct_file import no_pace
+from ftrun.smp.checkpoint.storage.fsspec import UrlStore
+from ftrun.smp.checkpoint.storage.local import STALE_S, Retention
+from ftrun.smp.checkpoint.storage.pace import Throttle
+from ftrun.smp.checkpoint.storage.url_folders import read_folders
+from ftrun.smp.checkpoint.storage.url_upload import BLOCK_BYTES
+from ftrun.smp.checkpoint.url_checkpoint import UrlWriter
+from ftrun.smp.checkpoint.url_load import load_from_url
+from ftrun.smp.checkpoint.write_job import Means, WriteOrder, Written
 from tests.ftp_server import FtpServer, ftp_server
 from tests.integration.test_checkpoint_files import LAYOUT, RANKS, Arenas, check, spoil
 

@@ -18,18 +18,18 @@ import pytest
 import xxhash
 
 from ftrun.ids import Rank, RunId
-from ftrun.smp.checkpoint import CheckpointWriter
-from ftrun.smp.checkpoint_files import Retention
-from ftrun.smp.checkpoint_index import read_index
-from ftrun.smp.checkpoint_order import Means, WriteOrder
-from ftrun.smp.checkpoint_verify import verify_folder
-from ftrun.smp.convert import convert as converted
-from ftrun.smp.copy_room import CopyRoom
-from ftrun.smp.pace import Throttle
-from ftrun.snapshot import plain
+from ftrun.smp.checkpoint.index import read_index
+from ftrun.smp.checkpoint.storage.copy_room import CopyRoom
+from ftrun.smp.checkpoint.storage.local import Retention
+from ftrun.smp.checkpoint.storage.pace import Throttle
+from ftrun.smp.checkpoint.write_job import Means, WriteOrder
+from ftrun.smp.checkpoint.writer import CheckpointWriter
+from ftrun.snapshot import plain_values as plain
 from ftrun.snapshot.layout import PLAIN_NAME, Entry, When, make_layout, parse_header
-from ftrun.snapshot.plain import TensorRef
-from ftrun.wire.arena import (
+from ftrun.snapshot.plain_values import TensorRef
+from ftrun.tools.checkpoints.checkpoint_verify import verify_folder
+from ftrun.tools.checkpoints.convert import convert as converted
+from ftrun.wire.shared_memory.arena import (
     Arena,
     ArenaShape,
     SlotHeader,
@@ -432,7 +432,7 @@ def test_no_more_than_a_few_tensors_are_in_memory(convert: Converter) -> None:
     code = (
         "import pathlib, runpy, sys\n"
         f"sys.argv = ['convert', *{words!r}]\n"
-        "try:\n    runpy.run_module('ftrun.smp.convert', run_name='__main__')\n"
+        "try:\n    runpy.run_module('ftrun.tools.checkpoints.convert', run_name='__main__')\n"
         "except SystemExit:\n    pass\n"
         "lines = pathlib.Path('/proc/self/status').read_text().splitlines()\n"
         "sys.stderr.write(next(line.split()[1] for line in lines if line.startswith('VmHWM')))\n"

@@ -20,12 +20,12 @@ from typing import Any
 
 import pytest
 
-from ftrun.cli.found_runs import look_at
+from ftrun.cli.runs import look_at
 from ftrun.errors import PeerError
-from ftrun.wire.fault_messages import FaultTaken, InjectFault
 from ftrun.wire.fault_orders import make_cancel, make_order
-from ftrun.wire.messages import AnyMessage, AskStatus, Refused, Status
-from ftrun.wire.run_folder import RunId, run_folder
+from ftrun.wire.messages.envelope import AnyMessage, AskStatus, Refused, Status
+from ftrun.wire.messages.faults import FaultTaken, InjectFault
+from ftrun.wire.run_environment import RunId, run_folder
 from tests.integration.conftest import WAIT_S, Run, Start, is_gone
 
 TRAIN = """
@@ -552,7 +552,7 @@ def healers_of(stub: int) -> list[str]:
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(OSError):
             words = (entry / "cmdline").read_bytes().decode()
-            if "ftrun.agent.healer" in words and f", {stub}]" in words:
+            if "ftrun.agent.faults.reverter_process" in words and f", {stub}]" in words:
                 found.append(entry.name)
     return found
 

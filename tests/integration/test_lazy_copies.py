@@ -17,13 +17,14 @@ import torch
 from torch import nn
 
 from ftrun.snapshot.layout import PIECE_BYTES
-from ftrun.wire.pages import Beat
-from ftrun.worker import copying, heartbeat
-from ftrun.worker.accumulation import Accumulation
+from ftrun.wire.shared_memory.pages import Beat
+from ftrun.worker.capture import copying
+from ftrun.worker.capture.accumulation import Accumulation
+from ftrun.worker.capture.laziness import LazyCopyCheck
 from ftrun.worker.context import SnapshotSettings
-from ftrun.worker.laziness import LazyCopyCheck
-from ftrun.worker.optimizer_watch import OptimizerWatch
+from ftrun.worker.process import heartbeat
 from ftrun.worker.session import Session
+from ftrun.worker.state.optimizer_watch import OptimizerWatch
 from tests.integration.in_process_worker import PATIENCE_S, WIDTH, Run, made
 
 AT = 2

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 
 import pytest
 
-from ftrun.wire import protected, smp_messages
-from ftrun.wire.tcp import listen_tcp
+from ftrun.wire.messages import protected
+from ftrun.wire.messages import smp as smp_messages
+from ftrun.wire.transport.tcp import listen_tcp
 from tests.integration.test_protection import Cluster, Model, Node, cluster
 
 __all__ = ["cluster"]

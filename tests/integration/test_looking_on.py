@@ -26,7 +26,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from ftrun.cli.report_words import duration
+from ftrun.cli.screen.text import duration
 from tests.integration.conftest import WAIT_S, Run, Start, free_port
 
 TRAIN = """

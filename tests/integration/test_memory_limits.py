@@ -17,9 +17,10 @@ from torch import nn
 
 from ftrun import clock
 from ftrun.errors import MemoryTooSmall
-from ftrun.wire.arena import Arena, arena_bytes
-from ftrun.wire.pages import Beat, Command
-from ftrun.worker import memory_link, slots
+from ftrun.wire.shared_memory.arena import Arena, arena_bytes
+from ftrun.wire.shared_memory.pages import Beat, Command
+from ftrun.worker import smp_client as memory_link
+from ftrun.worker.capture import slots
 from ftrun.worker.context import SnapshotSettings
 from ftrun.worker.session import Session
 from tests.integration.conftest import Run as FtrunRun

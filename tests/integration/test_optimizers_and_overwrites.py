@@ -17,11 +17,11 @@ from torch.optim.optimizer import Optimizer, _global_optimizer_pre_hooks
 from torch.utils.data import DataLoader
 
 from ftrun.errors import UsageError, ValueNotStorable
-from ftrun.wire.pages import Beat
-from ftrun.worker import lease
-from ftrun.worker.batches import Feed
+from ftrun.wire.shared_memory.pages import Beat
 from ftrun.worker.context import SnapshotSettings
+from ftrun.worker.process import lease
 from ftrun.worker.session import Session
+from ftrun.worker.state.data_position import Feed
 from tests.integration.in_process_worker import Run
 
 WIDTH = 8

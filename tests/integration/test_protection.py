@@ -26,12 +26,22 @@ import xxhash
 from ftrun.errors import PeerError
 from ftrun.ids import Version, version
 from ftrun.snapshot.layout import Entry, Layout, When, make_layout
-from ftrun.wire import messages, protected, smp_messages, worker_messages
-from ftrun.wire.arena import Arena, SlotHeader, SlotState, read_slot_headers, table_digest, verify
-from ftrun.wire.channel import Channel, Received, connect
-from ftrun.wire.pages import Command, Page, create_command_page
-from ftrun.wire.secret import SECRET_BYTES
-from ftrun.wire.vault import Vault, VaultState
+from ftrun.wire.messages import envelope as messages
+from ftrun.wire.messages import protected
+from ftrun.wire.messages import smp as smp_messages
+from ftrun.wire.messages import worker as worker_messages
+from ftrun.wire.shared_memory.arena import (
+    Arena,
+    SlotHeader,
+    SlotState,
+    read_slot_headers,
+    table_digest,
+    verify,
+)
+from ftrun.wire.shared_memory.pages import Command, Page, create_command_page
+from ftrun.wire.shared_memory.parity_region import Vault, VaultState
+from ftrun.wire.transport.channel import Channel, Received, connect
+from ftrun.wire.transport.secret import SECRET_BYTES
 from tests.stopping import stop
 
 RUN_ID = "test-run"

@@ -12,9 +12,10 @@ from contextlib import ExitStack
 
 import pytest
 
-from ftrun.network.rails import Rail
-from ftrun.wire import protected, smp_messages
-from ftrun.wire.tcp import listen_tcp
+from ftrun.wire.cluster.rails import Rail
+from ftrun.wire.messages import protected
+from ftrun.wire.messages import smp as smp_messages
+from ftrun.wire.transport.tcp import listen_tcp
 from tests.integration.test_protection import Cluster, Model, Node, cluster
 
 __all__ = ["cluster"]

@@ -14,9 +14,9 @@ from headless_browser import Browser, Page, found
 from made_journals import long_run
 from made_networks import made_network
 
-from ftrun.cli.network import network
-from ftrun.cli.report import report
 from ftrun.journal import NETWORK_NAME
+from ftrun.tools.network_view.command import network
+from ftrun.tools.report.command import report
 
 JOURNALS = Path(__file__).parents[1] / "unit" / "cli" / "journals"
 PAGES = [

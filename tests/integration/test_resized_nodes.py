@@ -21,9 +21,12 @@ from ftrun import clock
 from ftrun.errors import PeerError
 from ftrun.ids import RunId, Version, version
 from ftrun.wire import environment as env
-from ftrun.wire import messages, protected, smp_messages, worker_messages
-from ftrun.wire.channel import Channel, Received, connect
-from ftrun.wire.pages import Command, Page, create_command_page, create_page
+from ftrun.wire.messages import envelope as messages
+from ftrun.wire.messages import protected
+from ftrun.wire.messages import smp as smp_messages
+from ftrun.wire.messages import worker as worker_messages
+from ftrun.wire.shared_memory.pages import Command, Page, create_command_page, create_page
+from ftrun.wire.transport.channel import Channel, Received, connect
 from tests.integration.test_resized_world import assert_same
 
 RUN = RunId("resized-nodes")

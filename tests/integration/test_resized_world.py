@@ -22,10 +22,12 @@ from torch.utils.data import DistributedSampler
 from ftrun import clock
 from ftrun.ids import RunId, Version, version
 from ftrun.wire import environment as env
-from ftrun.wire import messages, smp_messages, worker_messages
-from ftrun.wire.arena import Arena, open_slot, read_shape, void_slots
-from ftrun.wire.channel import Received, connect
-from ftrun.wire.pages import Beat, Command, Page, create_command_page, create_page
+from ftrun.wire.messages import envelope as messages
+from ftrun.wire.messages import smp as smp_messages
+from ftrun.wire.messages import worker as worker_messages
+from ftrun.wire.shared_memory.arena import Arena, open_slot, read_shape, void_slots
+from ftrun.wire.shared_memory.pages import Beat, Command, Page, create_command_page, create_page
+from ftrun.wire.transport.channel import Received, connect
 
 RUN = RunId("resized")
 SCRIPT = Path(__file__).parent / "scripts" / "resizable_training.py"

@@ -14,9 +14,11 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from ftrun import clock
 from ftrun.ids import Version, version
 from ftrun.wire import environment as env
-from ftrun.wire import messages, smp_messages, worker_messages
-from ftrun.wire.channel import Channel, connect
-from ftrun.wire.pages import Beat, Page, create_command_page, create_page
+from ftrun.wire.messages import envelope as messages
+from ftrun.wire.messages import smp as smp_messages
+from ftrun.wire.messages import worker as worker_messages
+from ftrun.wire.shared_memory.pages import Beat, Page, create_command_page, create_page
+from ftrun.wire.transport.channel import Channel, connect
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 

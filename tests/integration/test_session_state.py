@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 import ftrun
 from ftrun import clock
 from ftrun.errors import UsageError
-from ftrun.wire.pages import Beat, Command
+from ftrun.wire.shared_memory.pages import Beat, Command
 from ftrun.worker.context import SnapshotSettings
 from ftrun.worker.session import Session
 from tests.integration.in_process_worker import PATIENCE_S, Run

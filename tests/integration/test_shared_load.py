@@ -18,10 +18,14 @@ import xxhash
 from ftrun.errors import PeerError
 from ftrun.ids import version
 from ftrun.snapshot.layout import Entry, Layout, When, make_layout
-from ftrun.snapshot.shares import ranks_at
-from ftrun.wire import checkpoint_messages, messages, protected, smp_messages, worker_messages
-from ftrun.wire.arena import Arena, SlotState, verify
-from ftrun.wire.pages import create_command_page
+from ftrun.snapshot.load_shares import ranks_at
+from ftrun.wire.messages import checkpoint as checkpoint_messages
+from ftrun.wire.messages import envelope as messages
+from ftrun.wire.messages import protected
+from ftrun.wire.messages import smp as smp_messages
+from ftrun.wire.messages import worker as worker_messages
+from ftrun.wire.shared_memory.arena import Arena, SlotState, verify
+from ftrun.wire.shared_memory.pages import create_command_page
 from tests.ftp_server import ftp_server
 from tests.integration import test_checkpoint_nodes as nodes_of
 from tests.integration.test_checkpoint_nodes import PATIENCE_S

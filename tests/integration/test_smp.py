@@ -20,20 +20,25 @@ from typing import TypeVar, cast
 import pytest
 import xxhash
 
-from ftrun.agent.elastic import FtrunElasticAgent
-from ftrun.agent.generations import Generations
-from ftrun.agent.kept_state import KeptState
-from ftrun.agent.smp_link import SmpLink
-from ftrun.agent.stub_link import StubLink
-from ftrun.agent.worker_group import WorkerGroup
-from ftrun.agent.worker_starter import WorkerStarter
+from ftrun.agent.launch.elastic import FtrunElasticAgent
+from ftrun.agent.launch.generation import Generations
+from ftrun.agent.launch.warm_start import WorkerStarter
+from ftrun.agent.launch.worker_group import WorkerGroup
+from ftrun.agent.snapshots.kept_state import KeptState
+from ftrun.agent.snapshots.smp_client import SmpLink
+from ftrun.agent.snapshots.stub_link import StubLink
 from ftrun.config import CheckpointConfig, Profile, RunSpec
 from ftrun.errors import PeerError, PeerLost, PeerTimeout, SnapshotError
 from ftrun.ids import Version, version
 from ftrun.journal import Journal
 from ftrun.snapshot.layout import Entry, Layout, When, make_layout
-from ftrun.wire import checkpoint_messages, messages, smp_messages, worker_messages
-from ftrun.wire.arena import (
+from ftrun.wire.cluster.generation import NodeCard, Plan, PlanNode
+from ftrun.wire.messages import checkpoint as checkpoint_messages
+from ftrun.wire.messages import envelope as messages
+from ftrun.wire.messages import smp as smp_messages
+from ftrun.wire.messages import worker as worker_messages
+from ftrun.wire.run_environment import RunFolder
+from ftrun.wire.shared_memory.arena import (
     Arena,
     SlotHeader,
     SlotState,
@@ -41,10 +46,8 @@ from ftrun.wire.arena import (
     table_digest,
     verify,
 )
-from ftrun.wire.channel import Channel, Received, connect
-from ftrun.wire.pages import Command, Page, create_command_page
-from ftrun.wire.plan import NodeCard, Plan, PlanNode
-from ftrun.wire.run_folder import RunFolder
+from ftrun.wire.shared_memory.pages import Command, Page, create_command_page
+from ftrun.wire.transport.channel import Channel, Received, connect
 from tests.stopping import stop
 
 RUN_ID = "test-run"

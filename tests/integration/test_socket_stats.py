@@ -9,9 +9,9 @@ from collections.abc import Iterator
 import pytest
 
 from ftrun import clock
-from ftrun.agent import socket_stats
-from ftrun.agent.socket_stats import SocketStats
-from ftrun.monitor.delay_matrix import LinkSample
+from ftrun.agent.observe import proc as socket_stats
+from ftrun.agent.observe.proc import SocketStats
+from ftrun.monitor.slow.delay_matrix import LinkSample
 
 WAIT_S = 60.0
 
@@ -175,7 +175,7 @@ def test_a_kernel_that_does_not_answer_is_told_and_does_no_harm(
 
 _AS_NOBODY = """
 import ctypes, encodings.idna, os, socket, sys
-from ftrun.agent.socket_stats import SocketStats
+from ftrun.agent.observe.proc import SocketStats
 os.setgid(65534)
 os.setuid(65534)
 begun, told = os.pipe()

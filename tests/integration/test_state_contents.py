@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ftrun.errors import ShapeChanged, ValueNotStorable
-from ftrun.wire.pages import Beat
+from ftrun.wire.shared_memory.pages import Beat
 from tests.integration.in_process_worker import Run
 
 KILLED_AT, END = 3, 6

@@ -52,7 +52,7 @@ import importlib.util, os, sys
 
 class Finder:
     def find_spec(self, name, path=None, target=None):
-        if name != "ftrun.agent.cluster_thread":
+        if name != "ftrun.agent.cluster.connections":
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
@@ -388,7 +388,7 @@ def test_every_descendant_ends() -> None:
     code = """
 import subprocess
 from ftrun.process_tree import children, end_children, reap_all
-from ftrun.kernel import become_subreaper
+from ftrun.linux import become_subreaper
 become_subreaper()
 tree = "trap '' TERM; (sleep 9 & sleep 9 & echo up; exec setsid sh -c 'sleep 9 & wait') & wait"
 shell = subprocess.Popen(["sh", "-c", tree], stdout=subprocess.PIPE)

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from ftrun.cli import url_check
-from ftrun.cli.url_check import check_there, check_writable
+from ftrun.cli.launch import checkpoint_check as url_check
+from ftrun.cli.launch.checkpoint_check import check_there, check_writable
 from ftrun.errors import UsageError
 from tests.contract.answering import nobody_at
 from tests.ftp_server import FtpServer, ftp_server, url_of
@@ -75,7 +75,7 @@ def test_a_library_that_is_missing_is_named() -> None:
     code = (
         "import sys; sys.modules['fsspec'] = None\n"
         "sys.argv = ['shelf', 'try', 'ftp://somewhere/run']\n"
-        "from ftrun.smp.shelf import main\nmain()"
+        "from ftrun.tools.checkpoints.catalog import main\nmain()"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, timeout=60)
     assert "pip install 'ftrun[url]'" in json.loads(done.stdout)["problem"]

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from ftrun.ids import Version, version
-from ftrun.wire import checkpoint_messages, messages, smp_messages
+from ftrun.wire.messages import checkpoint as checkpoint_messages
+from ftrun.wire.messages import envelope as messages
+from ftrun.wire.messages import smp as smp_messages
 from tests.ftp_server import FtpServer, ftp_server
 from tests.integration.conftest import free_port
 from tests.integration.test_checkpoint_nodes import (

@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING
 
 from ftrun.errors import ExitCode
 from ftrun.ids import Version
+from ftrun.membership.events import Happening, Heard
 from ftrun.recovery import commands as do
-from ftrun.recovery.happenings import Happening, Heard
-from ftrun.wire.ballot_messages import Announce, Prepare, Promise
-from ftrun.wire.heartbeats import LeadBeat
-from ftrun.wire.plan import Edition, Plan
+from ftrun.wire.cluster.generation import Edition, Plan
+from ftrun.wire.cluster.heartbeats import LeadBeat
+from ftrun.wire.cluster.membership import Announce, Prepare, Promise
 from simulation.memory import Memory, can_have
 from simulation.snapshots import as_version
 from simulation.training import Group, Ranks, beginning

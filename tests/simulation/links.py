@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ftrun.smp.link_rules import FETCH, PROTECT, LinkRules, admits
-from ftrun.smp.links import SILENT_S, Frame
-from ftrun.wire.protected import NodePlace
-from ftrun.wire.transfer import LinkHello
+from ftrun.smp.peer_link import SILENT_S, Frame
+from ftrun.wire.cluster.transfer import LinkHello
+from ftrun.wire.messages.protected import NodePlace
 
 if TYPE_CHECKING:
-    from ftrun.smp.peers import PeerEvents, Session
+    from ftrun.smp.peer_listener import PeerEvents, Session
     from simulation.snapshots import Smp
 
 _RESEND_S = 0.5

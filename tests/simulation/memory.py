@@ -12,12 +12,12 @@ import xxhash
 
 from ftrun.errors import LayoutUnknown, SnapshotCorrupt
 from ftrun.ids import Generation, Rank, Version
-from ftrun.smp.memory import ArenaMemory, HeldArena
-from ftrun.smp.vaults import Vaults
+from ftrun.smp.memory.arenas import ArenaMemory, HeldArena
+from ftrun.smp.memory.parity_store import Vaults
 from ftrun.snapshot.manifest import NodeManifest, RankManifest, Section
-from ftrun.wire.arena import ArenaShape, SlotHeader, SlotState
-from ftrun.wire.plan import Plan
-from ftrun.wire.vault import VaultRecord, VaultState
+from ftrun.wire.cluster.generation import Plan
+from ftrun.wire.shared_memory.arena import ArenaShape, SlotHeader, SlotState
+from ftrun.wire.shared_memory.parity_region import VaultRecord, VaultState
 
 STATE_BYTES = 8
 BLOCK_BYTES = 4096
@@ -172,7 +172,7 @@ class HeldShards:
 
 
 class ArenaMaps:
-    """As in `ftrun.smp.shards`."""
+    """As in `ftrun.smp.memory.sealed_shards`."""
 
     def keep_only(self, fds: Iterable[Arena]) -> None:
         pass

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from ftrun.recovery.happenings import Closed, DialFailed, Heard, Opened
-from ftrun.wire.cluster import AnyClusterMessage, ClusterEnvelope
+from ftrun.membership.events import Closed, DialFailed, Heard, Opened
+from ftrun.wire.cluster.messages import AnyClusterMessage, ClusterEnvelope
 
 if TYPE_CHECKING:
     from simulation.node import Agent, Node

@@ -7,15 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from ftrun.agent.generations import NOTHING
-from ftrun.agent.smp_places import begin_generation
-from ftrun.agent.standing_orders import StandingOrders
+from ftrun.agent.launch.generation import NOTHING
+from ftrun.agent.snapshots.standing_orders import StandingOrders
+from ftrun.agent.snapshots.topology import begin_generation
 from ftrun.events import Kind, WorkerExit
 from ftrun.ids import Version
-from ftrun.monitor.fitness import Fitness, Outcome
-from ftrun.recovery import commands as do
-from ftrun.recovery.allegiance import Role
-from ftrun.recovery.happenings import (
+from ftrun.membership.discovery import Role
+from ftrun.membership.events import (
     Adopted,
     Checked,
     Closed,
@@ -26,13 +24,15 @@ from ftrun.recovery.happenings import (
     PlanKept,
     Quiesced,
 )
-from ftrun.recovery.member import Member
-from ftrun.recovery.oversight import Oversight
-from ftrun.recovery.pair_check import PairCheck
-from ftrun.wire import smp_messages
-from ftrun.wire.heartbeats import Beat, RankReport
-from ftrun.wire.pages import Command
-from ftrun.wire.plan import NodeCard, Plan
+from ftrun.membership.member import Member
+from ftrun.monitor.node_fitness import Fitness, Outcome
+from ftrun.network.failover.pair_check import PairCheck
+from ftrun.recovery import commands as do
+from ftrun.recovery.generation_monitor import Oversight
+from ftrun.wire.cluster.generation import NodeCard, Plan
+from ftrun.wire.cluster.heartbeats import Beat, RankReport
+from ftrun.wire.messages import smp as smp_messages
+from ftrun.wire.shared_memory.pages import Command
 from simulation.memory import Memory
 from simulation.network import End
 from simulation.smp_link import SmpLink

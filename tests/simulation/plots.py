@@ -13,7 +13,7 @@ unfinished  a node is cut off while the others protect again what they start fro
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from ftrun.wire.plan import Plan
+from ftrun.wire.cluster.generation import Plan
 
 if TYPE_CHECKING:
     from simulation.faults import Faults

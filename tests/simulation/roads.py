@@ -4,10 +4,10 @@ answers.
 
 from typing import TYPE_CHECKING
 
-from ftrun.network.rails import Rail, RoadFound
+from ftrun.membership.events import Heard
 from ftrun.recovery.commands import TryRoad
-from ftrun.recovery.happenings import Heard
-from ftrun.wire.cluster import RoadTried
+from ftrun.wire.cluster.messages import RoadTried
+from ftrun.wire.cluster.rails import Rail, RoadFound
 
 if TYPE_CHECKING:
     from random import Random

@@ -10,11 +10,11 @@ from random import Random
 
 from ftrun.errors import ExitCode
 from ftrun.ids import Version, version
+from ftrun.membership.ballots import carries, electorate
+from ftrun.membership.discovery import Role
+from ftrun.membership.leader.failure_detector import AWAIT_SILENT_S
 from ftrun.recovery import commands as do
-from ftrun.recovery.allegiance import Role
-from ftrun.recovery.attendance import AWAIT_SILENT_S
-from ftrun.recovery.ballots import carries, electorate
-from ftrun.wire.plan import Plan
+from ftrun.wire.cluster.generation import Plan
 from simulation.faults import Faults
 from simulation.invariants import Invariants
 from simulation.memory import Arena, can_have

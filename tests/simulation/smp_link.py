@@ -1,9 +1,9 @@
-"""What an agent knows of its SMP: as `ftrun/agent/smp_link.py` takes its messages."""
+"""What an agent knows of its SMP: as `ftrun/agent/snapshots/smp_client.py` takes its messages."""
 
 from typing import Any
 
 from ftrun.ids import Version, version
-from ftrun.wire import smp_messages
+from ftrun.wire.messages import smp as smp_messages
 
 
 class SmpLink:

@@ -17,25 +17,25 @@ from ftrun.erasure.fragments import FragmentHeader, StripeId, block_digest, pack
 from ftrun.erasure.stripes import Stripes
 from ftrun.errors import FetchFailed, FragmentRefused, LayoutUnknown, SnapshotCorrupt
 from ftrun.ids import Generation, Rank, RunId, Version, version
-from ftrun.smp.commits import Commits
-from ftrun.smp.downloads import BLOCK, PIECE, Item
-from ftrun.smp.exchange import Exchange, Prepared
-from ftrun.smp.fetch_work import FetchWork, LostNode
-from ftrun.smp.fetcher import Fetcher
-from ftrun.smp.filling import FillEvents, RowOut, stripes_of
-from ftrun.smp.group_work import Engines, GroupWork
-from ftrun.smp.links import Frame
-from ftrun.smp.protecting import Protecting, protecting_of
-from ftrun.smp.sending import Sending
-from ftrun.smp.served import group_of
-from ftrun.smp.vaults import Vaults
+from ftrun.smp.memory.commits import Commits
+from ftrun.smp.memory.parity_store import Vaults
+from ftrun.smp.peer_link import Frame
+from ftrun.smp.redundancy.block_sender import Sending
+from ftrun.smp.redundancy.coordinator import Engines, GroupWork
+from ftrun.smp.redundancy.exchange import Exchange, Prepared
+from ftrun.smp.redundancy.group import Protecting, protecting_of
+from ftrun.smp.redundancy.parity_writer import FillEvents, RowOut, stripes_of
+from ftrun.smp.restore.downloader import BLOCK, PIECE, Item
+from ftrun.smp.restore.fetch import Fetcher
+from ftrun.smp.restore.lost_node import FetchWork, LostNode
+from ftrun.smp.restore.restore_server import group_of
 from ftrun.smp.waits import Steps, Wait
-from ftrun.wire import smp_messages
-from ftrun.wire import transfer as t
-from ftrun.wire.pages import Command
-from ftrun.wire.protected import OldGroup
-from ftrun.wire.smp_messages import BeginGeneration
-from ftrun.wire.vault import VaultRecord
+from ftrun.wire.cluster import transfer as t
+from ftrun.wire.messages import smp as smp_messages
+from ftrun.wire.messages.protected import OldGroup
+from ftrun.wire.messages.smp import BeginGeneration
+from ftrun.wire.shared_memory.pages import Command
+from ftrun.wire.shared_memory.parity_region import VaultRecord
 from simulation import memory
 from simulation.links import Peers
 from simulation.memory import (
@@ -61,7 +61,7 @@ RUN = RunId("run")
 
 
 class Page:
-    """As in `ftrun.wire.pages`; it lasts as long as the agent or a rank does."""
+    """As in `ftrun.wire.shared_memory.pages`; it lasts as long as the agent or a rank does."""
 
     def __init__(self, restored: Version | None, kept: Version | None) -> None:
         self._words = [0] * len(Command)

@@ -8,20 +8,22 @@ from itertools import islice
 
 import pytest
 
-from ftrun.agent.standing_orders import StandingOrders
+from ftrun.agent.snapshots.standing_orders import StandingOrders
 from ftrun.errors import ExitCode
 from ftrun.ids import Version
-from ftrun.recovery import ballots, enrolment, lead
-from ftrun.recovery.ballots import Electorate
-from ftrun.recovery.checkpoint_agreement import disagreement
+from ftrun.membership import ballots
+from ftrun.membership.ballots import Electorate
+from ftrun.membership.holding import Holding
+from ftrun.membership.leader import leader as lead
+from ftrun.membership.leader import reconfiguration as enrolment
+from ftrun.membership.leader.checkpoint_agreement import disagreement
 from ftrun.recovery.commands import EndRun
-from ftrun.recovery.holding import Holding
-from ftrun.recovery.reports import Reports
-from ftrun.recovery.restore_choice import _Held
+from ftrun.recovery.restore_point import _Held
 from ftrun.recovery.settings import Wishes
-from ftrun.smp.commits import Commits
-from ftrun.wire.ballot_messages import Accepted
-from ftrun.wire.plan import Plan
+from ftrun.recovery.snapshot_coordination import Reports
+from ftrun.smp.memory.commits import Commits
+from ftrun.wire.cluster.generation import Plan
+from ftrun.wire.cluster.membership import Accepted
 from simulation.mishaps import has_mishaps
 from simulation.run import Outcome, Simulation, run_seed
 from simulation.scenario import MODES, Scenario, draw

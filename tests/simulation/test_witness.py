@@ -11,7 +11,9 @@ from random import Random
 
 import pytest
 
-from ftrun.recovery import attendance, ballots, witness_rules
+from ftrun.membership import ballots
+from ftrun.membership import witness as witness_rules
+from ftrun.membership.leader import failure_detector as attendance
 from ftrun.recovery.commands import AskWitness
 from ftrun.recovery.settings import Wishes
 from simulation.run import Outcome, Simulation, run_seed

@@ -10,9 +10,9 @@ import xxhash
 
 from ftrun.events import Kind, WorkerExit
 from ftrun.ids import Rank, Version, version
-from ftrun.wire.pages import Command
-from ftrun.wire.plan import Plan
-from ftrun.worker.settling import Settling
+from ftrun.wire.cluster.generation import Plan
+from ftrun.wire.shared_memory.pages import Command
+from ftrun.worker.capture.settling import Settling
 from simulation.memory import Arena
 
 if TYPE_CHECKING:
@@ -150,7 +150,7 @@ class Group:
                 self._take(ranks, taken)
 
     def _take(self, ranks: Ranks, taken: Version) -> None:
-        """As `ftrun.worker.capture` does it."""
+        """As `ftrun.worker.capture.capture` does it."""
         smp = ranks.node.smp
         if smp is None or not smp.is_alive:
             ranks.settling.skipped(taken.step)  # the next SMP receives it with the next step
@@ -215,7 +215,7 @@ class Group:
 
 
 def is_due(ranks: Ranks, step: int, every: int) -> bool:
-    """As `ftrun.worker.cadence` does it."""
+    """As `ftrun.worker.capture.boundaries` does it."""
     if ranks.stop_after == step:
         return True
     return step % every == 0 and step >= ranks.page.get(Command.TAKE_FROM)

@@ -10,27 +10,32 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from ftrun.agent.generations import NOTHING
+from ftrun.agent.launch.generation import NOTHING
 from ftrun.ids import Version, version
-from ftrun.recovery import ballots, draining, election, follower, lead, planning, restore_choice
-from ftrun.recovery.attendance import Peers
+from ftrun.membership import ballots
+from ftrun.membership import voter as follower
+from ftrun.membership.fencing import Waiting
+from ftrun.membership.leader import draining, planning
+from ftrun.membership.leader import leader as lead
+from ftrun.membership.leader import proposer as election
+from ftrun.membership.leader.failure_detector import Peers
+from ftrun.recovery import restore_point as restore_choice
 from ftrun.recovery.commands import Command
-from ftrun.recovery.reports import Reports
-from ftrun.recovery.restore_choice import Choice
-from ftrun.recovery.waiting import Waiting
-from ftrun.smp.commits import Commits
-from ftrun.smp.group_work import GroupWork
-from ftrun.smp.protector import Protector
-from ftrun.smp.rounds import Round
-from ftrun.smp.vaults import Vaults
-from ftrun.snapshot.versions import CommitTracker
-from ftrun.wire.heartbeats import Beat, LeadBeat
-from ftrun.wire.pages import Command as Word
-from ftrun.wire.plan import Plan, VersionPair
-from ftrun.wire.protected import Protected
-from ftrun.wire.smp_messages import Inventory
-from ftrun.wire.transfer import RoundMessage
-from ftrun.worker.settling import Settling
+from ftrun.recovery.restore_point import Choice
+from ftrun.recovery.snapshot_coordination import Reports
+from ftrun.smp.memory.commits import Commits
+from ftrun.smp.memory.parity_store import Vaults
+from ftrun.smp.redundancy.coordinator import GroupWork
+from ftrun.smp.redundancy.protector import Protector
+from ftrun.smp.redundancy.rounds import Round
+from ftrun.snapshot.commit_tracker import CommitTracker
+from ftrun.wire.cluster.generation import Plan, VersionPair
+from ftrun.wire.cluster.heartbeats import Beat, LeadBeat
+from ftrun.wire.cluster.transfer import RoundMessage
+from ftrun.wire.messages.protected import Protected
+from ftrun.wire.messages.smp import Inventory
+from ftrun.wire.shared_memory.pages import Command as Word
+from ftrun.worker.capture.settling import Settling
 from simulation import memory, training
 from simulation.memory import Arena, Vault
 from simulation.training import Ranks

@@ -7,10 +7,10 @@ them: it reads, finds its answer, and writes it where nothing has changed since 
 from random import Random
 from typing import TYPE_CHECKING
 
+from ftrun.membership.events import WitnessSaid
+from ftrun.membership.witness import Register, Ruling, rule
 from ftrun.recovery.commands import AskWitness
-from ftrun.recovery.happenings import WitnessSaid
-from ftrun.recovery.witness_rules import Register, Ruling, rule
-from ftrun.wire.plan import NodeCard
+from ftrun.wire.cluster.generation import NodeCard
 
 if TYPE_CHECKING:
     from simulation.node import Agent

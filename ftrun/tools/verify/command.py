@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from ftrun.cli.command_line import CommandLine, parse
 from ftrun.cli.help_text import help_width, rows
-from ftrun.cli.torchrun_flags import Flag
+from ftrun.cli.launch.command_line import CommandLine, parse
+from ftrun.cli.launch.torchrun_flags import Flag
 from ftrun.errors import UsageError
 
 DIFFERENT = 1
@@ -184,7 +184,7 @@ def _words_of_run(line: CommandLine) -> tuple[str, ...]:
 
 
 def _takes_value(name: str) -> bool:
-    from ftrun.cli.command_line import OWN_FLAGS
+    from ftrun.cli.launch.command_line import OWN_FLAGS
 
     return next(flag.takes_value for flag in OWN_FLAGS if flag.name == name)
 

@@ -18,10 +18,10 @@ from types import TracebackType
 import msgspec
 
 from ftrun import clock
-from ftrun.cli.found_runs import sweep
+from ftrun.cli.runs import sweep
 from ftrun.cli.stub import python_command
 from ftrun.errors import FtrunError
-from ftrun.kernel import end_with_parent
+from ftrun.linux import end_with_parent
 from ftrun.tools.verify.compare import Life, Trace, life_of
 from ftrun.wire import environment as env
 from ftrun.wire.verify_records import Kill, VerifyPlan, read_records

@@ -16,9 +16,9 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import ftrun
-import ftrun.worker.protection
-import ftrun.worker.resized
-import ftrun.worker.ruled
+import ftrun.worker.reshard.engine
+import ftrun.worker.reshard.ruled
+import ftrun.worker.snapshot_session
 
 LAYERS, WIDTH = 24, 1024
 KIND, STEPS = sys.argv[1], int(sys.argv[2])

@@ -25,8 +25,8 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 import ftrun
-import ftrun.worker.protection
 import ftrun.worker.session
+import ftrun.worker.snapshot_session
 
 
 class Numbers(Dataset):
@@ -247,14 +247,15 @@ def train(folder: Path, order: dict[str, object], rank: int, world_size: int) ->
 
 
 def _forget_parts() -> None:
-    from ftrun.worker import slots
+    from ftrun.worker.capture import slots
 
     now = slots.make_layout
     slots.make_layout = lambda *args, **kwargs: replace(now(*args, **kwargs), knows_parts=False)
 
 
 def _read_little_at_a_time() -> None:
-    from ftrun.worker import remote_images, world_reader
+    from ftrun.worker.reshard import remote_images
+    from ftrun.worker.reshard import tensor_reader as world_reader
 
     remote_images.WINDOW_BYTES = 1 << 18
     world_reader.MOST_BYTES = 1 << 15

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from ftrun.agent.announcements import Announcements
-from ftrun.agent.node_orders import NodeOrders
+from ftrun.agent.executor import NodeOrders
 from ftrun.recovery.commands import Note
 
 KILLED = "rank 1 (pid 7) was killed by SIGKILL"

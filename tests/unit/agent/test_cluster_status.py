@@ -2,9 +2,9 @@
 
 import pytest
 
-from ftrun.agent.cluster_status import WARNINGS_SHOWN, _warnings, standing_by
-from ftrun.recovery.attendance import Peers
-from ftrun.wire.heartbeats import Beat
+from ftrun.agent.publish.cluster_status import WARNINGS_SHOWN, _warnings, standing_by
+from ftrun.membership.leader.failure_detector import Peers
+from ftrun.wire.cluster.heartbeats import Beat
 from tests.unit.recovery.made import SETTINGS, card, meet, plan
 
 

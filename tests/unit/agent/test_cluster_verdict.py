@@ -3,12 +3,12 @@
 from types import SimpleNamespace
 from typing import Any
 
-from ftrun.agent.cluster_status import cluster_status
+from ftrun.agent.publish.cluster_status import cluster_status
 from ftrun.events import Kind
 from ftrun.monitor.verdicts import Sure, Verdict, VerdictKind
-from ftrun.recovery.hang_watch import Finding
 from ftrun.recovery.settings import Wishes
-from ftrun.wire.heartbeats import Beat
+from ftrun.recovery.suspicions import Finding
+from ftrun.wire.cluster.heartbeats import Beat
 from tests.unit.recovery.agents import Agents
 from tests.unit.recovery.test_lead import begun, exited, hold, works
 

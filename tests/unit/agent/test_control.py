@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from ftrun.agent.control import ControlServer
+from ftrun.agent.publish.control_server import ControlServer
 from ftrun.errors import PeerError
-from ftrun.wire.channel import Channel, connect
-from ftrun.wire.messages import AskStatus, Done, Hello, Refused, Status, StopRun
+from ftrun.wire.messages.envelope import AskStatus, Done, Hello, Refused, Status, StopRun
+from ftrun.wire.transport.channel import Channel, connect
 
 DEADLINE_S = 60.0
 

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from ftrun.agent.cluster_brain import ClusterBrain
-from ftrun.agent.witness_thread import WitnessThread
+from ftrun.agent.cluster.cluster_brain import ClusterBrain
+from ftrun.agent.cluster.witness_thread import WitnessThread
+from ftrun.membership.events import WitnessSaid
 from ftrun.recovery.commands import AskWitness, Wish
-from ftrun.recovery.happenings import WitnessSaid
-from ftrun.wire.plan import NodeCard
+from ftrun.wire.cluster.generation import NodeCard
 from tests.unit.recovery.made import POLICY, SETTINGS, card
 
 DEADLINE_S = 60.0

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ftrun.agent.device_counters import EVERY_S, DeviceCounters, RecentTroubles
+from ftrun.agent.observe.devices import EVERY_S, DeviceCounters, RecentTroubles
 
 
 def count(system: Path, where: str, value: object) -> None:

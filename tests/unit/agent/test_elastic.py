@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ftrun.agent import elastic
+from ftrun.agent.launch import elastic
 from ftrun.config import Profile, RunSpec
 from ftrun.errors import UsageError
 

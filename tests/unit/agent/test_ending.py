@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 
 from ftrun.agent.ending import Kept
-from ftrun.agent.smp_link import SmpLink
-from ftrun.wire.channel import Received
-from ftrun.wire.checkpoint_messages import CheckpointWritten
-from ftrun.wire.messages import Envelope
-from ftrun.wire.run_folder import RunFolder
+from ftrun.agent.snapshots.smp_client import SmpLink
+from ftrun.wire.messages.checkpoint import CheckpointWritten
+from ftrun.wire.messages.envelope import Envelope
+from ftrun.wire.run_environment import RunFolder
+from ftrun.wire.transport.channel import Received
 
 
 @pytest.mark.parametrize(

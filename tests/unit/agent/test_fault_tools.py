@@ -13,14 +13,15 @@ from pathlib import Path
 
 import pytest
 
-from ftrun.agent import network_faults, spoiling
-from ftrun.agent.healer import named, start_time
-from ftrun.agent.healing import Healing
-from ftrun.agent.machine_faults import check_may_be_filled
+from ftrun.agent.faults import corruption as spoiling
+from ftrun.agent.faults import network as network_faults
+from ftrun.agent.faults.machine import check_may_be_filled
+from ftrun.agent.faults.reverter import Healing
+from ftrun.agent.faults.reverter_process import named, start_time
 from ftrun.errors import FaultRefused
 from ftrun.ids import Rank, version
-from ftrun.wire.arena import ArenaShape, create_memfd
 from ftrun.wire.fault_orders import make_order
+from ftrun.wire.shared_memory.arena import ArenaShape, create_memfd
 
 WAIT_S = 60.0
 
@@ -128,7 +129,7 @@ def test_a_process_and_its_children_are_ended_together() -> None:
 def test_healers_take_back_what_they_did_before_all_is_killed(tmp_path: Path) -> None:
     path = tmp_path / "fault"
     order = {"do": [["write", str(path), "here"]], "undo": [["unlink", str(path)]]}
-    healer = f"{shlex.quote(sys.executable)} -m ftrun.agent.healer '{json.dumps(order)}'"
+    healer = f"{shlex.quote(sys.executable)} -m ftrun.agent.faults.reverter_process '{json.dumps(order)}'"
     # A shell that waits for nobody, as an agent that is busy.
     with shell_of(f"(echo go; exec sleep 1000) | {healer} & exec sleep 1000") as shell:
         wait_for(lambda: path.exists() and path.read_text())

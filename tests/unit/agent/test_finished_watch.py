@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from ftrun.agent import finished_watch
-from ftrun.agent.finished_watch import LOOK_EVERY_S, FinishedWatch
-from ftrun.recovery.allegiance import Role
-from ftrun.recovery.happenings import RunFinished
+from ftrun.agent.cluster import finished_watch
+from ftrun.agent.cluster.finished_watch import LOOK_EVERY_S, FinishedWatch
+from ftrun.membership.discovery import Role
+from ftrun.membership.events import RunFinished
 
 LIFE = "7f"
 

@@ -11,8 +11,15 @@ from typing import Any
 import msgspec
 import pytest
 
-from ftrun.agent import hooks
-from ftrun.agent.hooks import MAX_WAITING, Hooks, Webhook, document, run_command, variables_of
+from ftrun.agent.publish import hooks
+from ftrun.agent.publish.hooks import (
+    MAX_WAITING,
+    Hooks,
+    Webhook,
+    document,
+    run_command,
+    variables_of,
+)
 from ftrun.config import HooksConfig
 from ftrun.journal import Journal, read_journal
 

@@ -2,7 +2,7 @@
 
 import msgspec
 
-from ftrun.agent.kept_state import KeptState, decode_state, newer
+from ftrun.agent.snapshots.kept_state import KeptState, decode_state, newer
 from tests.unit.recovery.made import plan
 
 OLD = KeptState(plan(3, "ab"), took_effect=True)

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from ftrun.agent.metrics import RunCollector, text_of
-from ftrun.agent.metrics_server import MAX_CONNECTIONS, MetricsServer, read_token
-from ftrun.agent.run_figures import Figures, Spread
+from ftrun.agent.publish.metrics import RunCollector, text_of
+from ftrun.agent.publish.metrics_server import MAX_CONNECTIONS, MetricsServer, read_token
+from ftrun.agent.publish.run_figures import Figures, Spread
 
 STATUS: dict[str, Any] = {
     "run_id": 'a"b\n\\', "script": "/home/me/train.py", "node": "n0", "generation": 2,

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from ftrun.agent.interfaces import Interface, _device, interfaces
-from ftrun.agent.own_rails import MAX_RAILS, listen_on, own_rails, rails_among
+from ftrun.agent.cluster.interfaces import Interface, _device, interfaces
+from ftrun.agent.cluster.own_rails import MAX_RAILS, listen_on, own_rails, rails_among
 from ftrun.errors import UsageError
-from ftrun.network.rails import Rail
-from ftrun.wire.plan import NodeCard
-from ftrun.wire.tcp import listen_tcp
+from ftrun.wire.cluster.generation import NodeCard
+from ftrun.wire.cluster.rails import Rail
+from ftrun.wire.transport.tcp import listen_tcp
 
 
 def interface(name: str, *hosts: str, driver: str = "mlx5_core", **more: object) -> Interface:
@@ -130,7 +130,7 @@ def test_interfaces_that_cannot_be_listed_cost_no_start(
     def fails() -> list[Interface]:
         raise error
 
-    monkeypatch.setattr("ftrun.agent.own_rails.interfaces", fails)
+    monkeypatch.setattr("ftrun.agent.cluster.own_rails.interfaces", fails)
     assert own_rails("10.0.0.5") == []
 
 

@@ -13,14 +13,21 @@ import msgspec
 import pytest
 
 from ftrun.agent.cgroup_room import cgroup_room
-from ftrun.agent.nvidia import soundness
-from ftrun.agent.preflight import clock_fault, copy_rate, enough_chunks, loopback, measure, room
-from ftrun.agent.preflight_desk import PreflightDesk
+from ftrun.agent.observe.node_check import PreflightDesk
+from ftrun.agent.observe.nvidia import soundness
+from ftrun.agent.observe.preflight import (
+    clock_fault,
+    copy_rate,
+    enough_chunks,
+    loopback,
+    measure,
+    room,
+)
 from ftrun.config import NodesSpec, Profile, RunSpec
 from ftrun.journal import Journal, read_journal
-from ftrun.monitor.fitness import Figures, Outcome
-from ftrun.recovery.happenings import Checked
-from ftrun.wire.identity import PeerIdentity
+from ftrun.membership.events import Checked
+from ftrun.monitor.node_fitness import Figures, Outcome
+from ftrun.wire.transport.identity import PeerIdentity
 
 WAIT_S = 60.0
 ME = PeerIdentity(run_id="r", purpose="agent", node_id="b", incarnation=1)
@@ -39,7 +46,7 @@ def test_a_machine_is_measured(tmp_path: Path) -> None:
 
 
 def test_the_program_tells_the_limits_of_its_own_process(tmp_path: Path) -> None:
-    words = [sys.executable, "-m", "ftrun.agent.preflight", str(tmp_path)]
+    words = [sys.executable, "-m", "ftrun.agent.observe.preflight", str(tmp_path)]
     command = f"ulimit -n 77; exec {shlex.join(words)}"
     done = subprocess.run(["bash", "-c", command], capture_output=True, check=True, timeout=WAIT_S)
     assert msgspec.json.decode(done.stdout, type=Figures).open_files == 77
@@ -224,7 +231,7 @@ def test_no_check_is_made_where_none_is_wanted(tmp_path: Path) -> None:
 
 def test_a_check_that_hangs_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asleep = [sys.executable, "-c", "import time; time.sleep(600)"]
-    monkeypatch.setattr("ftrun.agent.preflight_desk.python_command", lambda *_: asleep)
+    monkeypatch.setattr("ftrun.agent.observe.node_check.python_command", lambda *_: asleep)
     desk = desk_of(tmp_path, limit_s=0.1)
     desk.begin(is_awaited=False)
     desk.first()

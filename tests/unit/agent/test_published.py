@@ -6,8 +6,8 @@ from collections.abc import Iterator
 import pytest
 
 from ftrun import clock
-from ftrun.agent import published
-from ftrun.agent.published import Published
+from ftrun.agent.publish import published
+from ftrun.agent.publish.published import Published
 from ftrun.errors import PeerError
 
 DEADLINE_S = 60.0

@@ -9,14 +9,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from ftrun.agent import rail_pulse
-from ftrun.agent.rail_pulse import RailPulse
-from ftrun.network.rails import Rail
-from ftrun.recovery.happenings import Heard
-from ftrun.wire.cluster import RoadSilent
-from ftrun.wire.plan import NodeCard, Plan, PlanNode
-from ftrun.wire.secret import Secret, make_secret
-from ftrun.wire.tcp import listen_tcp
+from ftrun.agent.cluster import rail_heartbeat as rail_pulse
+from ftrun.agent.cluster.rail_heartbeat import RailPulse
+from ftrun.membership.events import Heard
+from ftrun.wire.cluster.generation import NodeCard, Plan, PlanNode
+from ftrun.wire.cluster.messages import RoadSilent
+from ftrun.wire.cluster.rails import Rail
+from ftrun.wire.transport.secret import Secret, make_secret
+from ftrun.wire.transport.tcp import listen_tcp
 
 WAIT_S = 60.0
 SILENT_S = 2.0

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from ftrun.agent.resume import Source, sources_of
+from ftrun.agent.snapshots.resume import Source, sources_of
 from ftrun.config import Profile, RunSpec
 
 LIFE = "1f2e3d"

@@ -2,8 +2,8 @@
 
 import pytest
 
-from ftrun.agent import generations
-from ftrun.network.rails import Rail, RoadsPlan
+from ftrun.agent.launch import generation as generations
+from ftrun.wire.cluster.rails import Rail, RoadsPlan
 from tests.unit.recovery.made import card, plan
 
 

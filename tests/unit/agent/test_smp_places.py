@@ -6,13 +6,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from ftrun.agent.smp_link import SmpLink
-from ftrun.agent.smp_places import begin_generation
+from ftrun.agent.snapshots.smp_client import SmpLink
+from ftrun.agent.snapshots.topology import begin_generation
 from ftrun.config import RunSpec
-from ftrun.network.rails import Rail, RoadsPlan
-from ftrun.wire.plan import NodeCard, Plan, PlanNode
-from ftrun.wire.run_folder import RunFolder
-from ftrun.wire.smp_messages import BeginGeneration
+from ftrun.wire.cluster.generation import NodeCard, Plan, PlanNode
+from ftrun.wire.cluster.rails import Rail, RoadsPlan
+from ftrun.wire.messages.smp import BeginGeneration
+from ftrun.wire.run_environment import RunFolder
 
 NAMES = ("a", "b", "c")
 

@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
-from ftrun.agent import stacks
-from ftrun.cli import check
+from ftrun.agent.observe import introspection as stacks
+from ftrun.cli.commands import preflight as check
 
 WAIT_S = 60.0
 

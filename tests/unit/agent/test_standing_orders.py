@@ -5,10 +5,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from ftrun.agent.standing_orders import REPEAT_S, StandingOrders
+from ftrun.agent.snapshots.standing_orders import REPEAT_S, StandingOrders
 from ftrun.ids import version
 from ftrun.recovery.commands import Abandon, Commit
-from ftrun.wire.pages import Command, Page, create_command_page
+from ftrun.wire.shared_memory.pages import Command, Page, create_command_page
 
 LATER_S = 10.0 + REPEAT_S
 

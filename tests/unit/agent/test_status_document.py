@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from ftrun.agent.status_document import name_age
+from ftrun.agent.publish.status import name_age
 
 
 @pytest.mark.parametrize(

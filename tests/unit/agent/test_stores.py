@@ -5,7 +5,7 @@ import socket
 import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from ftrun.agent.rendezvous import Placement, PlanHandler, StorePool, make_store
+from ftrun.agent.launch.rendezvous import Placement, PlanHandler, StorePool, make_store
 
 OWN, OTHER = "127.0.0.1", "127.78.0.2"
 

@@ -5,8 +5,8 @@ import socket
 
 import pytest
 
-from ftrun.agent.kept_state import KeptState
-from ftrun.agent.stub_link import KEPT_FDS, STUB_SOCKET, StubLink, kept
+from ftrun.agent.snapshots.kept_state import KeptState
+from ftrun.agent.snapshots.stub_link import KEPT_FDS, STUB_SOCKET, StubLink, kept
 from tests.unit.recovery.made import card, plan
 
 # An agent keeps its end of the socket until its process ends; here it is collected before.

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from ftrun.agent.summary_line import Activity, Protection, activity_words, next_loss_words
+from ftrun.agent.publish.summary_line import Activity, Protection, activity_words, next_loss_words
 
 HAS = Protection(
     members=2, spares=1, min_nodes=2, voters=3, votes=3, survives=1, groups=1, committed=1080,

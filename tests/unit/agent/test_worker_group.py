@@ -16,16 +16,16 @@ SETUP = """
 import os, signal, subprocess, sys, time
 from pathlib import Path
 from ftrun import process_tree
-from ftrun.agent.processes import Child, spawn
-from ftrun.agent.smp_link import SmpLink
-from ftrun.agent.worker_group import WorkerGroup
-from ftrun.agent.worker_starter import Place, WorkerHandle, WorkerStarter
+from ftrun.agent.launch.process import Child, spawn
+from ftrun.agent.snapshots.smp_client import SmpLink
+from ftrun.agent.launch.worker_group import WorkerGroup
+from ftrun.agent.launch.warm_start import Place, WorkerHandle, WorkerStarter
 from ftrun.config import RunSpec
 from ftrun.journal import Journal
-from ftrun.kernel import become_subreaper
+from ftrun.linux import become_subreaper
 from ftrun.wire import environment as env
-from ftrun.wire.pages import Page, create_page
-from ftrun.wire.run_folder import RunFolder
+from ftrun.wire.shared_memory.pages import Page, create_page
+from ftrun.wire.run_environment import RunFolder
 
 def group_of(*commands, stuck_pids=()):
     become_subreaper()
@@ -105,7 +105,7 @@ print("clean")
 REPORTED = """
 # A node whose ranks have ended is not reported as running.
 from types import SimpleNamespace
-from ftrun.agent.node_report import NodeReport
+from ftrun.agent.report import NodeReport
 group = group_of("sleep 600")
 told = []
 repeats = SimpleNamespace(warning="")
@@ -138,8 +138,8 @@ print("clean")
 """
 
 STOPPED_BY_ORDER = """
-from ftrun.agent.fault_acts import continue_later
-from ftrun.agent.healer import named
+from ftrun.agent.faults.injectors import continue_later
+from ftrun.agent.faults.reverter_process import named
 group = group_of("sleep 600", "sleep 600")
 for handle in group.handles:
     handle.child.signal(signal.SIGSTOP)

@@ -3,8 +3,8 @@
 import pytest
 from torch.distributed.run import get_args_parser
 
-from ftrun.cli.command_line import OWN_FLAGS, parse
-from ftrun.cli.torchrun_flags import TORCHRUN_FLAGS
+from ftrun.cli.launch.command_line import OWN_FLAGS, parse
+from ftrun.cli.launch.torchrun_flags import TORCHRUN_FLAGS
 from ftrun.errors import UsageError
 
 SAME_AS_TORCH = [

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from ftrun.cli import drill_places
-from ftrun.cli.drill_jobs import Job, job_for, steps_for
-from ftrun.cli.drill_places import environment, load_script
-from ftrun.cli.drill_plan import trials_of
-from ftrun.cli.drill_plan_files import plan_from
 from ftrun.errors import FtrunError
+from ftrun.tools.drill import environments as drill_places
+from ftrun.tools.drill.drill_plan_files import plan_from
+from ftrun.tools.drill.environments import environment, load_script
+from ftrun.tools.drill.jobs import Job, job_for, steps_for
+from ftrun.tools.drill.plan import trials_of
 
 
 def steps(plan: dict[str, object]) -> int:

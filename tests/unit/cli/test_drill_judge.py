@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from ftrun.cli.drill_expected import Expected, expected_of
-from ftrun.cli.drill_judge import JournalLine, Row, is_over, judge, row_of
-from ftrun.cli.drill_outcome import Outcome, difference, outcome_of
-from ftrun.cli.drill_plan import Trial
-from ftrun.cli.drill_series import batches, compare_all
-from ftrun.wire.fault_kinds import FAULTS
+from ftrun.tools.drill.drill_outcome import Outcome, difference, outcome_of
+from ftrun.tools.drill.expected import Expected, expected_of
+from ftrun.tools.drill.judge import JournalLine, Row, is_over, judge, row_of
+from ftrun.tools.drill.plan import Trial
+from ftrun.tools.drill.series import batches, compare_all
+from ftrun.wire.fault_catalog import FAULTS
 
 RECORDED = Path(__file__).parent / "journals" / "drill.jsonl"
 

@@ -2,10 +2,10 @@
 
 from dataclasses import replace
 
-from ftrun.cli.drill_judge import Row
-from ftrun.cli.drill_page import drill_page
-from ftrun.cli.drill_table import HEAD, cells, grouped, line, markdown, summary
-from ftrun.cli.report_page import MAX_BYTES
+from ftrun.tools.drill.drill_page import drill_page
+from ftrun.tools.drill.drill_table import HEAD, cells, grouped, line, markdown, summary
+from ftrun.tools.drill.judge import Row
+from ftrun.tools.report.render.page import MAX_BYTES
 
 GOOD = Row(
     "hang", "hang", "rank 1", "ddp", "2 x 2", "hang in computation", "hang in computation",

@@ -4,15 +4,15 @@ from pathlib import Path
 
 import pytest
 
-from ftrun.cli.drill_plan import DrillPlan, trials_of
-from ftrun.cli.drill_plan_files import (
+from ftrun.cli.launch.profiles import find_profile, profile_names
+from ftrun.errors import ProfileInvalid, UsageError
+from ftrun.tools.drill.drill_plan_files import (
     drill_plan_names,
     find_drill_plan,
     plan_from,
     read_drill_plan,
 )
-from ftrun.cli.profile_files import find_profile, profile_names
-from ftrun.errors import ProfileInvalid, UsageError
+from ftrun.tools.drill.plan import DrillPlan, trials_of
 
 
 def problems(found: object) -> list[str]:

@@ -11,18 +11,18 @@ import pytest
 from made_journals import long_run
 from typer.testing import CliRunner
 
-from ftrun.cli import estimate_words as words
-from ftrun.cli import render
 from ftrun.cli.app import app
-from ftrun.cli.estimate import Wanted, estimated, node_counts
-from ftrun.cli.estimate_flags import default_words, estimate_help
-from ftrun.cli.estimate_picture import picture
-from ftrun.cli.estimate_run import measured_in, nothing_measured
-from ftrun.cli.report_run import run_facts
-from ftrun.cli.report_svg import width_of
+from ftrun.cli.screen import terminal as render
 from ftrun.errors import FtrunError, UsageError
-from ftrun.estimate.assumptions import ABOUT, Assumptions, flag_of
-from ftrun.estimate.outlook import MAX_NODES, Decided, outlook
+from ftrun.tools.estimate import text as words
+from ftrun.tools.estimate.assumptions import ABOUT, Assumptions, flag_of
+from ftrun.tools.estimate.command import Wanted, estimated, node_counts
+from ftrun.tools.estimate.estimate_flags import default_words, estimate_help
+from ftrun.tools.estimate.estimate_picture import picture
+from ftrun.tools.estimate.estimate_run import measured_in, nothing_measured
+from ftrun.tools.estimate.outlook import MAX_NODES, Decided, outlook
+from ftrun.tools.report.render.svg import width_of
+from ftrun.tools.report.run import run_facts
 
 ROOT = Path(__file__).parents[3]
 JOURNALS = Path(__file__).parent / "journals"

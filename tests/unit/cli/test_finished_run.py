@@ -5,12 +5,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from ftrun.cli.command_line import parse
+from ftrun.cli.launch.command_line import parse
 from ftrun.cli.run import build_spec, run
 from ftrun.config import RunSpec
-from ftrun.wire.checkpoint_messages import INDEX_NAME
 from ftrun.wire.checkpoint_owner import OWNER_NAME, CheckpointOwner, encode_owner
 from ftrun.wire.finished_run import has_finished, read_owner
+from ftrun.wire.messages.checkpoint import INDEX_NAME
 
 WORDS = "--nnodes 2 --rdzv-endpoint 10.0.0.1:29400 --node-id b --run-id job7 --checkpoint-dir saved"
 SCRIPT = "train.py --steps 9"

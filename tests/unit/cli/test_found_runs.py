@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from ftrun.cli.found_runs import choose
 from ftrun.cli.run import take_folder
+from ftrun.cli.runs import choose
 from ftrun.errors import FtrunError, UsageError
 from ftrun.ids import RunId
 

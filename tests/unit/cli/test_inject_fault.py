@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from ftrun.cli.inject_fault import list_faults, order_of
+from ftrun.cli.commands.inject_fault import list_faults, order_of
 from ftrun.errors import UsageError
-from ftrun.wire.fault_kinds import FAULTS, TARGETS
+from ftrun.wire.fault_catalog import FAULTS, TARGETS
 
 
 def test_the_list_is_grouped_and_whole(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,10 +4,17 @@ from pathlib import Path
 
 import pytest
 
-from ftrun.cli.log_files import log_files, parse_ranks
-from ftrun.cli.log_lines import MAX_LINE_BYTES, Reader, Splitter, lines_of, shown, tail_offset
-from ftrun.cli.report_lines import Line
 from ftrun.errors import UsageError
+from ftrun.tools.logs.files import log_files, parse_ranks
+from ftrun.tools.logs.log_lines import (
+    MAX_LINE_BYTES,
+    Reader,
+    Splitter,
+    lines_of,
+    shown,
+    tail_offset,
+)
+from ftrun.tools.report.journal import Line
 
 
 def test_a_line_is_shown_when_it_is_whole() -> None:

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from ftrun.cli.log_follow import read_lines
-from ftrun.cli.logs import Wanted, _choice
-from ftrun.cli.report_logs import raw_lines
-from ftrun.cli.report_run import run_facts
 from ftrun.errors import UsageError
+from ftrun.tools.logs.command import Wanted, _choice
+from ftrun.tools.logs.follow import read_lines
+from ftrun.tools.report.report_logs import raw_lines
+from ftrun.tools.report.run import run_facts
 
 JOURNALS = Path(__file__).parent / "journals"
 

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ftrun.cli.manifest_job import (
+from ftrun.errors import FtrunError, UsageError
+from ftrun.tools.manifests.job import (
     GIB,
     OWN_BYTES,
     Job,
@@ -16,7 +17,6 @@ from ftrun.cli.manifest_job import (
     seconds_of,
     size_of,
 )
-from ftrun.errors import FtrunError, UsageError
 
 
 def job(words: str, machine: Machine | None = None, **more: str) -> Job:

@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from manifest_schema import problems
 
-from ftrun.cli.manifest_job import Machine, job_of
-from ftrun.cli.manifest_kubernetes import Cluster, manifest
-from ftrun.cli.manifest_volumes import PodPlace
-from ftrun.cli.manifest_yaml import WIDTH
 from ftrun.errors import UsageError
+from ftrun.tools.manifests.job import Machine, job_of
+from ftrun.tools.manifests.kubernetes import Cluster, manifest
+from ftrun.tools.manifests.volumes import PodPlace
+from ftrun.tools.manifests.yaml_text import WIDTH
 
 LABEL = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 FOUR = "--nnodes 4 --spares 1 --nproc-per-node 8 --checkpoint-dir /shared/run1 train.py --lr 1e-4"

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ftrun.cli.manifest_job import Machine, job_of
-from ftrun.cli.manifest_slurm import Place, batch_script
-from ftrun.cli.manifest_yaml import WIDTH
 from ftrun.errors import UsageError
+from ftrun.tools.manifests.job import Machine, job_of
+from ftrun.tools.manifests.slurm import Place, batch_script
+from ftrun.tools.manifests.yaml_text import WIDTH
 
 OF_SBATCH = {
     *("job-name", "nodes", "ntasks-per-node", "cpus-per-task", "exclusive", "gpus-per-node"),

@@ -7,7 +7,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ftrun.cli.manifest_yaml import WIDTH, Said, Tree, plain, scalar, to_yaml
+from ftrun.tools.manifests.yaml_text import WIDTH, Said, Tree, plain, scalar, to_yaml
 
 _letters = st.characters(exclude_categories=["Cs"], exclude_characters="\0")
 _texts = st.text(_letters, max_size=30)

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from ftrun.cli import manifests
 from ftrun.errors import FtrunError, UsageError
+from ftrun.tools.manifests import command as manifests
 
 PAGE = Path(__file__).parents[3] / "docs" / "slurm-kubernetes.md"
 

@@ -17,18 +17,18 @@ import pytest
 from made_networks import made_network
 from typer.testing import CliRunner
 
-from ftrun.cli import network_words as words
-from ftrun.cli import render
 from ftrun.cli.app import app
-from ftrun.cli.network_facts import NetworkFacts, State, network_facts
-from ftrun.cli.network_part import NetworkPart
 from ftrun.cli.run import take_folder
+from ftrun.cli.screen import terminal as render
 from ftrun.errors import ExitCode, FtrunError, PeerError, UsageError
 from ftrun.ids import RunId
 from ftrun.journal import NETWORK_NAME
-from ftrun.network.probe_rounds import Road
-from ftrun.wire.channel import accept, listen
-from ftrun.wire.messages import AskStatus, Status
+from ftrun.network.detect.probe_schedule import Road
+from ftrun.tools.network_view import text as words
+from ftrun.tools.network_view.facts import NetworkFacts, State, network_facts
+from ftrun.tools.network_view.network_part import NetworkPart
+from ftrun.wire.messages.envelope import AskStatus, Status
+from ftrun.wire.transport.channel import accept, listen
 
 
 @pytest.fixture(autouse=True)

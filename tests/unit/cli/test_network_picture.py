@@ -11,13 +11,13 @@ from made_networks import made_network
 from typer.testing import CliRunner
 
 from ftrun.cli.app import app
-from ftrun.cli.network_facts import network_facts
-from ftrun.cli.network_part import NetworkPart
-from ftrun.cli.network_picture import picture
-from ftrun.cli.report_page import MAX_BYTES
-from ftrun.cli.report_svg import width_of
 from ftrun.errors import UsageError
 from ftrun.journal import NETWORK_NAME
+from ftrun.tools.network_view.facts import network_facts
+from ftrun.tools.network_view.network_part import NetworkPart
+from ftrun.tools.network_view.picture import picture
+from ftrun.tools.report.render.page import MAX_BYTES
+from ftrun.tools.report.render.svg import width_of
 
 SVG = "{http://www.w3.org/2000/svg}"
 HOSTILE = '</text><script>alert(1)</script>"><img src=http://example.org/x>'

@@ -9,13 +9,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from ftrun.cli.command_line import parse
+from ftrun.cli.launch.command_line import parse
 from ftrun.cli.run import build_spec, take_folder
 from ftrun.config import MAX_DATA, MAX_PARITY, EtcdTls, NodesSpec, RunSpec
 from ftrun.erasure import codec
 from ftrun.errors import FtrunError, UsageError
 from ftrun.ids import RunId
-from ftrun.wire.run_folder import run_folder
+from ftrun.wire.run_environment import run_folder
 
 SLURM = {
     "SLURM_CLUSTER_NAME": "big",

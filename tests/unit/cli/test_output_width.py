@@ -16,13 +16,13 @@ import pytest
 from made_networks import made_network
 from typer.testing import CliRunner
 
-from ftrun.cli import render
 from ftrun.cli.app import app
-from ftrun.cli.network_facts import network_facts
-from ftrun.cli.network_part import NetworkPart, Told
-from ftrun.cli.network_table import show_network
-from ftrun.cli.profile_files import find_profile, read_profile, shown_path
-from ftrun.cli.watch_page import page
+from ftrun.cli.launch.profiles import find_profile, read_profile, shown_path
+from ftrun.cli.screen import terminal as render
+from ftrun.cli.screen.status_page import page
+from ftrun.tools.network_view.facts import network_facts
+from ftrun.tools.network_view.network_part import NetworkPart, Told
+from ftrun.tools.network_view.network_table import show_network
 
 LONG = "a reason that is longer than any line, " * 8 + "and its end"
 WORD = "/a/folder/whose/path/" + "x" * 300

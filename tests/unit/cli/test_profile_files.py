@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from ftrun.cli.profile_files import (
+from ftrun.cli.launch.profiles import (
     INTERNAL_NAMES,
     MAX_PROFILE_BYTES,
     Setting,

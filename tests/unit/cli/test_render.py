@@ -2,7 +2,7 @@
 
 import pytest
 
-from ftrun.cli.render import duration, show_profile, show_status, size, value_text
+from ftrun.cli.screen.terminal import duration, show_profile, show_status, size, value_text
 
 DOCUMENT = {
     "run_id": "gpt-1",

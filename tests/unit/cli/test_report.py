@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from made_journals import long_run
 
-from ftrun.cli.report import report
-from ftrun.cli.report_logs import LAST_LINES, last_words
 from ftrun.errors import FtrunError, UsageError
+from ftrun.tools.report.command import report
+from ftrun.tools.report.report_logs import LAST_LINES, last_words
 
 JOURNALS = Path(__file__).parent / "journals"
 

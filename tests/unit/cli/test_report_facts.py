@@ -9,13 +9,15 @@ from pathlib import Path
 import pytest
 from made_journals import MadeJournal, long_run
 
-from ftrun.cli import report_lines, report_pulses, report_sentence
-from ftrun.cli.report_facts import RunFacts
-from ftrun.cli.report_page import incident_page, run_page
-from ftrun.cli.report_run import incident_by, run_facts
 from ftrun.errors import FtrunError
 from ftrun.monitor.verdicts import VerdictKind
-from ftrun.wire.fault_kinds import FAULTS
+from ftrun.tools.report import journal as report_lines
+from ftrun.tools.report import report_pulses
+from ftrun.tools.report.facts import RunFacts
+from ftrun.tools.report.incident import report_sentence
+from ftrun.tools.report.render.page import incident_page, run_page
+from ftrun.tools.report.run import incident_by, run_facts
+from ftrun.wire.fault_catalog import FAULTS
 
 JOURNALS = Path(__file__).parent / "journals"
 

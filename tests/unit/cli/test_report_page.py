@@ -7,8 +7,8 @@ from html.parser import HTMLParser
 import pytest
 from made_journals import MadeJournal, long_run
 
-from ftrun.cli.report_page import MAX_BYTES, incident_page, run_page
-from ftrun.cli.report_run import incident_by, run_facts
+from ftrun.tools.report.render.page import MAX_BYTES, incident_page, run_page
+from ftrun.tools.report.run import incident_by, run_facts
 
 VOID = {"meta", "link", "br", "img", "input", "hr"}
 HOSTILE = [

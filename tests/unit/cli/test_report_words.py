@@ -4,9 +4,8 @@ import math
 
 import pytest
 
-from ftrun.cli.report_clean import clean
-from ftrun.cli.report_svg import Axis, nice, ticks
-from ftrun.cli.report_words import (
+from ftrun.cli.screen.report_clean import clean
+from ftrun.cli.screen.text import (
     by_number,
     count,
     duration,
@@ -18,6 +17,7 @@ from ftrun.cli.report_words import (
     when,
     with_commas,
 )
+from ftrun.tools.report.render.svg import Axis, nice, ticks
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from ftrun.cli.command_line import parse
-from ftrun.cli.found_runs import sweep
+from ftrun.cli.commands.stop import stop
+from ftrun.cli.launch.command_line import parse
 from ftrun.cli.run import (
     MAX_TEMPORARY_BYTES,
     build_spec,
@@ -23,12 +23,12 @@ from ftrun.cli.run import (
     temporary_folder_warning,
     with_log_folder,
 )
-from ftrun.cli.stop import stop
+from ftrun.cli.runs import sweep
 from ftrun.config import Profile, RunSpec
 from ftrun.errors import FtrunError, RunIdTaken, UsageError
 from ftrun.ids import RunId
-from ftrun.wire.channel import listen
-from ftrun.wire.run_folder import RunFolder, run_folder
+from ftrun.wire.run_environment import RunFolder, run_folder
+from ftrun.wire.transport.channel import listen
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ftrun.cli.slurm import SlurmStep, expand_hosts, slurm_step
+from ftrun.cli.launch.slurm import SlurmStep, expand_hosts, slurm_step
 from ftrun.errors import UsageError
 
 STEP = {

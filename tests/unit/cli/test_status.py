@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from ftrun.cli import status
-from ftrun.cli.found_runs import FoundRun, Life
-from ftrun.wire.run_folder import RunFolder
+from ftrun.cli.commands import status
+from ftrun.cli.runs import FoundRun, Life
+from ftrun.wire.run_environment import RunFolder
 
 
 @pytest.mark.parametrize(

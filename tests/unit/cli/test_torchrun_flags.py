@@ -7,7 +7,7 @@ import torch
 from torch.distributed.argparse_util import check_env, env
 from torch.distributed.run import get_args_parser
 
-from ftrun.cli.torchrun_flags import TORCHRUN_FLAGS
+from ftrun.cli.launch.torchrun_flags import TORCHRUN_FLAGS
 
 INSTALLED = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
 ACTIONS: dict[str, argparse.Action] = {

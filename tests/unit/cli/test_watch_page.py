@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from ftrun.cli.watch_page import page
-from ftrun.cli.watch_rows import in_ranges, rows_of, short_time
+from ftrun.cli.screen.status_page import page
+from ftrun.cli.screen.watch_rows import in_ranges, rows_of, short_time
 
 
 def rank(number: int, step: int = 1000, **changes: Any) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import pytest
 from ftrun.erasure import isal
 from ftrun.erasure.codec import MAX_DATA, MAX_PARITY, Buffer, Codec, choose_codec
 from ftrun.erasure.isal import IsalCodec, find_isal, load_isal
-from ftrun.erasure.pinned import MAX_BLOCK_BYTES, Pinned
+from ftrun.erasure.pinned_buffers import MAX_BLOCK_BYTES, Pinned
 from ftrun.erasure.pyeclib_codec import PyeclibCodec
 from ftrun.errors import InternalError, NotSupportedHere
 

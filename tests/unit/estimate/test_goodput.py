@@ -7,7 +7,7 @@ from failing_run import Costs, Run, interval_of
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from ftrun.estimate.goodput import (
+from ftrun.tools.estimate.goodput import (
     Kind,
     best_interval_s,
     daly_interval_s,

@@ -8,9 +8,9 @@ from failing_run import Costs, Run, interval_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ftrun.estimate.assumptions import ABOUT, Assumptions, flag_of, problems
-from ftrun.estimate.failure_rates import mtbf_s
-from ftrun.estimate.outlook import Decided, Outlook, best_every, ftrun_kinds, outlook
+from ftrun.tools.estimate.assumptions import ABOUT, Assumptions, flag_of, problems
+from ftrun.tools.estimate.failure_rates import mtbf_s
+from ftrun.tools.estimate.outlook import Decided, Outlook, best_every, ftrun_kinds, outlook
 
 NOTHING_DECIDED = Decided()
 

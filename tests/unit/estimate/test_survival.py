@@ -10,7 +10,7 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from ftrun.erasure.groups import make_groups
-from ftrun.estimate.survival import (
+from ftrun.tools.estimate.survival import (
     Losses,
     Placement,
     at_least,

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from ftrun.integrations.read_ahead import ReadAhead
-from ftrun.snapshot.plain import decode, encode
-from ftrun.worker import rng
+from ftrun.snapshot.plain_values import decode, encode
+from ftrun.worker.state import determinism as rng
 
 
 class Noisy(Dataset[float]):

@@ -17,7 +17,7 @@ from torch import nn
 import ftrun.integrations
 from ftrun.errors import UsageError
 from ftrun.wire import environment as env
-from ftrun.wire.pages import create_command_page, create_page
+from ftrun.wire.shared_memory.pages import create_command_page, create_page
 from ftrun.worker.context import worker_context
 
 FRAMEWORKS = ("accelerate", "lightning", "transformers")

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ftrun.layouts.cuts import CutImpossible, divide, hold, share
-from ftrun.layouts.rules import Cut, FusedPart, Uneven
+from ftrun.sharding.cuts import CutImpossible, divide, hold, share
+from ftrun.sharding.rules import Cut, FusedPart, Uneven
 
 counts = st.integers(1, 7)
 

@@ -3,10 +3,10 @@
 import pytest
 
 from ftrun.errors import RulesUnfit
-from ftrun.layouts.cuts import CutImpossible
-from ftrun.layouts.matching import Follows, Kin, match
-from ftrun.layouts.rule_file import read_rules
-from ftrun.layouts.rules import Kind
+from ftrun.sharding.cuts import CutImpossible
+from ftrun.sharding.rule_matching import Follows, Kin, match
+from ftrun.sharding.rule_parser import read_rules
+from ftrun.sharding.rules import Kind
 
 TEXT = """
 mesh: {pp: 2, tp: 2}

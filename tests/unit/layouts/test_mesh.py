@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ftrun.layouts.mesh import Mesh, ranks_alone
+from ftrun.sharding.mesh import Mesh, ranks_alone
 
 sizes = st.lists(st.integers(1, 4), min_size=1, max_size=3)
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ftrun.layouts.name_patterns import NamePattern
+from ftrun.sharding.name_patterns import NamePattern
 
 
 @pytest.mark.parametrize(

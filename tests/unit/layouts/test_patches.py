@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ftrun.layouts.box_copies import HoleFound, Stock
-from ftrun.layouts.mesh import Mesh
-from ftrun.layouts.patches import Patch, boxes_of_run, patches_of, view_of
-from ftrun.layouts.rules import Cut
+from ftrun.sharding.box_copies import HoleFound, Stock
+from ftrun.sharding.mesh import Mesh
+from ftrun.sharding.partition import Patch, boxes_of_run, patches_of, view_of
+from ftrun.sharding.rules import Cut
 from ftrun.snapshot.boxes import Box
 
 shapes = st.lists(st.integers(0, 5), max_size=4).map(tuple)

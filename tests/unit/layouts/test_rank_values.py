@@ -2,11 +2,11 @@
 
 from typing import Any
 
-from ftrun.layouts.rank_values import RankValues
-from ftrun.layouts.rule_file import read_rules
-from ftrun.layouts.world_layout import Stored, lay_out, read_world
-from ftrun.snapshot import plain
-from ftrun.snapshot.plain import TensorRef
+from ftrun.sharding.rank_values import RankValues
+from ftrun.sharding.rule_parser import read_rules
+from ftrun.sharding.world_layout import Stored, lay_out, read_world
+from ftrun.snapshot import plain_values as plain
+from ftrun.snapshot.plain_values import TensorRef
 from ftrun.snapshot.regroup import DERIVED
 
 RULES = """

@@ -3,9 +3,9 @@
 import pytest
 
 from ftrun.errors import RulesInvalid
-from ftrun.layouts.mesh import Mesh
-from ftrun.layouts.rule_file import carried, read_carried, read_rules
-from ftrun.layouts.rules import Cut, Flat, FusedPart, Kind, Uneven
+from ftrun.sharding.mesh import Mesh
+from ftrun.sharding.rule_parser import carried, read_carried, read_rules
+from ftrun.sharding.rules import Cut, Flat, FusedPart, Kind, Uneven
 
 WHOLE = """
 mesh: {pp: 2, dp: 2, tp: 4}

@@ -8,12 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ftrun.errors import RulesUnfit
-from ftrun.layouts.rank_values import RankValues
-from ftrun.layouts.rule_file import read_rules
-from ftrun.layouts.rules import Rules
-from ftrun.layouts.world_layout import Stored, lay_out, read_world
-from ftrun.snapshot import plain
-from ftrun.snapshot.plain import TensorRef
+from ftrun.sharding.rank_values import RankValues
+from ftrun.sharding.rule_parser import read_rules
+from ftrun.sharding.rules import Rules
+from ftrun.sharding.world_layout import Stored, lay_out, read_world
+from ftrun.snapshot import plain_values as plain
+from ftrun.snapshot.plain_values import TensorRef
 from tests.unit.layouts.worlds import Array, moved, numbers, stored_of
 
 Layers = dict[int, Array]

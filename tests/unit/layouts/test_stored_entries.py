@@ -7,15 +7,15 @@ import pytest
 import xxhash
 
 from ftrun.errors import RulesUnfit
-from ftrun.layouts.replica_check import differing
-from ftrun.layouts.rule_file import read_rules
-from ftrun.layouts.stored_entries import plain_bytes, stored_entries
-from ftrun.layouts.world_layout import Stored, read_world
-from ftrun.snapshot import plain
+from ftrun.sharding.replica_check import differing
+from ftrun.sharding.rule_parser import read_rules
+from ftrun.sharding.stored_entries import plain_bytes, stored_entries
+from ftrun.sharding.world_layout import Stored, read_world
+from ftrun.snapshot import plain_values as plain
 from ftrun.snapshot.boxes import Part
 from ftrun.snapshot.layout import PLAIN_NAME, SMALL_BYTES, Entry, When, make_layout
-from ftrun.snapshot.plain import TensorRef
-from ftrun.snapshot.shard_head import ShardHead
+from ftrun.snapshot.plain_values import TensorRef
+from ftrun.snapshot.shard_header import ShardHead
 from tests.unit.layouts.worlds import Array
 
 

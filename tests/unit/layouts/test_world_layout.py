@@ -6,10 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ftrun.errors import RulesUnfit
-from ftrun.layouts.mesh import Mesh
-from ftrun.layouts.rule_file import read_rules
-from ftrun.layouts.rules import Rules
-from ftrun.layouts.world_layout import Stored, WorldLayout, lay_out, read_world
+from ftrun.sharding.mesh import Mesh
+from ftrun.sharding.rule_parser import read_rules
+from ftrun.sharding.rules import Rules
+from ftrun.sharding.world_layout import Stored, WorldLayout, lay_out, read_world
 from tests.unit.layouts.worlds import (
     Array,
     Made,

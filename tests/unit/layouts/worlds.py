@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from ftrun.layouts.mesh import Mesh
-from ftrun.layouts.name_patterns import NamePattern
-from ftrun.layouts.patches import Patch
-from ftrun.layouts.rules import Cut, Flat, FusedPart, Home, Kind, Rule, Rules, Uneven
-from ftrun.layouts.world_layout import Placed, Stored, WorldLayout
+from ftrun.sharding.mesh import Mesh
+from ftrun.sharding.name_patterns import NamePattern
+from ftrun.sharding.partition import Patch
+from ftrun.sharding.rules import Cut, Flat, FusedPart, Home, Kind, Rule, Rules, Uneven
+from ftrun.sharding.world_layout import Placed, Stored, WorldLayout
 
 Array = np.ndarray[Any, np.dtype[Any]]
 

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ftrun.monitor.delay_matrix import LinkSample, NodeLook
-from ftrun.monitor.stragglers import RankLook
+from ftrun.monitor.slow.delay_matrix import LinkSample, NodeLook
+from ftrun.monitor.slow.stragglers import RankLook
 
 FOLDER = Path(__file__).with_name("traces")
 NAMES = sorted(path.name.removesuffix(".json.gz") for path in FOLDER.glob("*.json.gz"))

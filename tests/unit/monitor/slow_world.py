@@ -12,7 +12,7 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from ftrun.monitor.stragglers import RankLook
+from ftrun.monitor.slow.stragglers import RankLook
 
 Groups = dict[str, tuple[int, ...]]
 

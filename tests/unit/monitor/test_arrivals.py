@@ -4,8 +4,8 @@ from collections.abc import Mapping
 
 import pytest
 
-from ftrun.monitor import arrivals
-from ftrun.monitor.arrivals import Arrivals, Meeting, against_the_others
+from ftrun.monitor.slow import arrivals
+from ftrun.monitor.slow.arrivals import Arrivals, Meeting, against_the_others
 
 GROUPS = {"all": (0, 1, 2, 3), "t0": (0, 1), "t1": (2, 3), "one": (0,)}
 NODES = ("a", "b", "c", "d")

@@ -2,9 +2,9 @@
 
 import pytest
 
-from ftrun.monitor.call_counts import KEPT, CallCounts
-from ftrun.monitor.memory_trend import MemoryTrend
-from ftrun.monitor.samples import KEPT_CALLS, RUN, NodeSample, RankSample, thinned
+from ftrun.monitor.slow.memory_trend import MemoryTrend
+from ftrun.monitor.slow.samples import KEPT_CALLS, RUN, NodeSample, RankSample, thinned
+from ftrun.monitor.slow.skipped_collectives import KEPT, CallCounts
 from ftrun.monitor.verdicts import Sure, Verdict, VerdictKind
 
 NODES = {0: "a", 1: "a", 2: "b", 3: "b"}

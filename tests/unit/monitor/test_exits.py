@@ -6,7 +6,14 @@ import pytest
 
 from ftrun.events import Kind
 from ftrun.ids import Rank
-from ftrun.monitor.exits import ExitFacts, end_in_words, explain, place, signal_name, users_place
+from ftrun.monitor.worker_exits import (
+    ExitFacts,
+    end_in_words,
+    explain,
+    place,
+    signal_name,
+    users_place,
+)
 
 TRACE = (
     'Traceback:\n  File "train.py", line 3, in <module>\n  File "model.py", line 9, in forward\n'

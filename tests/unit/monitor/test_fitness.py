@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from ftrun.monitor.fitness import (
+from ftrun.monitor.node_fitness import (
     Figures,
     Fitness,
     Floors,

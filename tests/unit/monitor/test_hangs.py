@@ -8,7 +8,7 @@ from unit.monitor.ranks import World, play, view, views_of
 
 from ftrun.monitor.deadlines import HangSettings
 from ftrun.monitor.evidence import Call, GroupView, RankView, own_functions
-from ftrun.monitor.hangs import find_hang
+from ftrun.monitor.hang_detector import find_hang
 from ftrun.monitor.verdicts import Sure, Verdict, VerdictKind
 
 SETTINGS = HangSettings()

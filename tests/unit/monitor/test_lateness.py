@@ -1,6 +1,6 @@
 """A name is given for what is more than noise, and taken back when no more than noise is left."""
 
-from ftrun.monitor.lateness import LEARNT, LEFT_OUT, WINDOWS, Series
+from ftrun.monitor.slow.lateness import LEARNT, LEFT_OUT, WINDOWS, Series
 from ftrun.monitor.verdicts import Sure
 
 STEP_S = 0.14

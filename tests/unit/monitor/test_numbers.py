@@ -3,7 +3,7 @@
 import math
 import random
 
-from ftrun.monitor.numbers import NumberWatch, RankNumbers, finite
+from ftrun.monitor.numerics import NumberWatch, RankNumbers, finite
 from ftrun.monitor.verdicts import Sure, Verdict, VerdictKind
 
 NODES = {0: "a", 1: "b"}

@@ -2,8 +2,8 @@
 
 import pytest
 
-from ftrun.monitor.slow_links import Links
-from ftrun.monitor.stragglers import Stragglers
+from ftrun.monitor.slow.links import Links
+from ftrun.monitor.slow.stragglers import Stragglers
 from ftrun.monitor.verdicts import VerdictKind
 from tests.unit.monitor.recorded import FOLDER, NAMES, recording
 

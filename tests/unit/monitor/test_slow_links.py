@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ftrun.monitor.delay_matrix import DelayMatrix, LinkSample, NodeLook, Pair
-from ftrun.monitor.slow_links import (
+from ftrun.monitor.slow.delay_matrix import DelayMatrix, LinkSample, NodeLook, Pair
+from ftrun.monitor.slow.links import (
     LOOKS,
     PROBE_EVERY_S,
     PROBE_LASTS_S,

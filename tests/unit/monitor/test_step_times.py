@@ -8,15 +8,15 @@ from hypothesis import strategies as st
 
 from ftrun.monitor.deadlines import Deadlines, HangSettings
 from ftrun.monitor.evidence import RankView
+from ftrun.monitor.page_values import FORGET_AT, NUM_BUCKETS, bucket_of, quantile_s, upper_edge_s
 from ftrun.monitor.process_groups import (
     decode_groups,
     decode_ranks,
     encode_groups,
     encode_ranks,
 )
-from ftrun.monitor.step_times import FORGET_AT, NUM_BUCKETS, bucket_of, quantile_s, upper_edge_s
 from ftrun.monitor.verdicts import ranks_in_words
-from ftrun.wire.pages import Page, create_page
+from ftrun.wire.shared_memory.pages import Page, create_page
 
 
 @given(st.integers(0, 1 << 60))

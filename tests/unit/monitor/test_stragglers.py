@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ftrun.monitor.stragglers import RankLook, Stragglers
+from ftrun.monitor.slow.stragglers import RankLook, Stragglers
 from ftrun.monitor.verdicts import Sure, Verdict, VerdictKind
 from tests.unit.monitor.slow_world import (
     Compute,

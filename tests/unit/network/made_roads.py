@@ -4,8 +4,8 @@ import random
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from ftrun.network.probe_rounds import Road, Schedule, schedule
-from ftrun.network.rails import Rail, RoadFound
+from ftrun.network.detect.probe_schedule import Road, Schedule, schedule
+from ftrun.wire.cluster.rails import Rail, RoadFound
 
 RATE = 1.18e9
 """Bytes per second of an interface: 10 Gbit/s without headers."""

@@ -8,11 +8,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ftrun.network.findings import Finding, FindingKind, Findings, judge, rate_words, trip_words
-from ftrun.network.leaf_clusters import leaves_from_probes
-from ftrun.network.probe_rounds import Road
-from ftrun.network.rails import RoadFound
-from ftrun.network.road_rates import slowest_medians
+from ftrun.network.detect.findings import (
+    Finding,
+    FindingKind,
+    Findings,
+    judge,
+    rate_words,
+    trip_words,
+)
+from ftrun.network.detect.leaf_switches import leaves_from_probes
+from ftrun.network.detect.localization import slowest_medians
+from ftrun.network.detect.probe_schedule import Road
+from ftrun.wire.cluster.rails import RoadFound
 from tests.unit.network.made_roads import MadeRoads, leaf_map
 
 NOISE = 0.3

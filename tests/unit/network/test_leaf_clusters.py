@@ -4,9 +4,9 @@ import random
 
 import pytest
 
-from ftrun.network.leaf_clusters import leaves_from_probes
-from ftrun.network.probe_rounds import Road, schedule
-from ftrun.network.rails import RoadFound
+from ftrun.network.detect.leaf_switches import leaves_from_probes
+from ftrun.network.detect.probe_schedule import Road, schedule
+from ftrun.wire.cluster.rails import RoadFound
 from tests.unit.network.made_roads import MadeRoads, leaf_map, same_leaves
 
 NOISE = 0.3

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from ftrun.erasure.groups import make_groups
 from ftrun.errors import UsageError
-from ftrun.network.leaves import (
+from ftrun.network.detect.leaves import (
     Leaves,
     group_domains,
     leaves_from_file,

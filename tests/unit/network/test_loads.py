@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ftrun.network.loads import (
+from ftrun.network.plan.loads import (
     Cost,
     Link,
     Network,

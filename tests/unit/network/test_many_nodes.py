@@ -10,11 +10,11 @@ from collections import Counter
 
 import pytest
 
-from ftrun.network.findings import judge
-from ftrun.network.leaves import Leaves
-from ftrun.network.probe_rounds import Schedule, schedule
-from ftrun.network.rails import RoadFound
-from ftrun.network.road_planning import Situation, plan_roads
+from ftrun.network.detect.findings import judge
+from ftrun.network.detect.leaves import Leaves
+from ftrun.network.detect.probe_schedule import Schedule, schedule
+from ftrun.network.plan.planner import Situation, plan_roads
+from ftrun.wire.cluster.rails import RoadFound
 from tests.unit.network.made_roads import PROBE_BYTES, TIMEOUT_S, MadeRoads, leaf_map
 
 WORD_S = 0.02

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from ftrun.network import ordering
-from ftrun.network.loads import Network, cost_of, ring_load
-from ftrun.network.ordering import order_nodes
+from ftrun.network.plan import node_order as ordering
+from ftrun.network.plan.loads import Network, cost_of, ring_load
+from ftrun.network.plan.node_order import order_nodes
 from tests.unit.network.made_roads import leaf_map
 
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ftrun.network import probe_rounds
-from ftrun.network.probe_rounds import Road, Schedule, pack, schedule, schedule_for
+from ftrun.network.detect import probe_schedule as probe_rounds
+from ftrun.network.detect.probe_schedule import Road, Schedule, pack, schedule, schedule_for
 
 
 def names(count: int) -> list[str]:

@@ -3,8 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ftrun.network.rail_matching import match_rails, rails_of_node
-from ftrun.network.rails import Rail
+from ftrun.network.detect.rails import match_rails, rails_of_node
+from ftrun.wire.cluster.rails import Rail
 
 
 def rail(name: str, host: str = "10.0.0.1", bits: int = 0) -> Rail:

@@ -2,9 +2,9 @@
 
 import pytest
 
-from ftrun.network.rail_matching import match_rails, rails_of_node
-from ftrun.network.rail_variables import VARIABLES, env_for, rails_named
-from ftrun.network.rails import Rail, RoadsPlan
+from ftrun.network.detect.rail_variables import VARIABLES, env_for, rails_named
+from ftrun.network.detect.rails import match_rails, rails_of_node
+from ftrun.wire.cluster.rails import Rail, RoadsPlan
 
 RAILS = match_rails(
     {

@@ -5,10 +5,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ftrun.network.leaves import Leaves, leaves_from_labels
-from ftrun.network.probe_rounds import Road
-from ftrun.network.rails import RoadsPlan
-from ftrun.network.road_planning import Situation, plan_roads
+from ftrun.network.detect.leaves import Leaves, leaves_from_labels
+from ftrun.network.detect.probe_schedule import Road
+from ftrun.network.plan.planner import Situation, plan_roads
+from ftrun.wire.cluster.rails import RoadsPlan
 from tests.unit.network.made_roads import RATE, MadeRoads, leaf_map
 
 TURNS = {f"n{number}": f"sw{number % 2}" for number in range(8)}

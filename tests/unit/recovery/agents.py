@@ -6,19 +6,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from ftrun.recovery.allegiance import Role
-from ftrun.recovery.commands import (
-    Adopt,
-    AskWitness,
-    Command,
-    Dial,
-    HangUp,
-    KeepPlan,
-    Quiesce,
-    RunGeneration,
-    Send,
-)
-from ftrun.recovery.happenings import (
+from ftrun.membership.discovery import Role
+from ftrun.membership.events import (
     Adopted,
     Closed,
     DialFailed,
@@ -31,14 +20,25 @@ from ftrun.recovery.happenings import (
     Quiesced,
     WitnessSaid,
 )
-from ftrun.recovery.member import Member
-from ftrun.recovery.oversight import Oversight
-from ftrun.recovery.pair_check import PairCheck
+from ftrun.membership.member import Member
+from ftrun.membership.witness import Register, rule
+from ftrun.network.failover.pair_check import PairCheck
+from ftrun.recovery.commands import (
+    Adopt,
+    AskWitness,
+    Command,
+    Dial,
+    HangUp,
+    KeepPlan,
+    Quiesce,
+    RunGeneration,
+    Send,
+)
+from ftrun.recovery.generation_monitor import Oversight
 from ftrun.recovery.settings import ClusterSettings
-from ftrun.recovery.witness_rules import Register, rule
-from ftrun.wire.heartbeats import Beat
-from ftrun.wire.plan import NodeCard, Plan
-from ftrun.wire.smp_messages import Inventory
+from ftrun.wire.cluster.generation import NodeCard, Plan
+from ftrun.wire.cluster.heartbeats import Beat
+from ftrun.wire.messages.smp import Inventory
 from tests.unit.recovery.made import POLICY, card, settings
 
 STEP_S = 0.25

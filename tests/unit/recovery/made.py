@@ -5,13 +5,13 @@ from dataclasses import replace
 
 import msgspec
 
-from ftrun.recovery.attendance import Peer, Peers
+from ftrun.membership.leader.failure_detector import Peer, Peers
 from ftrun.recovery.settings import ClusterSettings, Wishes
 from ftrun.recovery.supervisor import Policy
-from ftrun.wire.ballot_messages import Promise
-from ftrun.wire.plan import NodeCard, Plan, PlanNode, VersionPair
-from ftrun.wire.protected import GroupMember, Protected, ShardOffer
-from ftrun.wire.smp_messages import Inventory
+from ftrun.wire.cluster.generation import NodeCard, Plan, PlanNode, VersionPair
+from ftrun.wire.cluster.membership import Promise
+from ftrun.wire.messages.protected import GroupMember, Protected, ShardOffer
+from ftrun.wire.messages.smp import Inventory
 
 POLICY = Policy(
     max_restarts=None,

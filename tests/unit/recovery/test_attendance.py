@@ -2,8 +2,8 @@
 
 import pytest
 
-from ftrun.recovery.attendance import Peer, Peers
-from ftrun.wire.heartbeats import Beat
+from ftrun.membership.leader.failure_detector import Peer, Peers
+from ftrun.wire.cluster.heartbeats import Beat
 from tests.unit.recovery.made import card, meet, plan, settings
 
 SETTINGS = settings(deadline_s=3.0, cut_off_s=2.0, redial_s=0.5)

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import settings as effort
 from hypothesis import strategies as st
 
-from ftrun.recovery.ballots import Ballot, Vote, carries, electorate, electorate_of
-from ftrun.wire.ballot_messages import Accepted
-from ftrun.wire.plan import Edition, Identity, Plan, Voters
+from ftrun.membership.ballots import Ballot, Vote, carries, electorate, electorate_of
+from ftrun.wire.cluster.generation import Edition, Identity, Plan, Voters
+from ftrun.wire.cluster.membership import Accepted
 from tests.unit.recovery.made import card, cards, plan, promise
 
 FATES = ("for", "against", "silent", "dead", "gone")

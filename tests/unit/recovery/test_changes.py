@@ -1,12 +1,12 @@
 """Growth and eviction: at a step boundary, so that no step is lost."""
 
-from ftrun.recovery.attendance import Peers
-from ftrun.recovery.changes import Changes
-from ftrun.recovery.oversight import Oversight
-from ftrun.recovery.pair_check import PairCheck
+from ftrun.membership.leader.changes import Changes
+from ftrun.membership.leader.failure_detector import Peers
+from ftrun.network.failover.pair_check import PairCheck
+from ftrun.recovery.generation_monitor import Oversight
 from ftrun.recovery.settings import ClusterSettings, Wishes
-from ftrun.wire.heartbeats import Beat
-from ftrun.wire.plan import Plan
+from ftrun.wire.cluster.generation import Plan
+from ftrun.wire.cluster.heartbeats import Beat
 from tests.unit.recovery.made import POLICY, card, meet, plan, settings
 
 SETTINGS = settings(wishes=Wishes(2, 4, 0), heartbeat_s=0.5, settle_s=5.0, answer_s=30.0)

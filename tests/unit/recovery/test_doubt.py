@@ -1,7 +1,7 @@
 """Doubt: a lead has ranks wait before it may have been replaced."""
 
-from ftrun.recovery.attendance import Peers
-from ftrun.recovery.doubt import Doubt
+from ftrun.membership.leader.doubt import Doubt
+from ftrun.membership.leader.failure_detector import Peers
 from tests.unit.recovery.made import card, meet, plan, settings
 
 SETTINGS = settings(deadline_s=3.0, cut_off_s=2.0)

@@ -6,14 +6,14 @@ import pytest
 
 from ftrun.events import Kind
 from ftrun.ids import version
-from ftrun.recovery.allegiance import Role
+from ftrun.membership.discovery import Role
+from ftrun.membership.events import DialFailed, Heard, HereIs
+from ftrun.membership.leader.draining import LIMIT_S, NOTICE_S
 from ftrun.recovery.commands import AskLastSnapshot, Checkpoint, EndRun, Send, SignalWorkers
-from ftrun.recovery.draining import LIMIT_S, NOTICE_S
-from ftrun.recovery.happenings import DialFailed, Heard, HereIs
 from ftrun.recovery.settings import Wishes
-from ftrun.wire.heartbeats import Beat, LeadBeat
-from ftrun.wire.plan import VersionPair
-from ftrun.wire.smp_messages import Inventory
+from ftrun.wire.cluster.generation import VersionPair
+from ftrun.wire.cluster.heartbeats import Beat, LeadBeat
+from ftrun.wire.messages.smp import Inventory
 from tests.unit.recovery.agents import STEP_S, Agent, Agents
 from tests.unit.recovery.made import settings
 from tests.unit.recovery.test_lead import begun, exited, hold, notes, with_spares, works

@@ -2,14 +2,14 @@
 
 from itertools import pairwise
 
-from ftrun.recovery.attendance import Peer, Peers
+from ftrun.membership.events import WitnessSaid
+from ftrun.membership.leader.failure_detector import Peer, Peers
+from ftrun.membership.leader.proposer import WITNESS_WAIT_S, Election, Stage
+from ftrun.membership.witness import Register
+from ftrun.membership.witness_votes import Witness
 from ftrun.recovery.commands import AskWitness, Command, Dial, Note, Send, Wish
-from ftrun.recovery.election import WITNESS_WAIT_S, Election, Stage
-from ftrun.recovery.happenings import WitnessSaid
-from ftrun.recovery.witness import Witness
-from ftrun.recovery.witness_rules import Register
-from ftrun.wire.ballot_messages import Accepted, Announce, NotPromised, Prepare
-from ftrun.wire.plan import NodeCard, Plan
+from ftrun.wire.cluster.generation import NodeCard, Plan
+from ftrun.wire.cluster.membership import Accepted, Announce, NotPromised, Prepare
 from tests.unit.recovery.made import card, meet, plan, promise, settings
 
 SETTINGS = settings(heartbeat_s=0.5, redial_s=0.5, answer_s=30.0)

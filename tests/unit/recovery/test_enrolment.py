@@ -7,13 +7,13 @@ from hypothesis import given
 from hypothesis import settings as effort
 from hypothesis import strategies as st
 
-from ftrun.recovery.attendance import Peers
-from ftrun.recovery.ballots import electorate
+from ftrun.membership.ballots import electorate
+from ftrun.membership.leader.failure_detector import Peers
+from ftrun.membership.leader.reconfiguration import Enrolment
 from ftrun.recovery.commands import Command, Send
-from ftrun.recovery.enrolment import Enrolment
 from ftrun.recovery.settings import Wishes
-from ftrun.wire.ballot_messages import Accepted, Announce
-from ftrun.wire.plan import History, Plan, Voters
+from ftrun.wire.cluster.generation import History, Plan, Voters
+from ftrun.wire.cluster.membership import Accepted, Announce
 from tests.unit.recovery.made import card, meet, plan, settings
 
 SETTINGS = settings(heartbeat_s=0.5, settle_s=5.0, wishes=Wishes(1, 4, 9))

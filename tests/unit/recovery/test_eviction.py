@@ -6,16 +6,16 @@ import msgspec
 from unit.recovery.test_hang_watch import hang
 from unit.recovery.test_watching import beat, sample, slow_link, told
 
-from ftrun.monitor.clock_offsets import ClockOffset
+from ftrun.membership.leader.changes import Changes
+from ftrun.membership.leader.failure_detector import Peers
 from ftrun.monitor.deadlines import HangSettings
-from ftrun.recovery.attendance import Peers
-from ftrun.recovery.changes import Changes
+from ftrun.monitor.slow.clock_offsets import ClockOffset
+from ftrun.network.failover.pair_check import PairCheck
 from ftrun.recovery.commands import Send
-from ftrun.recovery.oversight import Oversight
-from ftrun.recovery.pair_check import PairCheck
+from ftrun.recovery.generation_monitor import Oversight
 from ftrun.recovery.settings import ClusterSettings, SlowSettings, Wishes
-from ftrun.wire.cluster import AskProbe, ProbeFound
-from ftrun.wire.heartbeats import Beat, RestartTimes
+from ftrun.wire.cluster.heartbeats import Beat, RestartTimes
+from ftrun.wire.cluster.messages import AskProbe, ProbeFound
 from tests.unit.recovery.made import POLICY, card, meet, plan, settings
 
 PLAN = plan(1, [card("a", num_ranks=2), card("b", num_ranks=2)], spares="s")

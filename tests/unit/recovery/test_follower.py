@@ -7,6 +7,8 @@ from hypothesis import settings as effort
 from hypothesis import strategies as st
 
 from ftrun.ids import version
+from ftrun.membership.events import Adopted, PlanKept, Quiesced
+from ftrun.membership.voter import Follower
 from ftrun.recovery.commands import (
     Abandon,
     Adopt,
@@ -26,12 +28,10 @@ from ftrun.recovery.commands import (
     SignalWorkers,
     TakeFrom,
 )
-from ftrun.recovery.follower import Follower
-from ftrun.recovery.happenings import Adopted, PlanKept, Quiesced
-from ftrun.wire.ballot_messages import Accepted, Announce, NotPromised, Prepare, Promise
-from ftrun.wire.heartbeats import LeadBeat
-from ftrun.wire.plan import Edition, Plan
-from ftrun.wire.smp_messages import Inventory
+from ftrun.wire.cluster.generation import Edition, Plan
+from ftrun.wire.cluster.heartbeats import LeadBeat
+from ftrun.wire.cluster.membership import Accepted, Announce, NotPromised, Prepare, Promise
+from ftrun.wire.messages.smp import Inventory
 from tests.unit.recovery.made import card, offer, plan
 
 ME = card("b")

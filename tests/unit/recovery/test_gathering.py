@@ -2,11 +2,11 @@
 
 import msgspec
 
+from ftrun.membership.gathering import Gatherer
 from ftrun.recovery.commands import Send
-from ftrun.recovery.gathering import Gatherer
 from ftrun.recovery.settings import Wishes
-from ftrun.wire.ballot_messages import Gathering, Join, TurnedAway
-from ftrun.wire.plan import NodeCard
+from ftrun.wire.cluster.generation import NodeCard
+from ftrun.wire.cluster.membership import Gathering, Join, TurnedAway
 from tests.unit.recovery.made import card, settings
 
 SETTINGS = settings(wishes=Wishes(2, 3, 1), settle_s=5.0, blank_wait_s=2.0)

@@ -9,8 +9,8 @@ from unit.monitor.test_hangs import behind, waiting
 from ftrun.monitor.deadlines import HangSettings
 from ftrun.monitor.evidence import RankView
 from ftrun.monitor.verdicts import Sure, VerdictKind
-from ftrun.recovery.hang_watch import Finding, HangWatch
-from ftrun.wire.heartbeats import Beat
+from ftrun.recovery.suspicions import Finding, HangWatch
+from ftrun.wire.cluster.heartbeats import Beat
 from tests.unit.recovery.made import card, plan
 
 PLAN = plan(1, [card("a", num_ranks=2), card("b", num_ranks=2)])

@@ -13,13 +13,13 @@ from unit.recovery.test_hang_watch import hang
 from ftrun.events import Kind, Progress, WorkerExit
 from ftrun.ids import Rank, Step
 from ftrun.monitor.deadlines import HangSettings
-from ftrun.monitor.hangs import find_hang
+from ftrun.monitor.hang_detector import find_hang
 from ftrun.monitor.verdicts import Verdict
-from ftrun.recovery.hang_watch import Finding
 from ftrun.recovery.incidents import Incidents, verdict_of
 from ftrun.recovery.lifecycle import TABLE, Life, LifeCycle
 from ftrun.recovery.losses import Losses
-from ftrun.wire.heartbeats import Beat, RankReport, RestartTimes
+from ftrun.recovery.suspicions import Finding
+from ftrun.wire.cluster.heartbeats import Beat, RankReport, RestartTimes
 from tests.unit.recovery.made import plan
 
 KILLED = WorkerExit(Rank(0), Kind.SIGNAL, -9, "rank 0 was killed", detail="a\n  b", fingerprint="k")

@@ -8,7 +8,9 @@ import pytest
 from ftrun.errors import ExitCode
 from ftrun.events import Kind, WorkerExit
 from ftrun.ids import Rank
-from ftrun.recovery.attendance import AWAIT_SILENT_S
+from ftrun.membership.events import Adopted, Closed, Heard, Opened
+from ftrun.membership.leader.failure_detector import AWAIT_SILENT_S
+from ftrun.membership.leader.pausing import GONE_S
 from ftrun.recovery.commands import (
     AskLastSnapshot,
     Commit,
@@ -19,13 +21,11 @@ from ftrun.recovery.commands import (
     RunGeneration,
     SignalWorkers,
 )
-from ftrun.recovery.happenings import Adopted, Closed, Heard, Opened
-from ftrun.recovery.pausing import GONE_S
 from ftrun.recovery.settings import Wishes
-from ftrun.wire.ballot_messages import Accepted, Join, LeadIs
-from ftrun.wire.cluster import AnyClusterMessage, JournalLines
-from ftrun.wire.heartbeats import Beat
-from ftrun.wire.smp_messages import Inventory
+from ftrun.wire.cluster.heartbeats import Beat
+from ftrun.wire.cluster.membership import Accepted, Join, LeadIs
+from ftrun.wire.cluster.messages import AnyClusterMessage, JournalLines
+from ftrun.wire.messages.smp import Inventory
 from tests.unit.recovery.agents import Agents
 from tests.unit.recovery.made import card, offer, part, promise, settings
 

@@ -10,12 +10,12 @@ from unit.recovery.test_watching import beat
 from ftrun.monitor.deadlines import HangSettings
 from ftrun.monitor.evidence import RankView
 from ftrun.monitor.verdicts import VerdictKind
+from ftrun.network.failover.pair_check import PairCheck
 from ftrun.recovery.commands import StartGeneration
+from ftrun.recovery.generation_monitor import Oversight
 from ftrun.recovery.lost_links import lost_links, with_lost_links
-from ftrun.recovery.oversight import Oversight
-from ftrun.recovery.pair_check import PairCheck
 from ftrun.recovery.settings import Wishes
-from ftrun.wire.heartbeats import Beat
+from ftrun.wire.cluster.heartbeats import Beat
 from tests.unit.recovery.made import POLICY, card, plan, settings
 
 MEMBERS = [card("a"), card("b"), card("c"), card("d")]

@@ -5,7 +5,9 @@ from dataclasses import replace
 import pytest
 
 from ftrun.errors import ExitCode
-from ftrun.recovery.allegiance import Role
+from ftrun.membership.discovery import Role
+from ftrun.membership.events import DialFailed, Heard, HereIs, Opened, RunFinished
+from ftrun.membership.leader.pausing import GONE_S
 from ftrun.recovery.commands import (
     Dial,
     EndRun,
@@ -16,10 +18,9 @@ from ftrun.recovery.commands import (
     RunGeneration,
     Send,
 )
-from ftrun.recovery.happenings import DialFailed, Heard, HereIs, Opened, RunFinished
-from ftrun.recovery.pausing import GONE_S
 from ftrun.recovery.settings import Wishes
-from ftrun.wire.ballot_messages import (
+from ftrun.wire.cluster.heartbeats import Beat, LeadBeat
+from ftrun.wire.cluster.membership import (
     Accepted,
     Announce,
     Current,
@@ -28,8 +29,7 @@ from ftrun.wire.ballot_messages import (
     NotPromised,
     Prepare,
 )
-from ftrun.wire.cluster import ProbeFound
-from ftrun.wire.heartbeats import Beat, LeadBeat
+from ftrun.wire.cluster.messages import ProbeFound
 from tests.unit.recovery.agents import STEP_S, Agents
 from tests.unit.recovery.made import card, settings
 

@@ -6,6 +6,7 @@ from unit.recovery.test_hang_watch import hang
 
 from ftrun.events import Kind, WorkerExit
 from ftrun.ids import Rank
+from ftrun.network.failover.pair_check import PairCheck
 from ftrun.recovery.commands import (
     AskLastSnapshot,
     EndRun,
@@ -14,11 +15,10 @@ from ftrun.recovery.commands import (
     StartGeneration,
     SupervisorCommand,
 )
-from ftrun.recovery.oversight import CAUSE_WAIT_S, EVERY_AHEAD_STEPS, Oversight
-from ftrun.recovery.pair_check import PairCheck
+from ftrun.recovery.generation_monitor import CAUSE_WAIT_S, EVERY_AHEAD_STEPS, Oversight
 from ftrun.recovery.supervisor import State
-from ftrun.wire.heartbeats import Beat, LeadBeat
-from ftrun.wire.plan import History, Plan
+from ftrun.wire.cluster.generation import History, Plan
+from ftrun.wire.cluster.heartbeats import Beat, LeadBeat
 from tests.unit.recovery.made import POLICY, card, plan, settings
 
 SETTINGS = settings(heartbeat_s=0.5, same_boundary_s=1.0, failures_per_hour=3)

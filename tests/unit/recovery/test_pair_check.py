@@ -4,12 +4,12 @@ import msgspec
 import pytest
 
 from ftrun.monitor.deadlines import HangSettings
-from ftrun.network.rails import RoadFound
+from ftrun.network.failover.pair_check import AGAIN_S, ALL_AGAIN_S, Pair, PairCheck
 from ftrun.recovery.commands import Send
-from ftrun.recovery.oversight import Oversight
-from ftrun.recovery.pair_check import AGAIN_S, ALL_AGAIN_S, Pair, PairCheck
+from ftrun.recovery.generation_monitor import Oversight
 from ftrun.recovery.settings import Wishes
-from ftrun.wire.cluster import AskRoad, RoadTried
+from ftrun.wire.cluster.messages import AskRoad, RoadTried
+from ftrun.wire.cluster.rails import RoadFound
 from tests.unit.recovery.made import POLICY, card, plan, settings
 from tests.unit.recovery.test_lost_links import Run
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from ftrun.recovery.attendance import Peers
-from ftrun.recovery.draining import NOTICE_S
+from ftrun.membership.leader.draining import NOTICE_S
+from ftrun.membership.leader.failure_detector import Peers
 from ftrun.recovery.past import MAX_GONE, MAX_RESTARTS, Past
 from tests.unit.agent.test_cluster_verdict import status, verdict
 from tests.unit.recovery.agents import Agents

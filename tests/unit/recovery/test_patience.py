@@ -3,8 +3,8 @@
 import pytest
 
 from ftrun.errors import ExitCode
+from ftrun.membership.patience import SAY_EVERY_S, Patience
 from ftrun.recovery.commands import EndRun, Note
-from ftrun.recovery.patience import SAY_EVERY_S, Patience
 from tests.unit.recovery.made import settings
 
 SETTINGS = settings(join_wait_s=100.0, endpoint=("a.local", 29400))

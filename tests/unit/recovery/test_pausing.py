@@ -1,8 +1,8 @@
 """Pausing: what is missing is said once, and the wait for it ends."""
 
 from ftrun.errors import ExitCode
+from ftrun.membership.leader.pausing import GONE_S, PUT_OFF_S, Pause
 from ftrun.recovery.commands import EndRun, Note
-from ftrun.recovery.pausing import GONE_S, PUT_OFF_S, Pause
 
 
 def test_it_says_what_is_missing_and_says_it_again_where_that_is_news() -> None:

@@ -5,9 +5,9 @@ from hypothesis import given
 from hypothesis import settings as effort
 from hypothesis import strategies as st
 
-from ftrun.recovery.places import Assignment, NotEnough, assign, first_order
+from ftrun.membership.leader.rank_assignment import Assignment, NotEnough, assign, first_order
 from ftrun.recovery.settings import Wishes
-from ftrun.wire.plan import NodeCard
+from ftrun.wire.cluster.generation import NodeCard
 from tests.unit.recovery.made import card, cards, plan
 
 WISHES = Wishes(1, 4, 2)

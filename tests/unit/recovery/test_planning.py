@@ -3,16 +3,16 @@
 import pytest
 
 from ftrun.errors import ExitCode
-from ftrun.network.rails import Rail, RoadsPlan
-from ftrun.recovery import planning
-from ftrun.recovery.ballots import Ballot, electorate
+from ftrun.membership.ballots import Ballot, electorate
+from ftrun.membership.leader import planning
+from ftrun.membership.leader.planning import StateMissing, make_plan
+from ftrun.membership.leader.rank_assignment import Assignment
 from ftrun.recovery.commands import EndRun
-from ftrun.recovery.places import Assignment
-from ftrun.recovery.planning import StateMissing, make_plan
 from ftrun.recovery.settings import ClusterSettings
-from ftrun.wire.ballot_messages import Promise
-from ftrun.wire.plan import History, Plan, Source, VersionPair, Voters
-from ftrun.wire.smp_messages import Inventory
+from ftrun.wire.cluster.generation import History, Plan, Source, VersionPair, Voters
+from ftrun.wire.cluster.membership import Promise
+from ftrun.wire.cluster.rails import Rail, RoadsPlan
+from ftrun.wire.messages.smp import Inventory
 from tests.unit.recovery.made import SETTINGS, card, cards, offer, part, plan, promise, settings
 
 WITH_CHECKPOINTS = settings(has_checkpoints=True, deadline_s=3.0, settle_s=5.0)

@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 
 from ftrun.events import Progress
 from ftrun.ids import Step
-from ftrun.recovery.reports import Reports
-from ftrun.wire.heartbeats import Beat
+from ftrun.recovery.snapshot_coordination import Reports
+from ftrun.wire.cluster.heartbeats import Beat
 from tests.unit.recovery.made import plan
 
 beats = st.builds(

@@ -7,10 +7,10 @@ from hypothesis import settings as effort
 from hypothesis import strategies as st
 
 from ftrun.ids import version
-from ftrun.recovery.restore_choice import ancestry, choose, is_valid
-from ftrun.wire.plan import Plan, Source, VersionPair
-from ftrun.wire.protected import Protected
-from ftrun.wire.smp_messages import Inventory
+from ftrun.recovery.restore_point import ancestry, choose, is_valid
+from ftrun.wire.cluster.generation import Plan, Source, VersionPair
+from ftrun.wire.messages.protected import Protected
+from ftrun.wire.messages.smp import Inventory
 from tests.unit.recovery.made import offer, part, plan
 
 Holdings = dict[str, Inventory]

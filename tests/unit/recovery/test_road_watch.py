@@ -5,23 +5,24 @@ from typing import Any
 
 import pytest
 
+from ftrun.membership.leader.failure_detector import Peers
+from ftrun.membership.leader.rank_assignment import Assignment
 from ftrun.monitor.verdicts import Sure, Verdict, VerdictKind
-from ftrun.network.findings import Findings
-from ftrun.network.leaves import Leaves
-from ftrun.network.probe_rounds import Road
-from ftrun.network.rails import Rail, RoadFound, RoadsPlan
-from ftrun.network.road_planning import Situation, survey_of
-from ftrun.recovery import road_map, road_watch
-from ftrun.recovery.attendance import Peers
+from ftrun.network.detect.findings import Findings
+from ftrun.network.detect.leaves import Leaves
+from ftrun.network.detect.probe_schedule import Road
+from ftrun.network.failover import path_map as road_map
+from ftrun.network.failover import path_monitor as road_watch
+from ftrun.network.failover.pair_check import PairCheck
+from ftrun.network.failover.road_guard import GuardedRoads
+from ftrun.network.plan.planner import Situation, survey_of
 from ftrun.recovery.commands import Command, Note, Send
-from ftrun.recovery.pair_check import PairCheck
-from ftrun.recovery.places import Assignment
-from ftrun.recovery.road_guard import GuardedRoads
+from ftrun.recovery.health import Watching
 from ftrun.recovery.settings import NetworkSettings
 from ftrun.recovery.slow_watch import SlowWatch
-from ftrun.recovery.watching import Watching
-from ftrun.wire.cluster import AskRoad, ProbeFound, RoadSilent, RoadTried
-from ftrun.wire.plan import NodeCard, Plan
+from ftrun.wire.cluster.generation import NodeCard, Plan
+from ftrun.wire.cluster.messages import AskRoad, ProbeFound, RoadSilent, RoadTried
+from ftrun.wire.cluster.rails import Rail, RoadFound, RoadsPlan
 from tests.unit.recovery.made import card, meet, plan, settings
 
 Rate = Callable[[Road], float]

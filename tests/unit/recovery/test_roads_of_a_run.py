@@ -3,16 +3,16 @@
 import msgspec
 import pytest
 
-from ftrun.network.rails import Rail, RoadFound
+from ftrun.membership.events import Heard
+from ftrun.membership.member import Member
+from ftrun.network.failover.pair_check import PairCheck
 from ftrun.recovery.commands import Command, Note, RunGeneration, TryRoad
-from ftrun.recovery.happenings import Heard
-from ftrun.recovery.member import Member
-from ftrun.recovery.oversight import Oversight
-from ftrun.recovery.pair_check import PairCheck
+from ftrun.recovery.generation_monitor import Oversight
 from ftrun.recovery.settings import NetworkSettings, Wishes
-from ftrun.wire.cluster import RoadSilent, RoadTried
-from ftrun.wire.heartbeats import Beat
-from ftrun.wire.plan import Plan
+from ftrun.wire.cluster.generation import Plan
+from ftrun.wire.cluster.heartbeats import Beat
+from ftrun.wire.cluster.messages import RoadSilent, RoadTried
+from ftrun.wire.cluster.rails import Rail, RoadFound
 from tests.unit.recovery.agents import Agent, Agents
 from tests.unit.recovery.made import POLICY, card, settings
 

@@ -4,14 +4,14 @@ import msgspec
 import pytest
 
 from ftrun.events import Kind
-from ftrun.monitor.fitness import Figures, Fitness, Outcome
-from ftrun.recovery.attendance import Peers
+from ftrun.membership.events import Checked, RanksStuck
+from ftrun.membership.leader.failure_detector import Peers
+from ftrun.membership.leader.rank_assignment import Assignment, NotEnough
+from ftrun.membership.leader.screening import Screening
+from ftrun.monitor.node_fitness import Figures, Fitness, Outcome
 from ftrun.recovery.commands import CheckAgain, Note
-from ftrun.recovery.happenings import Checked, RanksStuck
-from ftrun.recovery.places import Assignment, NotEnough
-from ftrun.recovery.screening import Screening
 from ftrun.recovery.settings import Wishes
-from ftrun.wire.heartbeats import LeadBeat
+from ftrun.wire.cluster.heartbeats import LeadBeat
 from tests.unit.recovery.agents import Agents
 from tests.unit.recovery.made import card, plan, settings
 from tests.unit.recovery.test_lead import exited, notes, works

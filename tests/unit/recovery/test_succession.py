@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import settings as effort
 from hypothesis import strategies as st
 
-from ftrun.recovery.succession import ASKED_AT_ONCE, Succession, place_of
+from ftrun.membership.succession import ASKED_AT_ONCE, Succession, place_of
 from tests.unit.recovery.made import card, plan
 
 PLAN = plan(1, "abc", spares="de")

@@ -7,12 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ftrun.agent import road_probe
-from ftrun.network.probe_rounds import Road, schedule, schedule_for
-from ftrun.network.rail_matching import match_rails
-from ftrun.network.rails import Rail, RoadFound
-from ftrun.recovery.commands import Send
-from ftrun.recovery.surveying import (
+from ftrun.agent.cluster import path_probe as road_probe
+from ftrun.network.detect.probe_schedule import Road, schedule, schedule_for
+from ftrun.network.detect.rails import match_rails
+from ftrun.network.failover.survey import (
     MOST_ROADS,
     ROUND_S,
     SHORT_ROUND_S,
@@ -21,7 +19,9 @@ from ftrun.recovery.surveying import (
     most_rounds,
     roads_to,
 )
-from ftrun.wire.cluster import AskRoad, RoadTried
+from ftrun.recovery.commands import Send
+from ftrun.wire.cluster.messages import AskRoad, RoadTried
+from ftrun.wire.cluster.rails import Rail, RoadFound
 
 LIMIT_S = 3.0
 

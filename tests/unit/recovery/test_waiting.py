@@ -1,6 +1,6 @@
 """Waiting: ranks stand still before the run may go on without them."""
 
-from ftrun.recovery.waiting import Waiting
+from ftrun.membership.fencing import Waiting
 from tests.unit.recovery.made import settings
 
 SETTINGS = settings(heartbeat_s=0.5, cut_off_s=2.0)

@@ -11,15 +11,15 @@ from unit.recovery.test_hang_watch import hang
 
 from ftrun.events import Kind, WorkerExit
 from ftrun.ids import Rank
-from ftrun.monitor.clock_offsets import ClockOffset
-from ftrun.monitor.delay_matrix import LinkSample
-from ftrun.monitor.samples import NodeSample, RankSample
+from ftrun.monitor.slow.clock_offsets import ClockOffset
+from ftrun.monitor.slow.delay_matrix import LinkSample
+from ftrun.monitor.slow.samples import NodeSample, RankSample
+from ftrun.network.failover.pair_check import PairCheck
 from ftrun.recovery.commands import EndRun, Send, StartGeneration, SupervisorCommand
-from ftrun.recovery.oversight import Oversight
-from ftrun.recovery.pair_check import PairCheck
+from ftrun.recovery.generation_monitor import Oversight
 from ftrun.recovery.slow_watch import SlowWatch
-from ftrun.wire.cluster import AskProbe, ProbeFound
-from ftrun.wire.heartbeats import Beat, RankReport
+from ftrun.wire.cluster.heartbeats import Beat, RankReport
+from ftrun.wire.cluster.messages import AskProbe, ProbeFound
 from tests.unit.recovery.made import POLICY, card, plan, settings
 
 PLAN = plan(1, [card("a", num_ranks=2), card("b", num_ranks=2)], spares="s")

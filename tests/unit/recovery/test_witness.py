@@ -1,9 +1,9 @@
 """The witness as an agent sees it: what it has confirmed counts from when it was asked."""
 
+from ftrun.membership.events import WitnessSaid
+from ftrun.membership.witness import Register
+from ftrun.membership.witness_votes import Witness
 from ftrun.recovery.commands import AskWitness, Command, Note, Wish
-from ftrun.recovery.happenings import WitnessSaid
-from ftrun.recovery.witness import Witness
-from ftrun.recovery.witness_rules import Register
 from tests.unit.recovery.made import card, plan
 
 A = card("a")

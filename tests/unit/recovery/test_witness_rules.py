@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import settings as effort
 from hypothesis import strategies as st
 
+from ftrun.membership.witness import Register, Ruling, rule
 from ftrun.recovery.commands import AskWitness, Wish
-from ftrun.recovery.witness_rules import Register, Ruling, rule
-from ftrun.wire.plan import NodeCard, Plan
+from ftrun.wire.cluster.generation import NodeCard, Plan
 from tests.unit.recovery.made import card, plan
 
 A, B = card("a"), card("b")

@@ -3,11 +3,11 @@
 import pytest
 
 from ftrun.errors import ExitCode
-from ftrun.recovery.allegiance import Role
+from ftrun.membership.discovery import Role
+from ftrun.membership.events import HereIs, WitnessSaid
 from ftrun.recovery.commands import AskWitness, EndRun, HoldRanks, Note, Wish
-from ftrun.recovery.happenings import HereIs, WitnessSaid
 from ftrun.recovery.settings import Wishes
-from ftrun.wire.heartbeats import Beat
+from ftrun.wire.cluster.heartbeats import Beat
 from tests.unit.recovery.agents import Agents
 from tests.unit.recovery.made import card, plan, settings
 

@@ -11,12 +11,14 @@ import pytest
 
 from ftrun.free_memory import Available
 from ftrun.ids import Generation, Rank
-from ftrun.smp import arena_requests
-from ftrun.smp.arena_requests import ArenaRequests
 from ftrun.smp.jobs import Jobs
-from ftrun.smp.memory import ArenaMemory, create
-from ftrun.snapshot.versions import CommitTracker
-from ftrun.wire import messages, smp_messages, worker_messages
+from ftrun.smp.memory import arena_requests
+from ftrun.smp.memory.arena_requests import ArenaRequests
+from ftrun.smp.memory.arenas import ArenaMemory, create
+from ftrun.snapshot.commit_tracker import CommitTracker
+from ftrun.wire.messages import envelope as messages
+from ftrun.wire.messages import smp as smp_messages
+from ftrun.wire.messages import worker as worker_messages
 
 PATIENCE_S = 60.0
 MB = 10**6

@@ -3,7 +3,7 @@
 import pytest
 
 from ftrun import clock
-from ftrun.smp.copy_room import KEEP_S, CopyRoom
+from ftrun.smp.checkpoint.storage.copy_room import KEEP_S, CopyRoom
 
 
 def room(free_bytes: int = 1 << 40) -> CopyRoom:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from ftrun.smp import disk_file
-from ftrun.smp.disk_file import BLOCK_BYTES, BUFFER_BYTES, DiskFile
+from ftrun.smp.checkpoint.storage import direct_file as disk_file
+from ftrun.smp.checkpoint.storage.direct_file import BLOCK_BYTES, BUFFER_BYTES, DiskFile
 
 SIZES = [
     *(0, 1, BLOCK_BYTES - 1, BLOCK_BYTES, BLOCK_BYTES + 1),

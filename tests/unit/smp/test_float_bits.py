@@ -6,8 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ftrun.smp import float_bits
-from ftrun.smp.float_bits import bits_type, converted, mean
+from ftrun.tools.checkpoints import float_bits
+from ftrun.tools.checkpoints.float_bits import bits_type, converted, mean
 
 TORCH = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 WIDTH = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}

@@ -1,7 +1,7 @@
 """When a link dials again, when its node counts as lost, and which links a session admits."""
 
 from ftrun.smp.link_rules import FETCH, FIRST_PAUSE_S, PROTECT, LinkRules, admits
-from ftrun.wire.transfer import LinkHello
+from ftrun.wire.cluster.transfer import LinkHello
 
 PATIENCE_S = 10.0
 

@@ -8,8 +8,8 @@ import pytest
 from ftrun.errors import MemoryTooSmall
 from ftrun.free_memory import Available
 from ftrun.ids import Generation, Rank
-from ftrun.smp.memory import ArenaMemory, create
-from ftrun.wire.arena import ArenaShape
+from ftrun.smp.memory.arenas import ArenaMemory, create
+from ftrun.wire.shared_memory.arena import ArenaShape
 
 MB = 10**6
 SHAPES = [ArenaShape(rank, 3, MB, 4, 1) for rank in range(3)]

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from ftrun.errors import CheckpointError
-from ftrun.smp.pace import Throttle
+from ftrun.smp.checkpoint.storage.pace import Throttle
 
 MIB = 1 << 20
 

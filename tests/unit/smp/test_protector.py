@@ -6,16 +6,16 @@ from typing import Any
 import pytest
 
 from ftrun.ids import Rank, RunId, version
-from ftrun.smp.exchange import ProtectorTools
-from ftrun.smp.protecting import Protecting
-from ftrun.smp.protector import Protector
-from ftrun.smp.vaults import Vaults, make_vault
+from ftrun.smp.memory.parity_store import Vaults, make_vault
+from ftrun.smp.redundancy.exchange import ProtectorTools
+from ftrun.smp.redundancy.group import Protecting
+from ftrun.smp.redundancy.protector import Protector
 from ftrun.snapshot.manifest import NodeManifest
 from ftrun.snapshot.redundancy import NodePlan
-from ftrun.wire.protected import NodePlace
-from ftrun.wire.smp_messages import VersionReady
-from ftrun.wire.transfer import Sealed
-from ftrun.wire.vault import Vault, VaultRecord, VaultState
+from ftrun.wire.cluster.transfer import Sealed
+from ftrun.wire.messages.protected import NodePlace
+from ftrun.wire.messages.smp import VersionReady
+from ftrun.wire.shared_memory.parity_region import Vault, VaultRecord, VaultState
 
 GENERATION, STEP = 1, 4
 GROUP = Protecting(

@@ -19,11 +19,12 @@ import pytest
 
 from ftrun.ids import Generation, Rank, Version, version
 from ftrun.recovery.alignment import Alignment
-from ftrun.smp.commits import Commits, Start
-from ftrun.smp.memory import ArenaMemory
-from ftrun.wire import messages, smp_messages
-from ftrun.wire.pages import Command, Page, create_command_page
-from ftrun.worker.settling import Settling
+from ftrun.smp.memory.arenas import ArenaMemory
+from ftrun.smp.memory.commits import Commits, Start
+from ftrun.wire.messages import envelope as messages
+from ftrun.wire.messages import smp as smp_messages
+from ftrun.wire.shared_memory.pages import Command, Page, create_command_page
+from ftrun.worker.capture.settling import Settling
 
 GENERATION = 3
 NUM_STEPS = 400

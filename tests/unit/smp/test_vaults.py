@@ -8,10 +8,10 @@ import xxhash
 
 from ftrun.errors import LayoutUnknown
 from ftrun.ids import version
-from ftrun.smp.vaults import Vaults, make_vault
+from ftrun.smp.memory.parity_store import Vaults, make_vault
 from ftrun.snapshot.redundancy import NodePlan
-from ftrun.wire.protected import GroupMember
-from ftrun.wire.vault import Vault, VaultRecord, VaultState
+from ftrun.wire.messages.protected import GroupMember
+from ftrun.wire.shared_memory.parity_region import Vault, VaultRecord, VaultState
 
 
 def record(step: int, protected_in: int = 0) -> VaultRecord:

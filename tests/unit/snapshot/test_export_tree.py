@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from ftrun.errors import CheckpointError
-from ftrun.snapshot.export_tree import Choice, Outline, natural, outline_of, refs_in, replaced
-from ftrun.snapshot.plain import TensorRef
+from ftrun.snapshot.plain_values import TensorRef
+from ftrun.tools.export.selection import Choice, Outline, natural, outline_of, refs_in, replaced
 
 HELD = ["model.b.10.w", "model.b.2.w", "model.wte", "table", "optimizer.params[0][2]"]
 GROUPS = [{"params": ["model.wte", "model.b.2.w"], "lr": 0.1}, {"params": ["model.b.10.w"]}]

@@ -1,7 +1,7 @@
 """All nodes of a group conclude the same, whoever hears what first."""
 
-from ftrun.snapshot.group_plan import GroupPlan, Told
 from ftrun.snapshot.manifest import NodeManifest, RankManifest, Section
+from ftrun.snapshot.plan_agreement import GroupPlan, Told
 
 KEYS = (11, 22, 33)
 

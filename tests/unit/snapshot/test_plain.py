@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ftrun.errors import LayoutUnknown, ValueNotStorable
-from ftrun.snapshot.plain import TensorRef, decode, encode, encode_each
+from ftrun.snapshot.plain_values import TensorRef, decode, encode, encode_each
 
 scalars = (
     st.none()

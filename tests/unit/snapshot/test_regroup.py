@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ftrun.snapshot import regroup
-from ftrun.snapshot.plain import decode, encode
+from ftrun.snapshot.plain_values import decode, encode
 from ftrun.snapshot.regroup import Resize
-from ftrun.worker import rng
+from ftrun.worker.state import determinism as rng
 
 counts = st.lists(st.integers(0, 50), min_size=1, max_size=6)
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ftrun.snapshot.layout import ITEM_BYTES
-from ftrun.snapshot.safetensors_plan import Described, PlannedFile, index_of, plan_files
+from ftrun.tools.export.safetensors import Described, PlannedFile, index_of, plan_files
 
 shapes = st.lists(st.integers(0, 5), max_size=3).map(tuple)
 tensors = st.dictionaries(

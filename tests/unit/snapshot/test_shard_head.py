@@ -5,7 +5,7 @@ from array import array
 import pytest
 
 from ftrun.snapshot.layout import PIECE_BYTES, PLAIN_NAME, Entry, When, make_layout
-from ftrun.snapshot.shard_head import ShardHead
+from ftrun.snapshot.shard_header import ShardHead
 
 ENTRIES = [
     Entry("mean", "F32", (10,), When.BOUNDARY),

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ftrun.snapshot.shares import MOST_NODES, Share, company_of, ranks_at, share_of
+from ftrun.snapshot.load_shares import MOST_NODES, Share, company_of, ranks_at, share_of
 
 SIZE = {digest: 1 + digest * 7 % 13 for digest in range(40)}
 """Equal digests are equal bytes, so of one size."""

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ftrun.ids import Generation, Rank, Version, version
-from ftrun.snapshot.versions import CommitTracker, newest_common
+from ftrun.snapshot.commit_tracker import CommitTracker, newest_common
 
 R0, R1 = Rank(0), Rank(1)
 

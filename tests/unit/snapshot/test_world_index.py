@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from ftrun.errors import LayoutUnknown, RanksDiffer, TensorIncomplete
 from ftrun.ids import Rank
+from ftrun.sharding.source_index import WholeTensor, WorldIndex
 from ftrun.snapshot.boxes import Box, Part, overlap, span_of, whole
 from ftrun.snapshot.layout import Entry, When, make_layout, parse_header
-from ftrun.snapshot.shard_head import ShardHead
-from ftrun.snapshot.world_index import WholeTensor, WorldIndex
+from ftrun.snapshot.shard_header import ShardHead
 
 
 def head_of(*entries: Entry, knows_parts: bool = True) -> ShardHead:

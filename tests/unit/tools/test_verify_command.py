@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ftrun.cli.command_line import parse
+from ftrun.cli.launch.command_line import parse
 from ftrun.errors import UsageError
 from ftrun.tools.verify import command
 from ftrun.tools.verify.command import FLAGS, Options, options_of

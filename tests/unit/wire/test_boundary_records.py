@@ -3,7 +3,7 @@
 import mmap
 
 from ftrun.monitor.repeat_check import BoundaryRecord
-from ftrun.wire.pages import (
+from ftrun.wire.shared_memory.pages import (
     MAX_SAMPLES,
     NUM_RECORDS,
     PAGE_BYTES,

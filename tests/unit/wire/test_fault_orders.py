@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from ftrun.errors import UsageError
-from ftrun.wire.fault_kinds import FAULTS, TARGETS
+from ftrun.wire.fault_catalog import FAULTS, TARGETS
 from ftrun.wire.fault_orders import FaultOrder, FaultPage, FaultPages, duration_s, make_order
 
 EVERY_KIND = """

@@ -2,10 +2,10 @@
 
 import msgspec
 
-from ftrun.agent.own_rails import MAX_RAILS
-from ftrun.network.rails import Rail, RoadsPlan
-from ftrun.wire.framing import MAX_FRAME_BYTES
-from ftrun.wire.plan import NodeCard, Plan, PlanNode, Source, Voters
+from ftrun.agent.cluster.own_rails import MAX_RAILS
+from ftrun.wire.cluster.generation import NodeCard, Plan, PlanNode, Source, Voters
+from ftrun.wire.cluster.rails import Rail, RoadsPlan
+from ftrun.wire.transport.framing import MAX_FRAME_BYTES
 
 NODES = 1_024
 PER_NODE = 8

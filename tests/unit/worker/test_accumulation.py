@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from ftrun.worker.accumulation import Accumulation
+from ftrun.worker.capture.accumulation import Accumulation
 
 
 @pytest.fixture

@@ -10,10 +10,10 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRandomSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from ftrun.snapshot.plain import decode, encode
+from ftrun.snapshot.plain_values import decode, encode
 from ftrun.snapshot.regroup import Resize, loader
-from ftrun.worker import rng
-from ftrun.worker.batches import Feed
+from ftrun.worker.state import determinism as rng
+from ftrun.worker.state.data_position import Feed
 
 
 class Counted(Dataset[int]):

@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from ftrun.monitor.repeat_check import LATE_STEPS, BoundaryRecord
-from ftrun.wire.pages import MAX_SAMPLES, Page, create_page
-from ftrun.worker.attached import Attached
-from ftrun.worker.boundary_digests import STAYS, BoundaryDigests
-from ftrun.worker.host_copies import HostCopy
+from ftrun.wire.shared_memory.pages import MAX_SAMPLES, Page, create_page
+from ftrun.worker.capture.boundary_digests import STAYS, BoundaryDigests
+from ftrun.worker.capture.host_copies import HostCopy
+from ftrun.worker.state.attached import Attached
 
 
 class Watched:

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from ftrun.wire.pages import Beat, Command, Page, create_command_page, create_page
-from ftrun.worker.cadence import Cadence, Turn
+from ftrun.wire.shared_memory.pages import Beat, Command, Page, create_command_page, create_page
+from ftrun.worker.capture.boundaries import Cadence, Turn
 from ftrun.worker.context import SnapshotSettings
 
 STEP_S = 0.1

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from ftrun.errors import RulesInvalid, UsageError
-from ftrun.layouts.rule_file import read_carried
-from ftrun.worker.declared_layout import declared
+from ftrun.sharding.rule_parser import read_carried
+from ftrun.worker.state.declared_layout import declared
 
 TEXT = "mesh: {dp: 2, tp: 2}\nshard:\n  - {name: model.w, axis: tp, dim: 0}\n"
 

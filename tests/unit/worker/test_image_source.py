@@ -8,10 +8,10 @@ import xxhash
 
 from ftrun.errors import LayoutUnknown, RanksDiffer, SnapshotCorrupt
 from ftrun.ids import Rank, version
+from ftrun.sharding.source_index import WorldIndex
 from ftrun.snapshot.boxes import Part
 from ftrun.snapshot.layout import PIECE_BYTES, Entry, Layout, When, make_layout
-from ftrun.snapshot.world_index import WorldIndex
-from ftrun.wire.arena import (
+from ftrun.wire.shared_memory.arena import (
     Arena,
     ArenaShape,
     SlotHeader,
@@ -19,9 +19,9 @@ from ftrun.wire.arena import (
     create_memfd,
     table_digest,
 )
-from ftrun.worker.image_source import CheckedImages, LocalImages, Range
 from ftrun.worker.replicas import check_replicas
-from ftrun.worker.world_reader import fill
+from ftrun.worker.reshard.source import CheckedImages, LocalImages, Range
+from ftrun.worker.reshard.tensor_reader import fill
 
 WANTED = version(2, 7)
 ROWS, COLUMNS = 1200, 150

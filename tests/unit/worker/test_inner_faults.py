@@ -12,10 +12,10 @@ import torch
 from ftrun import clock
 from ftrun.ids import Generation, Incarnation, Rank, RunId
 from ftrun.wire.fault_orders import FaultOrder, FaultPage, make_order
-from ftrun.wire.pages import Beat, Page, create_command_page, create_page
-from ftrun.worker import inner_faults
+from ftrun.wire.shared_memory.pages import Beat, Page, create_command_page, create_page
 from ftrun.worker.context import SnapshotSettings, WorkerContext
-from ftrun.worker.inner_faults import FaultWatch, Telling, slow_input
+from ftrun.worker.process import in_process_faults as inner_faults
+from ftrun.worker.process.in_process_faults import FaultWatch, Telling, slow_input
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ftrun.snapshot.layout import When
-from ftrun.worker.laziness import (
+from ftrun.worker.capture.laziness import (
     BOUNDARY_BYTES,
     ROW_BYTES,
     LazyCopyCheck,
@@ -12,7 +12,7 @@ from ftrun.worker.laziness import (
     LazyTensor,
     is_lazy,
 )
-from ftrun.worker.state_tree import source_of
+from ftrun.worker.state.state_tree import source_of
 
 ITEMS = 3 * ROW_BYTES // 4 + 1000
 

@@ -15,16 +15,16 @@ from torch import nn
 
 from ftrun import clock
 from ftrun.ids import Generation, Incarnation, Rank, RunId
-from ftrun.wire.pages import Command, Page, create_command_page, create_page
-from ftrun.worker import lease
+from ftrun.wire.shared_memory.pages import Command, Page, create_command_page, create_page
 from ftrun.worker.context import SnapshotSettings, WorkerContext
+from ftrun.worker.process import lease
 
 WAIT_S = 60.0
 
 BEHIND_A_WRAPPER = """
 import os, sys, time
 from types import SimpleNamespace
-from ftrun.wire.pages import Page, create_command_page
+from ftrun.wire.shared_memory.pages import Page, create_command_page
 from ftrun.worker import lease
 lease.install(SimpleNamespace(commands=Page(create_command_page())))
 print(os.getpid(), flush=True)
@@ -34,7 +34,7 @@ time.sleep(600)
 
 IN_A_LATER_TIME = """
 import sys, threading
-from ftrun.wire.pages import Page
+from ftrun.wire.shared_memory.pages import Page
 from ftrun.worker import lease
 stepping = threading.Thread(target=lease.wait, args=(Page(int(sys.argv[1])),), daemon=True)
 stepping.start()

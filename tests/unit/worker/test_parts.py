@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from ftrun.snapshot.boxes import Part, whole
-from ftrun.worker.parts import box_of, part_of
+from ftrun.worker.state.parts import box_of, part_of
 
 PLACEMENTS = [
     (Shard(0), Shard(1)),

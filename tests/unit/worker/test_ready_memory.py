@@ -13,8 +13,8 @@ import torch
 
 from ftrun.free_memory import Available
 from ftrun.snapshot.layout import PAGE_BYTES
-from ftrun.worker import ready_memory
-from ftrun.worker.ready_memory import LEAST_BYTES, ReadyMemory
+from ftrun.worker.restore import ready_memory
+from ftrun.worker.restore.ready_memory import LEAST_BYTES, ReadyMemory
 
 MIB = 1 << 20
 

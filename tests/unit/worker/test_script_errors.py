@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
-from ftrun.wire.pages import Beat, Page, create_page
-from ftrun.worker.script_errors import explain_missing_name
+from ftrun.wire.shared_memory.pages import Beat, Page, create_page
+from ftrun.worker.process.script_errors import explain_missing_name
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def test_a_script_whose_loop_had_no_turn_ends_with_the_explanation() -> None:
     program = """
 import os
 from ftrun.wire import environment as env
-from ftrun.wire.pages import Beat, Page, create_command_page, create_page
+from ftrun.wire.shared_memory.pages import Beat, Page, create_command_page, create_page
 from ftrun.worker import script_errors
 
 fd = create_page("beat")

@@ -5,9 +5,9 @@ import torch
 from torch import nn
 
 from ftrun.errors import MemoryTooSmall
-from ftrun.worker import slots
-from ftrun.worker.attached import Attached
-from ftrun.worker.state_tree import StateTree
+from ftrun.worker.capture import slots
+from ftrun.worker.state.attached import Attached
+from ftrun.worker.state.state_tree import StateTree
 
 
 def is_over(*, needed_bytes: int, available_bytes: int) -> bool:

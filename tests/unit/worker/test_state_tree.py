@@ -12,10 +12,10 @@ from torch import nn
 
 from ftrun.errors import UsageError, ValueNotStorable
 from ftrun.snapshot.layout import When
-from ftrun.snapshot.plain import decode
-from ftrun.worker.attached import Attached, Skip, by_name, every_name, unwrapped
-from ftrun.worker.state_tree import StateTree
-from ftrun.worker.tensors import at_home, kind_of
+from ftrun.snapshot.plain_values import decode
+from ftrun.worker.state.attached import Attached, Skip, by_name, every_name, unwrapped
+from ftrun.worker.state.state_tree import StateTree
+from ftrun.worker.state.tensors import at_home, kind_of
 
 
 def tree_of(**given: object) -> StateTree:

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from ftrun.worker.ready_memory import empty
-from ftrun.worker.tensors import is_expanded, stride_for, stride_of
+from ftrun.worker.restore.ready_memory import empty
+from ftrun.worker.state.tensors import is_expanded, stride_for, stride_of
 
 
 @pytest.mark.parametrize(

@@ -7,11 +7,11 @@ import torch
 
 from ftrun.errors import ValueNotStorable
 from ftrun.ids import Generation, Incarnation, Rank, RunId
-from ftrun.wire.pages import Beat, Page, create_command_page, create_page
-from ftrun.worker import finite, heartbeat
+from ftrun.wire.shared_memory.pages import Beat, Page, create_command_page, create_page
+from ftrun.worker.capture.copying import CopyThread
 from ftrun.worker.context import SnapshotSettings, WorkerContext
-from ftrun.worker.copying import CopyThread
-from ftrun.worker.unprotected import UnprotectedReasons
+from ftrun.worker.process import finite, heartbeat
+from ftrun.worker.state.unprotected import UnprotectedReasons
 
 
 @pytest.fixture
@@ -82,5 +82,5 @@ def test_a_job_that_fails_leaves_the_copy_thread_to_the_next(
     thread.wait()
     assert done == [1]
     assert [(r.levelno, r.name) for r in caplog.records] == [
-        (logging.ERROR, "ftrun.worker.copying")
+        (logging.ERROR, "ftrun.worker.capture.copying")
     ]

@@ -12,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ftrun.errors import CheckpointError
-from ftrun.snapshot import plain
+from ftrun.snapshot import plain_values as plain
 from ftrun.snapshot.boxes import Box, Part, whole
 from ftrun.snapshot.layout import PLAIN_NAME, Entry, When, make_layout
-from ftrun.wire.export_facts import ShardPlace
+from ftrun.tools.export.source import ExportWorld
+from ftrun.tools.export.whole_tensors import TensorReader
+from ftrun.wire.messages.export_facts import ShardPlace
 from ftrun.worker.disk_images import DiskImages
-from ftrun.worker.export_world import ExportWorld
-from ftrun.worker.whole_tensors import TensorReader
 
 EMPTY = (
     *("groups", "stateful", "dicts", "extra_state", "optimizer_state", "session"),

@@ -1,0 +1,365 @@
+"""The thread that speaks with the other nodes' agents, and decides.
+
+Runs in:  agent, a thread of its own. It never waits for anything a node does: torch, workers, the
+          SMP and the disk are the main thread's.
+Takes in: connections, frames, the hands' events, time.
+Gives:    frames, dials, orders for the hands; ranks stopped and let go at once.
+Survives: any peer, whatever it sends; the main thread's longest wait.
+Source:   a peer's standby deadlocked on one store client that heartbeats and a blocking read had
+          in common; here heartbeats share nothing with what can block.
+
+Rule 1: there is one connection to each node: the newest, over whichever rail. What has come over an
+        older one is heard; then it is closed without a word. other_ways.py has the one exception.
+"""
+
+import logging
+import selectors
+import socket
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+
+from ftrun import clock
+from ftrun.agent.cluster.control_loop import Brain, NetworkCommand, Wake
+from ftrun.agent.cluster.dialing import Call, Dialled, Handshakes, Proven
+from ftrun.agent.cluster.other_ways import OtherWays
+from ftrun.errors import FtrunError, PeerError, PeerLost
+from ftrun.membership.events import Closed, DialFailed, Happening, Heard, Opened, Passing
+from ftrun.recovery.commands import Dial, Note, Send
+from ftrun.wire.cluster.membership import TurnedAway
+from ftrun.wire.cluster.messages import (
+    AnyClusterMessage,
+    AskClusterStatus,
+    AskProbe,
+    ClusterEnvelope,
+    ClusterStatus,
+    JournalLines,
+)
+from ftrun.wire.messages.faults import FaultAnswer, FaultOrdered
+from ftrun.wire.transport.identity import PeerIdentity
+from ftrun.wire.transport.peer_connection import PeerConnection
+from ftrun.wire.transport.secret import Secret
+
+_log = logging.getLogger(__name__)
+
+TICK_S = 0.05
+Connection = PeerConnection[ClusterEnvelope]
+HoldNow = Callable[[bool], None]
+"""Stop this node's ranks, or let them go on: at once, from any thread."""
+
+Lease = Callable[[float | None], None]
+"""Until when this node's ranks may step; None: without a limit. From any thread."""
+
+Aside = Callable[[str, AnyClusterMessage], None]
+"""Takes a message that asks for no decision, and its sender; in this thread, without waiting."""
+
+_ASIDES = (
+    JournalLines, AskClusterStatus, ClusterStatus, FaultOrdered, FaultAnswer, AskProbe,
+)  # fmt: skip
+"""What asks for no decision about the run."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Out:
+    """Something to send."""
+
+    node_id: str
+    message: AnyClusterMessage
+
+
+@dataclass(frozen=True, slots=True)
+class _Spoil:
+    """A bit flips in the next frame to each other agent, see `ftrun inject-fault`."""
+
+
+_Inbox = Happening | Proven | _Out | _Spoil | None
+
+
+class ClusterThread:
+    """One agent's connections to the others, with its brain among them."""
+
+    def __init__(  # noqa: PLR0913 - whom its work concerns
+        self,
+        brain: Brain,
+        identity: PeerIdentity,
+        secret: Secret | None,
+        listeners: list[socket.socket],
+        *,
+        wake_hands: Wake,
+        hold_now: HoldNow,
+        lease: Lease,
+        aside: Aside,
+        dialled: Dialled,
+        each_turn: Callable[[float], None],
+    ) -> None:
+        self.brain = brain
+        self._node_id = identity.node_id
+        self._wake_hands = wake_hands
+        self.hold_now = hold_now
+        self._lease = lease
+        self._aside = aside
+        self._each_turn = each_turn
+        self._handshakes = Handshakes(identity, secret, take=self._put, dialled=dialled)
+        self.ways = OtherWays(brain.member.me, brain.settings, brain.card_of)
+        self._selector = selectors.DefaultSelector()
+        self._inbox: SimpleQueue[_Inbox] = SimpleQueue()
+        self._connections: dict[str, Connection] = {}
+        self._wake_read, self._wake_write = socket.socketpair()
+        self._wake_read.setblocking(False)
+        self._wake_write.setblocking(False)
+        self._selector.register(self._wake_read, selectors.EVENT_READ)
+        self._listeners = listeners
+        for listener in listeners:
+            listener.setblocking(False)
+            self._selector.register(listener, selectors.EVENT_READ)
+        self.failure: Exception | None = None
+        """What has ended this thread; the ranks are suspended, and the agent must end."""
+        self._is_over = False
+        self._thread = threading.Thread(target=self._run, name="ftrun-cluster", daemon=True)
+
+    # --- any thread ---------------------------------------------------------------------------
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def tell(self, event: Happening) -> None:
+        self._put(event)
+
+    def send(self, node_id: str, message: AnyClusterMessage) -> None:
+        """Something that asks for no decision, such as lines for the merged journal."""
+        self._put(_Out(node_id, message))
+
+    def spoil_next(self) -> None:
+        """Have a bit flip in the next frame to each other agent."""
+        self._put(_Spoil())
+
+    def wake(self) -> None:
+        """Have the thread take its next turn now."""
+        with suppress(OSError):  # it wakes anyway, or is over
+            self._wake_write.send(b"\0")
+
+    def close(self) -> None:
+        """Say what is still to be said, and close all connections."""
+        self._put(None)
+        self._thread.join(5.0)
+
+    def _put(self, what: _Inbox) -> None:
+        self._inbox.put(what)
+        self.wake()
+
+    # --- this thread --------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while not self._is_over:
+                for key, mask in self._selector.select(TICK_S):
+                    self._on_ready(key.fileobj, mask)
+                self._take_inbox()
+                self._think(Passing())
+                self._lease(self.brain.member.holding.lease_s)
+                now_s = clock.now_s()
+                for call in self.ways.silent(self._connections, now_s=now_s):
+                    self._handshakes.call(Call(*call))
+                self._each_turn(now_s)
+        except Exception as error:  # noqa: BLE001 - any of them ends this agent
+            _log.exception("the thread that speaks with the other nodes ended in a bug of ftrun")
+            self.failure = error
+            self.hold_now(True)
+            self._wake_hands()
+        finally:
+            self._hang_up_all()
+
+    def _on_ready(self, ready: object, mask: int) -> None:
+        if ready is self._wake_read:
+            with suppress(BlockingIOError):
+                self._wake_read.recv(4096)
+        elif isinstance(ready, socket.socket):
+            self._handshakes.accept(ready)
+        elif isinstance(ready, PeerConnection):
+            self._serve(ready, mask)
+
+    def _take_inbox(self) -> None:
+        with suppress(Empty):
+            while True:
+                what = self._inbox.get_nowait()
+                if what is None:
+                    self._is_over = True
+                elif isinstance(what, Proven):
+                    self._made(what)
+                elif isinstance(what, _Out):
+                    self._send(what.node_id, what.message)
+                elif isinstance(what, _Spoil):
+                    for connection in self._connections.values():
+                        connection.is_spoilt = True
+                else:
+                    if isinstance(what, DialFailed):
+                        self._handshakes.ended((what.host, what.port))
+                    self._think(what)
+
+    def _think(self, event: Happening) -> None:
+        before = self.brain.orders.qsize()
+        network = self.brain.think(event)
+        if self.brain.orders.qsize() != before:
+            self._wake_hands()
+        for command in network:
+            self._carry_out(command)
+
+    def _carry_out(self, command: NetworkCommand) -> None:
+        match command:
+            case Dial():
+                self._dial(command)
+            case Send():
+                self._send(command.node_id, command.message)
+            case _:
+                self._drop(command.node_id)
+
+    def _send(self, node_id: str, message: AnyClusterMessage) -> None:
+        connection = self._connections.get(node_id)
+        if connection is None:
+            return
+        connection.generation = max(0, self.brain.member.follower.generation)
+        try:
+            connection.send(message)
+        except PeerLost:
+            self._lost(node_id, connection)
+        except FtrunError as error:
+            _log.warning("not sent to node %s: %s", node_id, error)
+        else:
+            self._watch(connection)
+
+    # --- connections --------------------------------------------------------------------------
+
+    def _dial(self, command: Dial) -> None:
+        if command.node_id not in self._connections:
+            self._handshakes.call(Call(command, self.ways.of(command)))
+
+    def _made(self, made: Proven) -> None:
+        """A handshake has succeeded."""
+        if made.call is not None:
+            self._handshakes.ended(made.call.at)
+        connection = PeerConnection(made.sock, made.session, ClusterEnvelope)
+        node_id, incarnation = connection.peer.node_id, connection.peer.incarnation
+        if node_id == self._node_id:
+            connection.close()
+            return
+        old = self._connections.get(node_id)
+        if old is not None and _are_two(old, connection, self.ways.hosts_of(node_id)):
+            self._turn_away(connection, old.address)
+            return
+        if made.way is not None:
+            self.ways.met((node_id, incarnation), made.way.host, made.way.port)
+        is_ours, now_s = made.call is not None, clock.now_s()
+        if old is not None and self.ways.keeps(node_id, incarnation, is_ours=is_ours, now_s=now_s):
+            connection.close()
+            return
+        if old is not None:
+            self._hear_out(node_id, old, connection)
+        self._connections[node_id] = connection
+        self.ways.made(node_id, incarnation, is_ours=is_ours, now_s=now_s)
+        self._selector.register(connection, selectors.EVENT_READ)
+        self._say_which_way(node_id, made)
+        self._think(Opened(node_id, incarnation))
+
+    def _turn_away(self, connection: Connection, address: str) -> None:
+        text = (
+            f"{connection.address} says it is node {connection.peer.node_id}, and so does "
+            f"{address}. Name each node differently with --node-id"
+        )
+        self._handshakes.say_once(text)
+        with suppress(PeerError):
+            connection.send(TurnedAway(text))
+        connection.close()
+
+    def _hear_out(self, node_id: str, old: Connection, new: Connection) -> None:
+        """Take in what has come over a connection that is not needed any more, and end it."""
+        if old.peer.incarnation == new.peer.incarnation:
+            with suppress(PeerError):
+                for envelope in old.receive_ready():
+                    self._heard(node_id, envelope.body)
+        self._drop(node_id)
+
+    def _say_which_way(self, node_id: str, made: Proven) -> None:
+        """Another rail than the one a node is known by is news for the operator."""
+        call, way = made.call, made.way
+        if call is None or way is None or way.host == call.dial.host:
+            return
+        text = (
+            f"node {node_id} does not answer at {call.dial.host}; it is spoken with at {way.host}"
+        )
+        fields: dict[str, object] = {"to": node_id, "host": way.host, "instead_of": call.dial.host}
+        self.brain.orders.put(Note("OtherRail", text, fields, say=True))
+        self._wake_hands()
+
+    def _serve(self, connection: Connection, mask: int) -> None:
+        node_id = connection.peer.node_id
+        if self._connections.get(node_id) is not connection:
+            return
+        try:
+            if mask & selectors.EVENT_WRITE:
+                connection.flush()
+            if mask & selectors.EVENT_READ:
+                envelopes = connection.receive_ready()
+                if envelopes:
+                    self.ways.heard(node_id, now_s=clock.now_s())
+                for envelope in envelopes:
+                    self._heard(node_id, envelope.body)
+        except PeerError as error:
+            _log.debug("node %s: %s", node_id, error)
+            self._lost(node_id, connection)
+        else:
+            self._watch(connection)
+
+    def _heard(self, node_id: str, message: AnyClusterMessage) -> None:
+        if isinstance(message, _ASIDES):
+            self._aside(node_id, message)
+        else:
+            self._think(Heard(node_id, message))
+
+    def _lost(self, node_id: str, connection: Connection) -> None:
+        if self._connections.get(node_id) is connection:
+            self._drop(node_id)
+            self._think(Closed(node_id))
+
+    def _drop(self, node_id: str) -> None:
+        connection = self._connections.pop(node_id, None)
+        if connection is not None:
+            self.ways.gone(node_id)
+            self._close(connection)
+
+    def _watch(self, connection: Connection) -> None:
+        """Look for room to write just while something waits for it."""
+        if self._connections.get(connection.peer.node_id) is not connection:
+            return
+        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.wants_write else 0)
+        if self._selector.get_key(connection).events != wanted:
+            self._selector.modify(connection, wanted)
+
+    def _close(self, connection: Connection) -> None:
+        self._selector.unregister(connection)
+        connection.close()
+
+    def _hang_up_all(self) -> None:
+        for connection in self._connections.values():
+            with suppress(PeerError):
+                connection.flush()
+            connection.close()
+        for listener in self._listeners:
+            listener.close()
+        self._selector.close()
+        self._wake_read.close()
+        self._wake_write.close()
+
+
+def _are_two(old: Connection, new: Connection, hosts: set[str]) -> bool:
+    """Two agents under one name, and not one that was started again.
+
+    Args:
+        old: the connection there is.
+        new: another one.
+        hosts: all addresses of the machine that the node is known to be.
+    """
+    if old.peer.incarnation == new.peer.incarnation or old.address == new.address:
+        return False
+    return not {old.address, new.address} <= hosts

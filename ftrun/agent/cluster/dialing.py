@@ -1,0 +1,200 @@
+"""Agents that call this one, and those that it calls: each until it has proven who it is.
+
+Runs in:  agent: asked in the thread that speaks with the other nodes; a short-lived thread each.
+Takes in: sockets of strangers, ways to agents.
+Gives:    connections that a handshake has proven, calls that have failed; probes, answered here.
+Survives: any stranger, whatever it sends or leaves unsaid.
+
+Rule 1: a handshake waits for a stranger, so nobody else waits for it.
+Rule 2: whoever is being called is called no second time until that call has ended.
+"""
+
+import logging
+import socket
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from functools import partial
+
+from ftrun.agent.cluster.link_probe import serve_probe
+from ftrun.agent.cluster.path_probe import serve_road
+from ftrun.errors import HandshakeRefused, PeerError, PeerLost
+from ftrun.membership.events import DialFailed
+from ftrun.recovery.commands import Dial
+from ftrun.wire.transport.address_race import Way, reach
+from ftrun.wire.transport.doors import Door, Doors
+from ftrun.wire.transport.handshake import Session, accept_handshake, dial_handshake
+from ftrun.wire.transport.identity import PeerIdentity
+from ftrun.wire.transport.secret import Secret
+from ftrun.wire.transport.tcp import tune
+
+_log = logging.getLogger(__name__)
+
+DIAL_S = 1.0
+MAX_HANDSHAKES = 64
+"""More strangers at once than this are not listened to."""
+
+MAX_SAID = 100
+"""Different reasons for refusing strangers that are shown."""
+
+Dialled = Callable[[str, str, int], None]
+"""Takes node id, host and port of an agent that was reached and has not heard of us yet; in the
+handshake's thread, where it may wait."""
+
+_PROBES: dict[str, Callable[[socket.socket], None]] = {"probe": serve_probe, "road": serve_road}
+"""By the purpose of who dials."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """Whom to reach, and by which ways."""
+
+    dial: Dial
+    ways: list[Way]
+
+    @property
+    def at(self) -> tuple[str, int]:
+        return (self.dial.host, self.dial.port)
+
+
+@dataclass(frozen=True, slots=True)
+class Proven:
+    """A connection that a handshake has proven."""
+
+    sock: socket.socket
+    session: Session
+    call: Call | None = None
+    """What it answers; None: the other side has dialled."""
+    way: Way | None = None
+    """By which it was made."""
+
+
+Take = Callable[[Proven | DialFailed], None]
+"""Takes what has come of a handshake; from any thread."""
+
+
+class Handshakes:
+    """All that are under way at one agent.
+
+    Args:
+        identity: of this agent.
+        secret: of the run.
+        take: see there.
+        dialled: see there.
+    """
+
+    def __init__(
+        self, identity: PeerIdentity, secret: Secret | None, *, take: Take, dialled: Dialled
+    ) -> None:
+        self._identity = identity
+        self._secret = secret
+        self._take = take
+        self._dialled = dialled
+        self._calling: set[tuple[str, int]] = set()
+        self._said: set[str] = set()
+        self._doors = Doors(MAX_HANDSHAKES)
+
+    # --- asked without waiting ----------------------------------------------------------------
+
+    def accept(self, listener: socket.socket) -> None:
+        """Somebody calls."""
+        try:
+            sock, _ = listener.accept()
+        except OSError:
+            return
+        door = self._doors.enter(sock)
+        if door is None:
+            sock.close()
+            return
+        if not _started(partial(self._accepted, sock), door):
+            sock.close()
+            door.leave()
+
+    def call(self, call: Call) -> None:
+        """Reach an agent."""
+        if call.at in self._calling:
+            return
+        self._calling.add(call.at)
+        if not _started(self._called, call):
+            self._calling.discard(call.at)
+
+    def ended(self, at: tuple[str, int]) -> None:
+        """What has come of a call to there was taken."""
+        self._calling.discard(at)
+
+    def say_once(self, text: str) -> None:
+        """The operator watches this node, and the one that is refused may be another's."""
+        if text not in self._said and len(self._said) < MAX_SAID:
+            self._said.add(text)
+            _log.warning("%s", text)
+
+    # --- in a handshake's thread --------------------------------------------------------------
+
+    def _accepted(self, sock: socket.socket, door: Door) -> None:
+        try:
+            tune(sock, bulk=False)
+            session = accept_handshake(
+                sock,
+                self._identity,
+                self._secret,
+                deadline_s=door.handshake_s,
+                hello_s=door.hello_s,
+            )
+        except HandshakeRefused as error:
+            sock.close()
+            self.say_once(str(error))
+        except (PeerError, OSError) as error:
+            sock.close()
+            _log.debug("a stranger: %s", error)
+        else:
+            serve = _PROBES.get(session.peer.purpose)
+            if serve is None:
+                self._take(Proven(sock, session))
+            else:
+                with sock, suppress(OSError):
+                    serve(sock)
+        finally:
+            door.leave()
+
+    def _called(self, call: Call) -> None:
+        command = call.dial
+        try:
+            (sock, session), way = reach(
+                call.ways, partial(self._greet, command.node_id), deadline_s=DIAL_S
+            )
+            with ExitStack() as closing:
+                closing.enter_context(sock)
+                self._dialled(session.peer.node_id, way.host, way.port)
+                closing.pop_all()
+        except PeerError as error:
+            refused = isinstance(error, PeerLost) and error.how == "refused"
+            final = isinstance(error, HandshakeRefused)
+            what = (command.host, command.port, command.node_id)
+            self._take(DialFailed(*what, refused, str(error), final))
+        except Exception:  # noqa: BLE001
+            # See Rule 2: a bug must not make that for good.
+            _log.exception("the call to node %s ended in a bug of ftrun", command.node_id)
+            why = "a bug in ftrun; the agent's log has it"
+            self._take(DialFailed(command.host, command.port, command.node_id, False, why, False))
+        else:
+            self._take(Proven(sock, session, call, way))
+
+    def _greet(self, node_id: str, sock: socket.socket, way: Way) -> tuple[socket.socket, Session]:
+        """The handshake; at an address beside the one a node is known by it must be that node."""
+
+        def admit(peer: PeerIdentity) -> str:
+            is_meant = way.is_sure or peer.node_id == node_id
+            return "" if is_meant else f"node {node_id} was to listen at {way.host}"
+
+        return sock, dial_handshake(sock, self._identity, self._secret, admit=admit)
+
+
+def _started(work: Callable[..., None], what: object) -> bool:
+    """Whether a thread could be had for it; the machine may have run out of them."""
+    try:
+        threading.Thread(target=work, args=(what,), daemon=True).start()
+    except RuntimeError as error:
+        _log.debug("no thread: %s", error)
+        return False
+    return True

@@ -1,0 +1,347 @@
+"""The outside witness's register, in an etcd v3 cluster.
+
+Runs in:  agent, in the main thread before the run begins, then in `WitnessThread` only.
+Takes in: one question at a time.
+Gives:    the answer that witness_rules.py finds, written where nothing has changed since.
+Survives: an endpoint that is gone: the next one is tried; etcd's restart: the lease is taken anew.
+Source:   etcd's API guarantees (a transaction is atomic, a range without `serializable` is
+          linearizable); Jepsen's test of etcd 3.4.3: its keys hold, its locks do not. So the
+          lease is never proof of anything; what counts is the compare in the transaction.
+
+    /ftrun/RUN_ID/register    the counter of generations, who took it last, the newest plan
+    /ftrun/RUN_ID/lead        who leads and where it is found; bound to its lease
+
+Every request has a deadline of its own, and a question as a whole has `ANSWER_S`.
+"""
+
+import base64
+import math
+import secrets
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+
+from ftrun import clock
+from ftrun.config import EtcdTls
+from ftrun.errors import PeerError, UsageError
+from ftrun.membership.events import WitnessSaid
+from ftrun.membership.witness import Register, Ruling, rule
+from ftrun.recovery.commands import AskWitness, Wish
+from ftrun.wire.cluster.generation import NodeCard
+
+ANSWER_S = 1.5
+"""A question is given up after this; shorter than a lead may go without an answer."""
+
+TRY_S = 1.0
+"""One request. etcd answers within some milliseconds, or has no majority."""
+
+CHECK_S = 10.0
+"""How long an endpoint is tried before the run begins."""
+
+CHECK_EVERY_S = 0.5
+MIN_LEASE_S = 2
+"""etcd makes every shorter lease as long as this, with its default times."""
+
+_TLS_WORDS = {
+    "WRONG_VERSION_NUMBER": "it does not speak TLS",
+    "record layer failure": "it does not speak TLS",
+    "Hostname mismatch": "its certificate is for another name or address",
+    "IP address mismatch": "its certificate is for another name or address",
+    "CERTIFICATE_VERIFY_FAILED": "its certificate is not signed by the CA that is named",
+    "CERTIFICATE_REQUIRED": "it asks for a certificate of this node that its CA has signed",
+    "BAD_CERTIFICATE": "it asks for a certificate of this node that its CA has signed",
+    "UNKNOWN_CA": "it asks for a certificate of this node that its CA has signed",
+}
+"""What the libraries say where TLS fails, as a first sign in this order; none of it passes."""
+
+_Answer = TypeVar("_Answer")
+_JSON = dict[str, Any]
+
+
+class Claim(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Whose the lease is."""
+
+    card: NodeCard
+    job: str
+    """What it runs, in words; two runs of one id must not meet."""
+
+
+class EtcdAway(PeerError):
+    """No endpoint of the cluster answers as it should."""
+
+
+class _Seen(msgspec.Struct, frozen=True):
+    """The two keys at one moment."""
+
+    register: Register | None
+    register_revision: int
+    claim: Claim | None
+    claim_revision: int
+    claim_lease: int
+
+
+class EtcdRegister:
+    """One node's way to the register."""
+
+    def __init__(
+        self,
+        endpoints: Sequence[tuple[str, int]],
+        run_id: str,
+        *,
+        job: str,
+        lease_s: float,
+        tls: EtcdTls | None = None,
+    ) -> None:
+        """Load the client library.
+
+        Args:
+            endpoints: host and port of each.
+            run_id: names the keys.
+            job: what the run runs, in words.
+            lease_s: the lead's.
+            tls: None: plain HTTP.
+
+        Raises:
+            UsageError: it is not installed.
+        """
+        try:
+            from etcd3gw.client import Etcd3Client
+        except ImportError as error:
+            raise UsageError(
+                "--rdzv-backend etcd needs the package etcd3gw, which is not installed for "
+                "this python. Install it on every node: pip install 'ftrun[etcd]'"
+            ) from error
+        self.job = job
+        self._names = [f"{host}:{port}" for host, port in endpoints]
+        kind = {"protocol": "https" if tls is not None else "http"}
+        files = tls if tls is not None else EtcdTls()
+        named = {"ca_cert": files.ca, "cert_cert": files.cert, "cert_key": files.key}
+        self._clients = [
+            Etcd3Client(host=host, port=port, timeout=TRY_S, api_path="/v3/", **kind, **named)
+            for host, port in endpoints
+        ]
+        for client in self._clients:
+            client.session.trust_env = False  # no proxy lies between a node and its cluster
+        self._at = 0
+        self._folder = f"/ftrun/{run_id}/"
+        self._lease_s = max(MIN_LEASE_S, math.ceil(lease_s))
+        self._lease: Any = None
+
+    @property
+    def name(self) -> str:
+        return ", ".join(self._names)
+
+    # --- before the run -----------------------------------------------------------------------
+
+    def check(self, wait_s: float = CHECK_S) -> None:
+        """That it is there and can be used is to be known before training starts.
+
+        Raises:
+            EtcdAway: nobody answers; that may pass, and where a node comes back it is no mistake.
+            UsageError: what answers is no etcd v3, or another run has this id.
+        """
+        begun_s = clock.now_s()
+        while True:
+            try:
+                seen = self._on_any(self._read, TRY_S * len(self._clients))
+            except EtcdAway as error:
+                waited_s = clock.now_s() - begun_s
+                is_there, version = self._version()
+                text = self._not_usable(error, waited_s, version)
+                if is_there or str(error) in _TLS_WORDS.values():
+                    raise UsageError(text) from error
+                if waited_s >= wait_s:
+                    raise EtcdAway(text) from error
+                clock.sleep(CHECK_EVERY_S)
+            else:
+                if why := self._taken(seen):
+                    raise UsageError(why)
+                return
+
+    def _version(self) -> tuple[bool, str]:
+        """Whether somebody answers over HTTP, and as which version of etcd."""
+        client = self._clients[self._at]
+        try:
+            answer = client.session.get(f"{client.base_url}/version", timeout=TRY_S)
+        except OSError:  # requests' own errors are, too
+            return False, ""
+        try:
+            version = str(answer.json()["etcdserver"])
+        except (ValueError, KeyError, TypeError):
+            return True, ""
+        numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
+        # A new enough one may be without a leader just now, and is worth a wait.
+        return numbers < (3, 4), version
+
+    def _not_usable(self, error: EtcdAway, waited_s: float, version: str) -> str:
+        if version:
+            what = f"etcd {version} answers"
+            todo = "ftrun needs etcd 3.4 or newer, with a leader, without users"
+        elif str(error) in _TLS_WORDS.values():
+            what = "this node and the etcd do not come together"
+            todo = (
+                "Check the files that are named: --rdzv-conf cacert=FILE,cert=FILE,key=FILE or "
+                "ETCDCTL_CACERT, ETCDCTL_CERT and ETCDCTL_KEY; `etcdctl endpoint health` takes them"
+            )
+        else:
+            what = f"no etcd answers within {waited_s:.0f} s"
+            todo = (
+                "Check --rdzv-endpoint, that etcd runs there (`etcdctl endpoint health`), and that "
+                "its client port is open to this node"
+            )
+        return f"{what} at {self.name}: {error}. {todo}"
+
+    # --- a question ---------------------------------------------------------------------------
+
+    def ask(self, asked: AskWitness, me: NodeCard) -> WitnessSaid:
+        """Its answer; also where nobody gives one."""
+        try:
+            return self._on_any(lambda: self._answer(asked, me), ANSWER_S)
+        except EtcdAway as error:
+            why = f"etcd is out of reach at {self.name}: {error}"
+            return WitnessSaid(asked, is_reached=False, why=why)
+
+    def _answer(self, asked: AskWitness, me: NodeCard) -> WitnessSaid:
+        while True:
+            # Before the read: what it then shows to be this agent's is so for the lease's time.
+            self._renew()
+            seen = self._read()
+            newcomer = asked.wish in (Wish.CLAIM, Wish.LOOK)
+            if newcomer and (why := self._taken(seen)):
+                return WitnessSaid(asked, is_reached=True, why=why, is_final=True)
+            lead = seen.claim.card if seen.claim is not None else None
+            ruling = rule(asked, me, seen.register, lead, new_life=secrets.randbits(62))
+            if not ruling.granted:
+                return WitnessSaid(asked, True, False, seen.register, lead)
+            if self._swap(seen, ruling, me):
+                return WitnessSaid(asked, True, True, ruling.register, ruling.lead)
+
+    def _taken(self, seen: _Seen) -> str:
+        """Why this run id cannot be ours: somebody lives by it and runs something else."""
+        claim = seen.claim
+        if claim is None or claim.job == self.job:
+            return ""
+        return (
+            f"run id {self._folder.split('/')[2]} is taken in the etcd at {self.name}: node "
+            f"{claim.card.node_id} at {claim.card.host} runs {claim.job}, and this is {self.job}. "
+            "Give this run another --rdzv-id, the same on all its nodes"
+        )
+
+    # --- the keys -----------------------------------------------------------------------------
+
+    def _renew(self) -> None:
+        """Keep the lease; one that has ended is forgotten, as its key is."""
+        if self._lease is not None and self._lease.refresh() <= 0:
+            self._lease = None
+
+    def _read(self) -> _Seen:
+        found = {meta["key"].decode(): (value, meta) for value, meta in self._client_prefix()}
+        register, register_meta = found.get(f"{self._folder}register", (None, {}))
+        claim, claim_meta = found.get(f"{self._folder}lead", (None, {}))
+        return _Seen(
+            msgspec.json.decode(register, type=Register) if register is not None else None,
+            int(register_meta.get("mod_revision", 0)),
+            msgspec.json.decode(claim, type=Claim) if claim is not None else None,
+            int(claim_meta.get("mod_revision", 0)),
+            int(claim_meta.get("lease", 0)),
+        )
+
+    def _client_prefix(self) -> list[tuple[bytes, _JSON]]:
+        found: list[tuple[bytes, _JSON]] = self._clients[self._at].get_prefix(self._folder)
+        return found
+
+    def _swap(self, seen: _Seen, ruling: Ruling, me: NodeCard) -> bool:
+        """Write what was granted, where nothing has changed since it was read."""
+        register, lead = f"{self._folder}register", f"{self._folder}lead"
+        changes: list[_JSON] = []
+        if ruling.register is None and seen.register is not None:
+            changes.append(_delete(register))
+        elif ruling.register is not None and ruling.register != seen.register:
+            changes.append(_put(register, ruling.register))
+        if ruling.lead is None and seen.claim is not None:
+            changes.append(_delete(lead))
+        elif ruling.lead is not None and ruling.lead.identity == me.identity:
+            lease = self._lease_id()
+            if seen.claim_lease != lease or seen.claim is None or seen.claim.card != me:
+                changes.append(_put(lead, Claim(me, self.job), lease))
+        if not changes:
+            return True
+        compare = [_is_at(register, seen.register_revision), _is_at(lead, seen.claim_revision)]
+        transaction = {"compare": compare, "success": changes, "failure": []}
+        answer: _JSON = self._clients[self._at].transaction(transaction)
+        return bool(answer.get("succeeded", False))
+
+    def _lease_id(self) -> int:
+        if self._lease is None:
+            self._lease = self._clients[self._at].lease(ttl=self._lease_s)
+        return int(self._lease.id)
+
+    # --- endpoints ----------------------------------------------------------------------------
+
+    def _on_any(self, do: Callable[[], _Answer], for_s: float) -> _Answer:
+        """Do it at the endpoint that answered last, or at the next one that answers in time.
+
+        Raises:
+            EtcdAway: none does.
+        """
+        end_s = clock.now_s() + for_s
+        why = "no time was left to ask"
+        for _ in range(2 * len(self._clients)):
+            left_s = end_s - clock.now_s()
+            if left_s <= 0:
+                break
+            client = self._clients[self._at]
+            client.timeout = min(TRY_S, left_s)
+            if self._lease is not None:
+                self._lease.client = client
+            try:
+                return do()
+            except Exception as error:  # noqa: BLE001 - whatever a client library or a server does
+                why = _in_words(error)
+                self._at = (self._at + 1) % len(self._clients)
+        raise EtcdAway(why)
+
+
+def _in_words(error: Exception) -> str:
+    """The innermost reason, without the layers of the library."""
+    # The library's errors have their words beside them.
+    parts = (str(error), getattr(error, "detail_text", ""), str(error.__context__ or ""))
+    text = " ".join(str(part) for part in parts if part)
+    for sign, words in _TLS_WORDS.items():
+        if sign in text:
+            return words
+    for sign, words in (
+        ("refused", "the connection is refused"),
+        ("unreachable", "there is no route to it"),
+        ("No route", "there is no route to it"),
+        ("timed out", "it does not answer in time"),
+        ("Name or service", "its name is not known"),
+        ("name resolution", "its name is not known"),
+        ("404", "it has no v3 API"),
+        ("without response", "it ends the connection, as an etcd that speaks TLS only does"),
+        ("EOF occurred", "it ends the connection as TLS begins, as an etcd without TLS does"),
+        ("EOF_WHILE", "it ends the connection as TLS begins, as an etcd without TLS does"),
+        ("closed (EOF)", "it ends the connection as TLS begins, as an etcd without TLS does"),
+    ):
+        if sign in text:
+            return words
+    return f"{type(error).__name__}: {text[:200]}"
+
+
+def _text(value: str | bytes) -> str:
+    return base64.b64encode(value.encode() if isinstance(value, str) else value).decode()
+
+
+def _is_at(key: str, revision: int) -> _JSON:
+    """The key is as it was; revision 0: it does not exist."""
+    return {"key": _text(key), "result": "EQUAL", "target": "MOD", "mod_revision": revision}
+
+
+def _put(key: str, value: Register | Claim, lease: int = 0) -> _JSON:
+    put: _JSON = {"key": _text(key), "value": _text(msgspec.json.encode(value))}
+    return {"request_put": put | ({"lease": lease} if lease else {})}
+
+
+def _delete(key: str) -> _JSON:
+    return {"request_delete_range": {"key": _text(key)}}

@@ -1,0 +1,66 @@
+"""Looks for the record of a finished run while this node finds no other node.
+
+Runs in:  agent: `look` in the main thread; the record is read in a thread of its own, because a
+          file system may hang.
+Takes in: the record that the run has left beside its checkpoints.
+Gives:    `RunFinished` for the brain.
+Survives: a directory that cannot be read: the node continues to look for the others.
+"""
+
+import logging
+import threading
+
+from ftrun.agent.cluster.control_loop import Brain
+from ftrun.config import RunSpec
+from ftrun.membership.discovery import Role
+from ftrun.membership.events import RunFinished
+from ftrun.urls import is_url
+from ftrun.wire.finished_run import has_finished, read_owner
+
+LOOK_EVERY_S = 2.0
+
+_log = logging.getLogger("ftrun")
+
+
+class FinishedWatch:
+    """Of one agent. Checkpoints behind a URL are not looked at."""
+
+    def __init__(self, spec: RunSpec, brain: Brain) -> None:
+        self._spec = spec
+        self._brain = brain
+        directory = spec.checkpoint_directory
+        is_used = spec.nodes is not None and directory is not None and not is_url(directory)
+        self._directory = directory if is_used else None
+        self._due_s: float | None = None
+        self._is_told = False
+        self.thread: threading.Thread | None = None
+
+    def look(self, *, now_s: float) -> None:
+        """Once per turn of the loop."""
+        if self._directory is None or not self._is_apart():
+            self._due_s = None
+            return
+        if self._due_s is None:
+            self._due_s = now_s + LOOK_EVERY_S
+        if now_s < self._due_s or (self.thread is not None and self.thread.is_alive()):
+            return
+        self._due_s = now_s + LOOK_EVERY_S
+        self.thread = threading.Thread(target=self._read, name="ftrun-finished", daemon=True)
+        self.thread.start()
+
+    def _is_apart(self) -> bool:
+        """It has found no leader, or leads and may not decide."""
+        lead = self._brain.member.lead
+        if lead is not None:
+            return lead.pause.is_on
+        return self._brain.member.role in (Role.JOINING, Role.SEEKING)
+
+    def _read(self) -> None:
+        assert self._directory is not None
+        plan = self._brain.plan
+        record = read_owner(self._directory)
+        if why := has_finished(self._spec, record, life=plan.life if plan is not None else ""):
+            if not self._is_told:
+                self._is_told = True
+                _log.warning("%s", why)
+            self._brain.tell(RunFinished(why))

@@ -1,0 +1,339 @@
+"""This node among others: its address, its name, its secret, its brain.
+
+Runs in:  agent, main thread, before the run begins.
+Takes in: the run's spec, what the last agent of this node kept.
+Gives:    a `NodeCard`; a `Brain`, with a thread of its own where there are other nodes.
+"""
+
+import logging
+import os
+import secrets
+import socket
+from contextlib import suppress
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from msgspec.structs import asdict
+
+from ftrun import clock
+from ftrun.agent.cluster.cluster_brain import ClusterBrain
+from ftrun.agent.cluster.connections import ClusterThread
+from ftrun.agent.cluster.control_loop import Brain
+from ftrun.agent.cluster.etcd_witness import EtcdRegister
+from ftrun.agent.cluster.link_probe import ProbeDesk
+from ftrun.agent.cluster.own_rails import listen_on, own_rails
+from ftrun.agent.cluster.path_probe import RoadDesk
+from ftrun.agent.cluster.rail_heartbeat import RailPulse
+from ftrun.agent.cluster.witness_thread import WitnessThread
+from ftrun.agent.launch.rendezvous import LOOPBACK
+from ftrun.agent.observe.node_check import PreflightDesk
+from ftrun.agent.snapshots.kept_state import KeptState
+from ftrun.agent.snapshots.smp_client import SmpLink
+from ftrun.agent.snapshots.stub_link import last_agent_ended_s
+from ftrun.config import NodesSpec, RunSpec
+from ftrun.errors import AddressTaken, PeerError, PeerLost, UsageError
+from ftrun.monitor.deadlines import HangSettings
+from ftrun.network.detect.rail_variables import VARIABLES
+from ftrun.recovery.settings import ClusterSettings, NetworkSettings, SlowSettings, Wishes
+from ftrun.recovery.supervisor import Policy
+from ftrun.wire.cluster.generation import NodeCard
+from ftrun.wire.transport.identity import PeerIdentity
+from ftrun.wire.transport.secret import HOW_TO_MAKE, Secret, load_secret
+from ftrun.wire.transport.tcp import bind_address, is_local_address, listen_tcp
+
+if TYPE_CHECKING:
+    from ftrun.agent.loop import RunLoop
+
+NAME_CHECK_S = 0.5
+"""Between two looks for the endpoint's address."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass
+class Node:
+    """One node of a run; of a run on one node, the only one."""
+
+    spec: RunSpec
+    card: NodeCard
+    secret: Secret | None = None
+    listeners: list[socket.socket] = field(default_factory=list)
+    register: EtcdRegister | None = None
+    """Of the outside witness, where there is one."""
+
+    @classmethod
+    def of(cls, spec: RunSpec, num_ranks: int, kept: KeptState) -> "Node":
+        """Find this node's address and open its port.
+
+        Raises:
+            UsageError: the address is not this machine's, there is no secret where one must be, or
+                the outside witness cannot be used.
+            PeerError: the endpoint has no address, for as long as a start may take.
+        """
+        incarnation = secrets.randbits(62)
+        nodes = spec.nodes
+        if nodes is None:
+            name = socket.gethostname() or "node"
+            return cls(spec, NodeCard(name, incarnation, LOOPBACK, 0, num_ranks, endpoint=True))
+        register = _register(spec, nodes, kept)
+        host = _known_host(nodes, kept) or _find_host(nodes, spec.profile.nodes.join_wait_s)
+        number, endpoint = _endpoint(nodes, host) if register is None else (0, None)
+        listener = endpoint or _own_port(host, nodes.node_id, kept)
+        secret = load_secret(Path(nodes.secret_file)) if nodes.secret_file else None
+        network = spec.profile.network
+        is_narrow = nodes.bind is not None or (secret is None and network.plan != "on")
+        rails = own_rails(
+            listener.getsockname()[0],
+            network.rails,
+            only_first=is_narrow,
+            is_again=kept.plan is not None,
+        )
+        before = kept.plan.card(nodes.node_id) if kept.plan is not None else None
+        rails, listeners = listen_on(rails, listener, before)
+        card = NodeCard(
+            node_id=nodes.node_id,
+            incarnation=incarnation,
+            host=listener.getsockname()[0],
+            port=listener.getsockname()[1],
+            num_ranks=num_ranks,
+            node_rank=nodes.node_rank if nodes.node_rank is not None else -1,
+            domain=nodes.domain or "",
+            endpoint=endpoint is not None and number == 0,
+            switch=nodes.switch,
+            rails=rails,
+            further_endpoint=number,
+        )
+        return cls(spec, card, secret, listeners, register)
+
+    @property
+    def is_alone(self) -> bool:
+        return self.spec.nodes is None
+
+    def brain(self, policy: Policy, kept: KeptState) -> Brain:
+        kind = Brain if self.is_alone else ClusterBrain
+        brain = kind(
+            self.card,
+            _settings(self.spec),
+            policy,
+            kept=kept.plan,
+            took_effect=kept.took_effect,
+        )
+        brain.member.follower.agent_lost_s = last_agent_ended_s()
+        return brain
+
+    def introduce(self, smp: SmpLink) -> None:
+        """Have the SMP listen for those of the other nodes."""
+        if not self.is_alone:
+            others = [rail.host for rail in self.card.rails if rail.host != self.card.host]
+            smp.listen_for_peers(self.card.host, self.secret, others)
+
+    def start(self, run: "RunLoop", preflight: PreflightDesk) -> None:
+        """Begin to speak with the other nodes."""
+        if not isinstance(run.brain, ClusterBrain) or run.desk is None:
+            return
+        identity = PeerIdentity(
+            run_id=self.spec.run_id,
+            purpose="agent",
+            node_id=self.card.node_id,
+            incarnation=self.card.incarnation,
+            torch=_torch_version(),
+        )
+        thread = ClusterThread(
+            run.brain,
+            identity,
+            self.secret,
+            self.listeners,
+            wake_hands=run.wake,
+            hold_now=run.workers.hold,
+            lease=run.workers.lease,
+            aside=run.desk.take,
+            dialled=preflight.dialled,
+            each_turn=run.desk.brain.look,
+        )
+        run.brain.thread = run.desk.thread = thread
+        run.desk.prober = ProbeDesk(identity, self.secret)
+        run.brain.try_road = RoadDesk(
+            identity, self.secret, tell=run.brain.tell, send=thread.send
+        ).take
+        run.brain.check_again = preflight.again
+        if self.register is not None:
+            witness = WitnessThread(self.register, self.card, run.brain.tell)
+            run.brain.witness_thread, run.brain.ask_witness = witness, witness.ask
+            witness.start()
+        preflight.join(identity, self.secret, run.brain.tell)
+        self._say_where()
+        thread.start()
+        if self.spec.profile.network.plan != "off":
+            RailPulse(self.spec.run_id, self.card, self.secret, run.brain).start()
+
+    def forget_secret(self, *, is_over: bool) -> None:
+        """Remove the secret that ftrun has made for this run, once it is over for all nodes."""
+        nodes = self.spec.nodes
+        if is_over and nodes is not None and nodes.secret_is_ours and nodes.secret_file:
+            with suppress(OSError):
+                os.unlink(nodes.secret_file)
+
+    def _say_where(self) -> None:
+        nodes = self.spec.nodes
+        assert nodes is not None
+        hosts = ", ".join(dict.fromkeys(host for host, _ in _endpoints(nodes)))
+        role = "the endpoint" if self.card.endpoint else hosts
+        role = f"the etcd at {self.register.name}" if self.register is not None else role
+        _log.warning(
+            "node %s listens at %s port %d; meets the others at %s",
+            self.card.node_id,
+            self.card.host,
+            self.card.port,
+            role,
+        )
+        others = ", ".join(f"{one.name} {one.host} port {one.port}" for one in self.card.rails[1:])
+        if others:
+            _log.warning("node %s can also be reached by %s", self.card.node_id, others)
+        if self.secret is None:
+            _log.warning(
+                "UNAUTHENTICATED: whoever reaches port %d can take part in this run. Make a secret "
+                "with %s, copy FILE to every node and give --secret-file FILE",
+                self.card.port,
+                HOW_TO_MAKE,
+            )
+
+
+def _known_host(nodes: NodesSpec, kept: KeptState) -> str | None:
+    """The address that the last agent of this node had; the endpoint may be gone by now."""
+    card = kept.plan.card(nodes.node_id) if kept.plan is not None else None
+    return card.host if card is not None and is_local_address(card.host) else None
+
+
+def _register(spec: RunSpec, nodes: NodesSpec, kept: KeptState) -> EtcdRegister | None:
+    """The outside witness, looked at once; not by an agent that was started again."""
+    if not nodes.etcd:
+        return None
+    endpoints = [(host, int(port)) for host, _, port in (at.rpartition(":") for at in nodes.etcd)]
+    wishes = Wishes(nodes.min_nodes, nodes.max_nodes, nodes.spares)
+    job = f"{spec.script} with --nnodes/--spares {wishes}"
+    # A job that is queued again may be on other nodes, and those of its last life do not come.
+    name = f"{spec.run_id}.{nodes.etcd_life}" if nodes.etcd_life else spec.run_id
+    times = spec.profile.nodes
+    found = EtcdRegister(endpoints, name, job=job, lease_s=times.deadline_s, tls=nodes.etcd_tls)
+    if kept.plan is None:
+        found.check()
+    return found
+
+
+def _find_host(nodes: NodesSpec, wait_s: float) -> str:
+    """The address by which the others reach this node, once it can be told.
+
+    In Kubernetes a pod may start before its own name, or another pod's, has an address.
+    """
+    begun_s = clock.now_s()
+    is_told = False
+    while True:
+        try:
+            found = _bind_address(nodes)
+        except PeerLost as error:
+            waited_s = clock.now_s() - begun_s
+            if waited_s >= wait_s:
+                raise PeerError(
+                    f"the endpoint is not found within {waited_s:.0f} s: {error}. Check the name "
+                    f"in --rdzv-endpoint or --master-addr on node {nodes.node_id}; in Kubernetes "
+                    "also the headless service of the pods"
+                ) from error
+            if not is_told:
+                is_told = True
+                _log.warning("%s; looking for it for %.0f s", error, wait_s)
+        else:
+            if is_told:
+                _log.warning("the endpoint has an address now")
+            return nodes.bind or found
+        clock.sleep(NAME_CHECK_S)
+
+
+def _endpoints(nodes: NodesSpec) -> list[tuple[str, int]]:
+    """All of them, the first one first."""
+    return [(nodes.endpoint_host, nodes.endpoint_port), *nodes.more_endpoints]
+
+
+def _bind_address(nodes: NodesSpec) -> str:
+    """By the endpoint that is this node; else by the first one that has an address.
+
+    Raises:
+        PeerLost: none of them has one, or there is no route.
+    """
+    endpoints = _endpoints(nodes)
+    mine = [one for one in endpoints if is_local_address(one[0])][:1]
+    lost: PeerLost | None = None
+    for host, port in mine or endpoints:
+        try:
+            return bind_address(host, port)
+        except PeerLost as error:
+            lost = lost or error
+    assert lost is not None
+    raise lost
+
+
+def _endpoint(nodes: NodesSpec, host: str) -> tuple[int, socket.socket | None]:
+    """The endpoint that is this node's address and is not taken yet: its number, and a listener."""
+    for number, (endpoint_host, port) in enumerate(_endpoints(nodes)):
+        if is_local_address(endpoint_host):
+            with suppress(AddressTaken):
+                return number, listen_tcp(host, port)
+    return 0, None
+
+
+def _own_port(host: str, node_id: str, kept: KeptState) -> socket.socket:
+    """A port of this node; the one its last agent had, so that the others find it there."""
+    card = kept.plan.card(node_id) if kept.plan is not None else None
+    if card is not None and card.host == host:
+        try:
+            return listen_tcp(host, card.port)
+        except UsageError:
+            pass
+    return listen_tcp(host, 0)
+
+
+def _settings(spec: RunSpec) -> ClusterSettings:
+    nodes, profile = spec.nodes, spec.profile
+    has_checkpoints = spec.checkpoint_directory is not None
+    hang = HangSettings(**asdict(profile.hang))
+    if nodes is None:
+        alone = Wishes(1, 1, 0)
+        return ClusterSettings(alone, blank_wait_s=0.0, has_checkpoints=has_checkpoints, hang=hang)
+    times = profile.nodes
+    return ClusterSettings(
+        wishes=Wishes(nodes.min_nodes, nodes.max_nodes, nodes.spares),
+        endpoint=("", 0) if nodes.etcd else (nodes.endpoint_host, nodes.endpoint_port),
+        more_endpoints=tuple(nodes.more_endpoints),
+        witness=bool(nodes.etcd),
+        heartbeat_s=times.heartbeat_s,
+        deadline_s=times.deadline_s,
+        cut_off_s=times.stop_cut_off_s,
+        pause_limit_s=times.pause_limit_s,
+        join_wait_s=times.join_wait_s,
+        settle_s=times.settle_s,
+        failures_per_hour=times.failures_per_hour,
+        erasure_data=nodes.erasure_data,
+        erasure_parity=nodes.erasure_parity or 0,
+        erasure=nodes.erasure_parity != 0,
+        has_checkpoints=has_checkpoints,
+        hang=hang,
+        slow=SlowSettings(**asdict(profile.slow)),
+        network=NetworkSettings(
+            plan=profile.network.plan,
+            rails=tuple(profile.network.rails),
+            topology=nodes.topology,
+            slurm_topology=nodes.slurm_topology,
+            user_env={name: os.environ[name] for name in VARIABLES if name in os.environ},
+        ),
+        checkpoint_every_s=profile.checkpoint.every_s if has_checkpoints else 0.0,
+        warn_below=profile.preflight.warn_below,
+        leave_s=profile.stop.grace_s / 2,
+    )
+
+
+def _torch_version() -> str:
+    try:
+        return version("torch")
+    except PackageNotFoundError:
+        return os.environ.get("PYTORCH_VERSION", "")

@@ -1,0 +1,171 @@
+"""The rails of this node: the interfaces by which other nodes can reach it, and a port on each.
+
+Runs in:  agent, main thread, before the run begins.
+Takes in: the interfaces, the address this node is known by, the names the user has given.
+Gives:    `Rail`s for this node's card, the one it is known by first; a listening socket for each.
+Survives: an interface that cannot be listened at: it is no rail.
+
+Rule 1: the first rail is the one that the card's address lies on, whatever it is called.
+Rule 2: named interfaces are rails whatever they are; beside names nothing else is.
+Rule 3: without names, what leads to no other node is left out: loopback, what is down, bridges
+        and tunnels of containers and virtual machines, addresses that hold for one cable; and,
+        where the card's address is a private one, addresses that the whole internet reaches.
+Rule 4: a run without a secret, or one bound to an address by the user, listens at that one
+        address; at others only where the user has named them or, without a secret, has wished for
+        a plan that uses them.
+"""
+
+import ipaddress
+import logging
+import re
+import socket
+from collections.abc import Sequence
+
+import msgspec
+
+from ftrun.agent.cluster.interfaces import Interface, interfaces
+from ftrun.errors import AddressTaken, UsageError
+from ftrun.wire.cluster.generation import NodeCard
+from ftrun.wire.cluster.rails import Rail
+from ftrun.wire.transport.tcp import listen_tcp
+
+_log = logging.getLogger(__name__)
+
+MAX_RAILS = 8
+"""More are not listened at: a plan with the cards of 1,024 nodes has to fit one frame."""
+
+_INNER_DRIVERS = frozenset(
+    {"bridge", "dummy", "geneve", "ifb", "openvswitch", "tun", "vxlan", "wireguard"}
+)
+_INNER_NAMES = re.compile(
+    r"(docker|br-|virbr|veth|cni|cali|flannel|cilium|kube|nodelocaldns|podman|lxc|lxd|vmnet|"
+    r"tailscale|zt|wg|tun|tap|tunl|ip6tnl|sit|gre|dummy|ifb)"
+)
+
+
+def own_rails(
+    host: str, named: Sequence[str] = (), *, only_first: bool = False, is_again: bool = False
+) -> list[Rail]:
+    """The rails of this node, without ports.
+
+    Args:
+        host: the address that it is known by.
+        named: interfaces that the user has named; empty: whatever leads to other nodes.
+        only_first: none but the one of that address, and those that are named.
+        is_again: this node has taken part before, and a rail that is gone by now must not end it.
+
+    Raises:
+        UsageError: an interface that is named is not there, is down or has no address; unless
+            `is_again`.
+    """
+    try:
+        found = interfaces()
+    except (OSError, ValueError) as error:
+        _log.warning("only %s is known as a rail: %s", host, error)
+        return []
+    return rails_among(found, host, named, only_first=only_first, is_again=is_again)
+
+
+def rails_among(
+    found: Sequence[Interface],
+    host: str,
+    named: Sequence[str],
+    *,
+    only_first: bool,
+    is_again: bool = False,
+) -> list[Rail]:
+    """As `own_rails`, of these interfaces."""
+    first = next((one for one in found if one.bits(host) is not None), None)
+    if first is None:
+        return []
+    rails = [_rail(first, host)]
+    others = _named(found, named, host, is_again=is_again) if named else found
+    for one in others:
+        address = _address(one, host, is_named=bool(named))
+        if one is first or address is None:
+            continue
+        if named or not (only_first or first.is_loopback or _is_inner(one)):
+            rails.append(_rail(one, address))
+    return rails[:MAX_RAILS]
+
+
+def listen_on(
+    rails: Sequence[Rail], first: socket.socket, before: NodeCard | None
+) -> tuple[list[Rail], list[socket.socket]]:
+    """Have a socket listen on each rail.
+
+    Args:
+        rails: of this node.
+        first: the socket that listens on the first one already.
+        before: the card of the last agent of this node, whose ports the others know.
+
+    Returns:
+        The rails with their ports, and all sockets. A rail that cannot be had is left out.
+    """
+    found, sockets = [], [first]
+    number = first.getsockname()[1]
+    old = {rail.host: rail.port for rail in before.rails} if before is not None else {}
+    for rail in rails:
+        if rail is not rails[0]:
+            try:
+                sock = _listen(rail.host, old.get(rail.host, number))
+            except UsageError as error:
+                _log.warning("%s is no rail of this run: %s", rail.name, error)
+                continue
+            sockets.append(sock)
+            number = sock.getsockname()[1]
+        found.append(msgspec.structs.replace(rail, port=sockets[-1].getsockname()[1]))
+    return found, sockets
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        return listen_tcp(host, port)
+    except AddressTaken:
+        return listen_tcp(host, 0)
+
+
+def _named(
+    found: Sequence[Interface], named: Sequence[str], host: str, *, is_again: bool
+) -> list[Interface]:
+    by_name = {one.name: one for one in found}
+    usable = []
+    for name in dict.fromkeys(named):
+        one = by_name.get(name)
+        if one is not None and one.is_up and _address(one, host, is_named=True) is not None:
+            usable.append(one)
+            continue
+        there = ", ".join(sorted(by_name))
+        why = "is down" if one is not None and not one.is_up else "has no address here"
+        why += f" of the kind of {host}" if one is not None and one.is_up else ""
+        text = f"network.rails names {name}, which {why}. With an address there are: {there}"
+        if not is_again:
+            raise UsageError(text)
+        _log.warning("%s", text)
+    return usable
+
+
+def _is_inner(one: Interface) -> bool:
+    is_inner = one.driver in _INNER_DRIVERS or _INNER_NAMES.match(one.name) is not None
+    return one.is_loopback or not one.is_up or is_inner
+
+
+def _address(one: Interface, like: str, *, is_named: bool) -> str | None:
+    """The address of an interface that others reach, of the kind of the card's."""
+    card = ipaddress.ip_address(like)
+    for host in (ipaddress.ip_address(text) for text, _ in one.addresses):
+        is_too_open = host.is_global and not card.is_global and not is_named
+        if host.version == card.version and not host.is_link_local and not is_too_open:
+            return str(host)
+    return None
+
+
+def _rail(one: Interface, host: str) -> Rail:
+    return Rail(
+        name=one.name,
+        host=host,
+        prefix_bits=one.bits(host) or 0,
+        speed_mbit=one.speed_mbit,
+        duplex=one.duplex,
+        hca=one.hca,
+    )

@@ -1,0 +1,250 @@
+"""Try one road: over one rail, from this node to another, and in this direction only.
+
+Runs in:  agent; each side in a thread that lives for one probe.
+Takes in: an interface of this node, the other one's address on that rail. The connection is one of
+          its own, bound to the interface, and proven as any other (purpose "road").
+Gives:    a `RoadFound`.
+Survives: whatever lies between: the dialler gives up after `DIAL_S` and `TRY_S`, and the other
+          side after `SERVE_S`.
+
+    dialler                             other side
+    PING                          ->
+                                  <-    1 byte              some times
+    BULK, bytes without end       ->    counts them for a while
+                                  <-    bytes and seconds
+    closes at once
+
+Rule 1: the receiver measures, and only the second half of what comes: the first is what buffers
+        and shapers on the way let through at once, and what TCP takes to find its speed.
+Rule 2: it costs little: `BULK_S` or `BULK_BYTES`, whichever comes first; longer only where next to
+        nothing comes.
+"""
+
+import select
+import socket
+import struct
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+
+import msgspec
+
+from ftrun import clock
+from ftrun.errors import PeerError, PeerLost
+from ftrun.membership.events import Happening, Heard
+from ftrun.recovery.commands import TryRoad
+from ftrun.wire.cluster.messages import AnyClusterMessage, AskRoad, RoadTried
+from ftrun.wire.cluster.rails import RoadFound
+from ftrun.wire.transport.handshake import dial_handshake
+from ftrun.wire.transport.identity import PeerIdentity
+from ftrun.wire.transport.secret import Secret
+from ftrun.wire.transport.tcp import dial, tune
+
+PINGS = 4
+BULK_S = 0.025
+BULK_BYTES = 4 << 20
+LONGEST_BULK_S = 0.15
+DIAL_S = 0.4
+SHORT_DIAL_S = 0.3
+TRY_S, SHORT_TRY_S = 0.5, 0.3
+"""For all that follows the connection. A lead waits longer than for both (`surveying.py`)."""
+SERVE_S = 2.0
+MOST_BYTES_PER_S = 2.5e9
+"""What is quicker than that is told as that: beyond it a probe measures its own processor."""
+MAX_AT_ONCE = 8
+"""More are not carried out by one node; a lead asks for one at a time."""
+
+_PING, _BULK = b"p", b"b"
+_RESULT = struct.Struct("!dd")
+_CHUNK = bytes(1 << 17)
+_BUFFER_BYTES = 1 << 19
+"""On each side: what waits there is not on the road."""
+_LEAST_ARRIVALS = 3
+
+Tell = Callable[[Happening], None]
+"""Takes what was found, where this node's own brain asks; from any thread."""
+
+SendTo = Callable[[str, AnyClusterMessage], None]
+"""Takes a node id and what was found, from any thread."""
+
+
+class RoadDesk:
+    """Carries out what a lead asks for."""
+
+    def __init__(
+        self, identity: PeerIdentity, secret: Secret | None, *, tell: Tell, send: SendTo
+    ) -> None:
+        self._node_id = identity.node_id
+        self._tell = tell
+        self._send = send
+        self._identity = msgspec.structs.replace(identity, purpose="road")
+        self._secret = secret
+        self._room = threading.BoundedSemaphore(MAX_AT_ONCE)
+
+    def take(self, command: TryRoad) -> None:
+        """Begin, from any thread, without waiting."""
+        if not self._room.acquire(blocking=False):
+            self._untried(command, f"this node tries {MAX_AT_ONCE} roads already")
+            return
+        work = threading.Thread(target=self._work, args=(command,), name="ftrun-road", daemon=True)
+        try:
+            work.start()
+        except RuntimeError as error:  # no more threads
+            self._room.release()
+            self._untried(command, str(error))
+
+    def _work(self, command: TryRoad) -> None:
+        try:
+            found = try_road(command.order, self._node_id, self._identity, self._secret)
+        except Exception as error:  # noqa: BLE001 - the lead waits for an answer
+            self._untried(command, f"a bug of ftrun: {type(error).__name__}: {error}")
+        else:
+            self._answer(command, RoadTried(command.order.survey, found))
+        finally:
+            self._room.release()
+
+    def _untried(self, command: TryRoad, problem: str) -> None:
+        order = command.order
+        found = RoadFound(self._node_id, order.destination, order.rail, problem=problem)
+        self._answer(command, RoadTried(order.survey, found, is_untried=True))
+
+    def _answer(self, command: TryRoad, answer: RoadTried) -> None:
+        if command.asks == self._node_id:
+            self._tell(Heard(self._node_id, answer))
+        else:
+            self._send(command.asks, answer)
+
+
+def try_road(order: AskRoad, node_id: str, own: PeerIdentity, secret: Secret | None) -> RoadFound:
+    """Try it now. What did not come to its end is 0, with `problem`.
+
+    Args:
+        order: which.
+        node_id: of this node.
+        own: who we are, with the purpose "road".
+        secret: the run's.
+    """
+    found = RoadFound(node_id, order.destination, order.rail)
+    sock: socket.socket | None = None
+    try:
+        wait_s = SHORT_DIAL_S if order.is_short else DIAL_S
+        sock = dial(order.host, order.port, wait_s, source=(order.name, order.from_host))
+        try_s = SHORT_TRY_S if order.is_short else TRY_S
+        give_up_s = clock.now_s() + try_s
+        dial_handshake(sock, own, secret, deadline_s=try_s)
+        tune(sock, bulk=not order.is_short, user_timeout_s=SERVE_S)
+        return _measure(sock, found, order, give_up_s)
+    except (PeerError, OSError) as error:
+        is_refused = isinstance(error, PeerLost) and error.how == "refused"
+        is_unreached = sock is None and not is_refused
+        return msgspec.structs.replace(found, problem=str(error), is_unreached=is_unreached)
+    finally:
+        if sock is not None:
+            # What is still on its way is of no use to anybody.
+            with suppress(OSError):
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            sock.close()
+
+
+def serve_road(sock: socket.socket) -> None:
+    """The other side; the socket stays the caller's to close.
+
+    Raises:
+        OSError: the dialler is gone, or too slow.
+    """
+    sock.settimeout(SERVE_S)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER_BYTES)
+    give_up_s = clock.now_s() + SERVE_S
+    while clock.now_s() < give_up_s:
+        asked = sock.recv(1)
+        if asked == _PING:
+            sock.sendall(_PING)
+        elif asked == _BULK:
+            sock.sendall(_RESULT.pack(*_count(sock)))
+        else:
+            return
+
+
+def _measure(sock: socket.socket, found: RoadFound, order: AskRoad, give_up_s: float) -> RoadFound:
+    rtts_s: list[float] = []
+    bytes_per_s, problem = 0.0, ""
+    try:
+        for _ in range(PINGS):
+            begun_s = clock.now_s()
+            sock.settimeout(max(0.001, give_up_s - begun_s))
+            sock.sendall(_PING)
+            _take(sock, 1, give_up_s)
+            rtts_s.append(clock.now_s() - begun_s)
+        if not order.is_short:
+            count, seconds = _send_bulk(sock, give_up_s)
+            bytes_per_s = min(MOST_BYTES_PER_S, count / max(seconds, 1e-6))
+    except OSError as error:
+        problem = f"it did not come to its end: {error}"
+    return msgspec.structs.replace(
+        found, rtt_s=min(rtts_s, default=0.0), bytes_per_s=bytes_per_s, problem=problem
+    )
+
+
+def _send_bulk(sock: socket.socket, give_up_s: float) -> tuple[float, float]:
+    """Send until the other side says what it has counted: bytes, and seconds they took."""
+    with suppress(OSError):
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
+    sock.sendall(_BULK)
+    sock.setblocking(False)
+    waiting = select.poll()
+    waiting.register(sock, select.POLLIN | select.POLLOUT)
+    while True:
+        ready = waiting.poll(max(0.0, give_up_s - clock.now_s()) * 1000)
+        if not ready or clock.now_s() >= give_up_s:
+            raise TimeoutError("no more is taken there")
+        if ready[0][1] & ~select.POLLOUT:
+            break
+        with suppress(BlockingIOError):
+            sock.send(_CHUNK)
+    count, seconds = _RESULT.unpack(_take(sock, _RESULT.size, give_up_s))
+    return count, seconds
+
+
+def _count(sock: socket.socket) -> tuple[float, float]:
+    """What arrives in the second half of a while, and how long that takes."""
+    room = bytearray(1 << 20)
+    arrivals: list[tuple[float, int]] = []
+    total = 0
+    begun_s = clock.now_s()
+    while True:
+        sock.settimeout(max(0.001, begun_s + LONGEST_BULK_S - clock.now_s()))
+        try:
+            count = sock.recv_into(room)
+        except TimeoutError:
+            break
+        if not count:
+            break
+        now_s = clock.now_s()
+        arrivals.append((now_s, count))
+        total += count
+        if total >= BULK_BYTES or now_s - begun_s >= LONGEST_BULK_S:
+            break
+        if now_s - begun_s >= BULK_S and len(_second_half(arrivals)) > _LEAST_ARRIVALS:
+            break
+    late = _second_half(arrivals)
+    if len(late) > 1:
+        return float(sum(count for _, count in late[1:])), late[-1][0] - late[0][0]
+    return float(total), clock.now_s() - begun_s
+
+
+def _second_half(arrivals: list[tuple[float, int]]) -> list[tuple[float, int]]:
+    if not arrivals:
+        return []
+    half_s = (arrivals[0][0] + arrivals[-1][0]) / 2
+    return [one for one in arrivals if one[0] >= half_s]
+
+
+def _take(sock: socket.socket, count: int, give_up_s: float) -> bytes:
+    data = b""
+    while len(data) < count:
+        sock.settimeout(max(0.001, give_up_s - clock.now_s()))
+        more = sock.recv(count - len(data))
+        if not more:
+            raise ConnectionResetError("the other side has closed the connection")
+        data += more
+    return data

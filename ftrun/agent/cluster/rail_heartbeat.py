@@ -1,0 +1,217 @@
+"""A pulse over every rail: what shows within a second or so that one of them is cut.
+
+Runs in:  agent, a thread of its own.
+Takes in: the plan of the generation that runs; datagrams of two neighbours over each rail.
+Gives:    datagrams for two neighbours; `RoadSilent` for the lead, while one that was heard over a
+          rail is heard no more.
+Survives: lost datagrams, firewalls: who was never heard is not missed.
+
+Ranks that wait for a peer behind a cut rail see nothing: a connection without an answer lasts for
+minutes. Agents see it only where they speak over that rail themselves.
+
+Rule 1: silence here is a suspicion only. The lead has the road tried before anything follows.
+Rule 2: a datagram has its sender's number, which only grows, and a code that only nodes of the run
+        can make; without a secret it proves nothing, as nothing else does then.
+Rule 3: only who is in the plan is heard: an agent that was started again has a plan to come.
+"""
+
+import hmac
+import logging
+import selectors
+import socket
+import threading
+from contextlib import suppress
+from hashlib import sha256
+
+import msgspec
+
+from ftrun import clock
+from ftrun.agent.cluster.cluster_brain import ClusterBrain
+from ftrun.membership.events import Heard
+from ftrun.network.detect.rails import match_rails
+from ftrun.wire.cluster.generation import NodeCard, Plan
+from ftrun.wire.cluster.messages import RoadSilent
+from ftrun.wire.cluster.rails import Rail
+from ftrun.wire.transport.secret import Secret
+from ftrun.wire.transport.tcp import is_local_address
+
+_log = logging.getLogger(__name__)
+
+EVERY_S = 0.2
+SILENT_S = 1.0
+SAY_EVERY_S = 0.4
+FORGET_S = 10.0
+"""Who is silent for so long over a rail is not missed there any more, until heard again."""
+NEIGHBOURS = 2
+"""In a ring of the nodes by name: so many send to each."""
+
+_CODE_BYTES = 16
+_MAX_BYTES = 512
+
+
+class _Pulse(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    run_id: str
+    node_id: str
+    incarnation: int
+    rail: str
+    number: int
+
+
+_DECODER = msgspec.msgpack.Decoder(_Pulse)
+Key = tuple[str, str]
+"""Node id, and the run's name for a rail."""
+
+
+class RailPulse:
+    """Of one node."""
+
+    def __init__(
+        self, run_id: str, card: NodeCard, secret: Secret | None, brain: ClusterBrain
+    ) -> None:
+        self._run_id = run_id
+        self._card = card
+        self._secret = secret
+        self._brain = brain
+        self._sockets: dict[str, socket.socket] = {}
+        """By the address of this node's rail."""
+        self._selector = selectors.DefaultSelector()
+        self._heard: dict[Key, float] = {}
+        self._newest: dict[Key, tuple[int, int]] = {}
+        self._said_s: dict[Key, float] = {}
+        self._number = 0
+        self._plan: Plan | None = None
+        self._out: list[tuple[socket.socket, str, Rail]] = []
+        self._expected: dict[Key, int] = {}
+        """And the incarnation that it comes from."""
+
+    def start(self) -> None:
+        """Begin, where this node has rails to compare."""
+        if len(self._card.rails) < 2:
+            return
+        for rail in self._card.rails:
+            with suppress(OSError):
+                self._open(rail)
+        threading.Thread(target=self._run, name="ftrun-pulse", daemon=True).start()
+
+    def _open(self, rail: Rail) -> None:
+        family = socket.AF_INET6 if ":" in rail.host else socket.AF_INET
+        sock = socket.socket(family, socket.SOCK_DGRAM)
+        try:
+            sock.bind((rail.host, rail.port))
+        except OSError as error:
+            sock.close()
+            _log.debug("no pulse over %s: %s", rail.name, error)
+            raise
+        sock.setblocking(False)
+        self._sockets[rail.host] = sock
+        self._selector.register(sock, selectors.EVENT_READ)
+
+    def _run(self) -> None:
+        due_s = before_s = clock.now_s()
+        while True:
+            now_s = clock.now_s()
+            if now_s - before_s > SILENT_S / 2:
+                # This process has stood still: nobody else was silent for that.
+                self._heard = dict.fromkeys(self._heard, now_s)
+            before_s = now_s
+            if now_s >= due_s:
+                due_s = now_s + EVERY_S
+                self._look_at_plan()
+                self._send()
+                self._judge(now_s)
+            for key, _ in self._selector.select(max(0.0, due_s - clock.now_s())):
+                assert isinstance(key.fileobj, socket.socket)
+                self._receive(key.fileobj)
+
+    # --- sending ------------------------------------------------------------------------------
+
+    def _look_at_plan(self) -> None:
+        """Find the neighbours anew where the generation is another one."""
+        plan = self._brain.plan
+        if plan is self._plan:
+            return
+        self._plan = plan
+        self._out, self._expected = [], {}
+        cards = plan.voters if plan is not None else []
+        me = self._card.node_id
+        names = sorted(card.node_id for card in cards)
+        if me not in names:
+            return
+        at = names.index(me)
+        count = min(NEIGHBOURS, len(names) - 1)
+        after = [names[(at + step) % len(names)] for step in range(1, count + 1)]
+        ahead = [names[(at - step) % len(names)] for step in range(1, count + 1)]
+        matched = match_rails({card.node_id: card.rails for card in cards if card.rails})
+        for name, on in matched.items():
+            sock = self._sockets.get(on[me].host) if me in on else None
+            if sock is not None:
+                near = [on[one] for one in {*after, *ahead} if one in on]
+                self._leave_by(sock, on[me], near)
+                self._out += [(sock, name, on[one]) for one in after if one in on]
+                lives = {card.node_id: card.incarnation for card in cards}
+                self._expected |= {(one, name): lives[one] for one in ahead if one in on}
+        self._heard = {key: at_s for key, at_s in self._heard.items() if key in self._expected}
+
+    def _leave_by(self, sock: socket.socket, rail: Rail, near: list[Rail]) -> None:
+        """Bind it to the interface too: two of them may lie in one network."""
+        # What goes to this machine itself goes by loopback.
+        is_here = any(is_local_address(there.host) for there in near)
+        name = b"" if is_here else rail.name.encode()
+        with suppress(OSError):  # not every kernel lets everybody
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, name)
+
+    def _send(self) -> None:
+        self._number += 1
+        for sock, name, there in self._out:
+            pulse = _Pulse(
+                self._run_id, self._card.node_id, self._card.incarnation, name, self._number
+            )
+            body = msgspec.msgpack.encode(pulse)
+            with suppress(OSError):  # no route, no room: the others see it
+                sock.sendto(self._code(body) + body, (there.host, there.port))
+
+    # --- hearing ------------------------------------------------------------------------------
+
+    def _receive(self, sock: socket.socket) -> None:
+        with suppress(OSError):  # nothing there any more, or an earlier one was refused
+            while True:
+                self._take(sock.recv(_MAX_BYTES))
+
+    def _take(self, data: bytes) -> None:
+        code, body = data[:_CODE_BYTES], data[_CODE_BYTES:]
+        if not hmac.compare_digest(code, self._code(body)):
+            return
+        try:
+            pulse = _DECODER.decode(body)
+        except msgspec.MsgspecError:
+            return
+        key = (pulse.node_id, pulse.rail)
+        newest = self._newest.get(key)
+        is_old = newest is not None and newest[0] == pulse.incarnation and pulse.number <= newest[1]
+        is_meant = pulse.run_id == self._run_id and self._expected.get(key) == pulse.incarnation
+        if not is_meant or is_old:
+            return
+        self._newest[key] = (pulse.incarnation, pulse.number)
+        self._heard[key] = clock.now_s()
+
+    def _judge(self, now_s: float) -> None:
+        for key, heard_s in list(self._heard.items()):
+            silent_s = now_s - heard_s
+            if silent_s >= FORGET_S:
+                del self._heard[key]
+            elif silent_s >= SILENT_S and now_s - self._said_s.get(key, 0.0) >= SAY_EVERY_S:
+                self._said_s[key] = now_s
+                self._say(RoadSilent(*key, silent_s))
+
+    def _say(self, body: RoadSilent) -> None:
+        brain, me = self._brain, self._card.node_id
+        lead = brain.member.lead_card
+        if brain.leads:
+            brain.tell(Heard(me, body))
+        elif lead is not None and brain.thread is not None:
+            brain.thread.send(lead.node_id, body)
+
+    def _code(self, body: bytes) -> bytes:
+        data = b"ftrun rail pulse" + body
+        found = self._secret.mac(data) if self._secret is not None else sha256(data).digest()
+        return found[:_CODE_BYTES]

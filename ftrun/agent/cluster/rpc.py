@@ -1,0 +1,156 @@
+"""What the nodes of a run ask of one another beside decisions: status, and lines for the journal.
+
+Runs in:  agent: `take` in the cluster thread, which also publishes `brain`; `whole` in the control
+          thread, the rest in the main thread.
+Takes in: messages that the brain has no part in.
+Gives:    the status of the whole run on any node; one merged journal where the lead is.
+Survives: a lead that does not answer: the node's own status is shown, and says so.
+"""
+
+import json
+import threading
+from collections import deque
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ftrun import clock
+from ftrun.agent.cluster.brain_status import brain_status
+from ftrun.agent.cluster.connections import ClusterThread
+from ftrun.agent.cluster.control_loop import Brain
+from ftrun.agent.cluster.link_probe import ProbeDesk
+from ftrun.agent.faults.controller import NOT_ALLOWED, FaultDesk
+from ftrun.agent.publish.published import Published
+from ftrun.journal import Journal
+from ftrun.wire.cluster.messages import (
+    AnyClusterMessage,
+    AskClusterStatus,
+    AskProbe,
+    ClusterStatus,
+    JournalLines,
+)
+from ftrun.wire.messages.faults import FaultAnswer, FaultOrdered
+
+ANSWER_S = 2.0
+LINES_EVERY_S = 1.0
+BRAIN_EVERY_S = 5.0
+"""The status of a run over many nodes is built by the thread that sends heartbeats."""
+MAX_LINES_BYTES = 256 << 10
+"""In one message, well below the limit of a frame."""
+
+
+class ClusterDesk:
+    """One node's counter for the others' questions."""
+
+    def __init__(self, brain: Brain, journal: Journal, merged_folder: Path) -> None:
+        self.thread: ClusterThread | None = None
+        self.faults: FaultDesk | None = None
+        """Who takes orders for faults; None: this node takes none."""
+        self.prober: ProbeDesk | None = None
+        """Who tries links, where the lead asks for it."""
+        self.brain = Published(
+            partial(brain_status, brain, is_alone=False), wake=self._wake, every_s=BRAIN_EVERY_S
+        )
+        """What the brain has to say for status."""
+        self.brain.publish()  # the cluster thread does not run yet
+        self._brain = brain
+        self._journal = journal
+        self._merged: Journal | None = None
+        self._merged_folder = merged_folder
+        self._number = 0
+        self._answered = threading.Condition()
+        self._answer: tuple[int, bytes] = (0, b"")
+        self._lines: deque[str] = deque(maxlen=10_000)
+        self._due_s = 0.0
+        journal.keep_copies()
+
+    # --- cluster thread -----------------------------------------------------------------------
+
+    def take(self, sender: str, message: AnyClusterMessage) -> None:
+        """Answer at once, or put by for another thread; never waits."""
+        match message:
+            case AskClusterStatus() if self.thread is not None:
+                self.brain.publish()
+                document = self.brain.last().value.cluster
+                self.thread.send(sender, ClusterStatus(message.number, document))
+            case ClusterStatus():
+                with self._answered:
+                    self._answer = (message.number, message.document)
+                    self._answered.notify_all()
+            case JournalLines():
+                self._lines.extend(message.lines)
+            case FaultOrdered() | FaultAnswer() if self.faults is not None:
+                self.faults.take(sender, message)
+            case FaultOrdered(order=order) if self.thread is not None:
+                self.thread.send(sender, FaultAnswer(order.id, refused=NOT_ALLOWED))
+            case AskProbe() if self.prober is not None and self.thread is not None:
+                answer = partial(self.thread.send, sender)
+                self.prober.take(message, answer)
+            case _:
+                pass
+
+    def _wake(self) -> None:
+        if self.thread is not None:
+            self.thread.wake()
+
+    # --- control thread -----------------------------------------------------------------------
+
+    def whole(self) -> dict[str, Any]:
+        """The status of the whole run, from the lead wherever it is."""
+        brain = self.brain.read().value
+        own: dict[str, Any] = json.loads(brain.cluster)
+        if brain.leads or not brain.lead_id or self.thread is None:
+            return own
+        self._number += 1
+        self.thread.send(brain.lead_id, AskClusterStatus(self._number))
+        with self._answered:
+            has_come = self._answered.wait_for(lambda: self._answer[0] == self._number, ANSWER_S)
+            data = self._answer[1]
+        if has_come:
+            found: dict[str, Any] = json.loads(data)
+            return found
+        return {
+            **own,
+            "note": f"node {brain.lead_id}, which leads, has not answered within {ANSWER_S:.0f} s",
+        }
+
+    # --- main thread --------------------------------------------------------------------------
+
+    def pass_lines_on(self, *, at_once: bool = False) -> None:
+        """Send our journal's new lines to the lead; write what others sent, where we lead."""
+        now_s = clock.now_s()
+        if now_s < self._due_s and not at_once:
+            return
+        self._due_s = now_s + LINES_EVERY_S
+        ours = self._journal.take_copies()
+        lead = self._brain.member.lead_card
+        if self._brain.leads:
+            self._write([*ours, *self._taken()])
+        elif lead is not None and self.thread is not None:
+            for some in _in_parts(ours):
+                self.thread.send(lead.node_id, JournalLines(some))
+
+    def _taken(self) -> list[str]:
+        return [self._lines.popleft() for _ in range(len(self._lines))]
+
+    def _write(self, lines: list[str]) -> None:
+        if not lines:
+            return
+        if self._merged is None:
+            self._merged = Journal(self._merged_folder, who="agent")
+        for line in lines:
+            self._merged.append(line)
+
+
+def _in_parts(lines: list[str]) -> list[list[str]]:
+    """As many messages as it takes; a line that is too long for any is cut to its start."""
+    parts: list[list[str]] = []
+    room = 0
+    for line in lines:
+        kept = line if len(line) < MAX_LINES_BYTES else line[: MAX_LINES_BYTES // 4]
+        if not parts or len(kept) > room:
+            parts.append([])
+            room = MAX_LINES_BYTES
+        parts[-1].append(kept)
+        room -= len(kept)
+    return parts

@@ -1,0 +1,69 @@
+"""The thread that speaks with the outside witness.
+
+Runs in:  agent, a thread of its own: what it asks may block, and heartbeats must not.
+Takes in: questions of the brain, in a queue.
+Gives:    `WitnessSaid` to the brain, for each question or a later one of its kind.
+Survives: a witness that never answers: questions pile up to one of each kind.
+"""
+
+import logging
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from queue import Empty, SimpleQueue
+
+from ftrun.agent.cluster.etcd_witness import ANSWER_S, EtcdRegister
+from ftrun.membership.events import WitnessSaid
+from ftrun.recovery.commands import AskWitness, Wish
+from ftrun.wire.cluster.generation import NodeCard
+
+_log = logging.getLogger(__name__)
+
+
+class WitnessThread:
+    """One agent's questions, one after the other."""
+
+    def __init__(
+        self, register: EtcdRegister, me: NodeCard, tell: Callable[[WitnessSaid], None]
+    ) -> None:
+        self._register = register
+        self._me = me
+        self._tell = tell
+        self._questions: SimpleQueue[AskWitness | None] = SimpleQueue()
+        self.failure: Exception | None = None
+        """What has ended this thread; the leader has no witness then, and the agent must end."""
+        self._is_over = False
+        self._thread = threading.Thread(target=self._run, name="ftrun-witness", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def ask(self, asked: AskWitness) -> None:
+        """For any thread; never waits."""
+        self._questions.put(asked)
+
+    def close(self) -> None:
+        """Ask what is still to be asked, and end."""
+        self._questions.put(None)
+        self._thread.join(2 * ANSWER_S)
+
+    def _run(self) -> None:
+        try:
+            while not self._is_over:
+                for asked in self._next():
+                    self._tell(self._register.ask(asked, self._me))
+        except Exception as error:  # noqa: BLE001 - any of them ends this agent
+            _log.exception("the thread that speaks with the witness ended in a bug of ftrun")
+            self.failure = error
+
+    def _next(self) -> list[AskWitness]:
+        """What was asked since the last look: of each kind the newest, in order."""
+        kept: dict[Wish, AskWitness] = {}
+        found = self._questions.get()
+        with suppress(Empty):
+            while found is not None:
+                kept.pop(found.wish, None)
+                kept[found.wish] = found
+                found = self._questions.get_nowait()
+            self._is_over = True
+        return list(kept.values())

@@ -1,0 +1,253 @@
+"""What the brain has ordered, carried out on this node.
+
+Runs in:  agent, main thread, inside torch's launcher.
+Takes in: orders, one after the other.
+Gives:    killed and started ranks, generations made ready; `RunEnded` when it is over.
+"""
+
+import logging
+import signal
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from ftrun import clock
+from ftrun.agent.journal_words import Journaled, fields_of
+from ftrun.agent.launch.elastic import FtrunElasticAgent
+from ftrun.agent.snapshots.smp_client import CHECKPOINT_WAIT_S
+from ftrun.agent.snapshots.standing_orders import StandingOrders
+from ftrun.errors import ExitCode, PeerError, SnapshotError
+from ftrun.membership.events import Adopted, PlanKept, Quiesced, RanksStuck
+from ftrun.recovery import commands
+from ftrun.wire.cluster.generation import Plan
+
+if TYPE_CHECKING:
+    from ftrun.agent.loop import RunLoop
+
+_log = logging.getLogger(__name__)
+
+_CAUSES = ("NodeLost", "Verdict")
+"""Notes that may say the same of one failure, and the reason of the next generation with them."""
+
+
+class RunEnded(Exception):
+    """The supervisor has ended the run; unwinds torch's launcher."""
+
+    def __init__(self, command: commands.EndRun) -> None:
+        super().__init__(command.why)
+        self.command = command
+
+
+class NodeOrders:
+    """The hands of one node."""
+
+    def __init__(self, run: "RunLoop") -> None:
+        self.is_done = False
+        """Every rank has finished."""
+        self.has_left = False
+        """The run goes on without this node."""
+        self.awaits_boundary = False
+        """Ranks are asked for a last snapshot, and wait at its boundary."""
+        self.noticed_s = 0.0
+        """When the loop has woken last."""
+        self._run = run
+        self._agent: FtrunElasticAgent | None = None
+        self._failed_s = 0.0
+        self._stopped_s = 0.0
+        self._stuck = ""
+        self._standing = StandingOrders()
+
+    def begin(self, agent: FtrunElasticAgent) -> None:
+        """Torch's launcher is there."""
+        self._agent = agent
+
+    def obey(self) -> None:
+        """Carry out what is ordered by now.
+
+        Raises:
+            RunEnded: it is over, and not because every rank has finished.
+        """
+        while not self.is_done and (order := self._run.brain.next_order()) is not None:
+            self._carry_out(order)
+
+    def _carry_out(self, order: commands.NodeCommand) -> None:  # noqa: C901, PLR0912 - dispatch
+        run = self._run
+        match order:
+            case commands.Quiesce():
+                self._quiesce(order)
+            case commands.Adopt():
+                self._adopt(order.plan)
+            case commands.KeepPlan():
+                run.generations.keep_plan(order.plan, took_effect=order.took_effect)
+                run.brain.tell(PlanKept(order.plan.edition))
+            case commands.RunGeneration():
+                self._run_generation()
+            case commands.KillWorkers():
+                if run.workers.alive():
+                    self._note(order)
+                self._kill()
+            case commands.HoldRanks() | commands.ReleaseRanks():
+                self._note(order)  # it is done already, see ClusterBrain
+            case commands.ExamineRanks():
+                run.eyes.examine(run.workers.handles)
+                run.tell(is_urgent=True)
+            case commands.AskLastSnapshot():
+                self._note(order)
+                self.awaits_boundary = True
+                after = -1 if run.generations.is_alone else order.after_step
+                run.workers.ask_last_snapshot(after)
+            case commands.SignalWorkers():
+                self._note(order)
+                self.awaits_boundary = False
+                # Ranks ignore USR1 and USR2, see kernel.ignore_user_signals; a stop by one of
+                # them ends them as SIGTERM does.
+                is_user = order.signal in (signal.SIGUSR1, signal.SIGUSR2)
+                run.workers.signal(signal.SIGTERM if is_user else order.signal)
+            case commands.Note():
+                self._say(order)
+            case commands.EndRun():
+                self._note(order)
+                self._end(order)
+            case _:
+                self._carry_out_beside(order)
+
+    def _say(self, note: commands.Note) -> None:
+        generations = self._run.generations
+        self._run.journal.write(note.kind, text=note.text, **note.fields)
+        if note.kind == "Generation" and not generations.is_member:
+            generations.announcements.clear()  # no ranks begin here, which would clear it
+        is_cause = note.kind in _CAUSES
+        if note.say and (not is_cause or generations.announcements.is_new(note.text)):
+            _log.warning("%s", note.text)
+
+    def _carry_out_beside(self, order: commands.SnapshotCommand) -> None:
+        """What the ranks do not notice."""
+        run = self._run
+        match order:
+            case commands.Commit():
+                run.caretaker.last_commit = order.version
+                if not run.generations.is_alone:
+                    self._tell_smp(order)
+            case commands.Checkpoint():
+                run.caretaker.write_part(order.version)
+            case commands.Abandon():
+                self._tell_smp(order)
+            case commands.TakeFrom():
+                # Alone, the SMP commits by itself: a rank that has skipped a step would wait for a
+                # later one to be named, and no word of its skip reaches the leader.
+                if not run.generations.is_alone:
+                    run.workers.take_from(order.step)
+            case commands.SetInterval():
+                run.workers.set_interval(order.every, order.from_step)
+            case commands.MovePeers():
+                self._note(order)
+                run.generations.move_peers(order.ports)
+
+    def repeat(self) -> None:
+        """Tell the SMP once more what it has not carried out; called at each turn of the loop."""
+        page, generation = self._run.workers.commands, self._run.generations.number
+        if page is not None and self._run.workers.generation == generation:
+            for order in self._standing.unheard(page, generation, now_s=clock.now_s()):
+                self._tell_smp(order)
+
+    def _tell_smp(self, order: commands.Commit | commands.Abandon) -> None:
+        generation, smp = self._run.generations.number, self._run.smp
+        self._standing.keep(order, generation, now_s=clock.now_s())
+        with suppress(PeerError):
+            if isinstance(order, commands.Commit):
+                smp.commit(order.version)
+            else:
+                smp.abandon(generation, order.step)
+
+    def _note(self, order: Journaled) -> None:
+        self._run.journal.write(order.journal_kind, **fields_of(order))
+
+    def _kill(self) -> None:
+        self._run.eyes.look_at([])
+        self._failed_s = self.noticed_s
+        self._run.workers.kill()
+        self._stopped_s = clock.now_s()
+        self.report_stuck()
+
+    def report_stuck(self) -> None:
+        """Have the leader know which ranks do not die of SIGKILL; cheap while none is known."""
+        reason = self._run.workers.stuck()
+        if reason == self._stuck:
+            return
+        self._stuck = reason
+        text = reason or "the ranks that did not die of SIGKILL have ended"
+        self._run.journal.write("RanksStuck", text=text)
+        _log.warning("%s", text)
+        self._run.brain.tell(RanksStuck(reason))
+        self._run.tell(is_urgent=True)
+
+    def _quiesce(self, order: commands.Quiesce) -> None:
+        run = self._run
+        if run.workers.alive():
+            run.journal.write("KillWorkers", why=order.why)
+        self._kill()
+        run.publish_status()
+        run.caretaker.await_smp()
+        run.generations.is_over = True
+        holdings = run.smp.inventory()
+        store_port, smp_port = run.stores.next_port, run.smp.port
+        run.brain.tell(Quiesced(order.generation, holdings, store_port, smp_port))
+
+    def _adopt(self, plan: Plan) -> None:
+        assert self._agent is not None
+        run = self._run
+        run.report.begin()
+        self.awaits_boundary = False
+        restored, problem, code = None, "", int(ExitCode.STATE_LOST)
+        run.publish_status()
+        try:
+            restored = run.generations.adopt(self._agent, plan)
+        except SnapshotError as error:
+            problem, code = str(error), error.exit_code
+        pair = (restored.generation, restored.step) if restored is not None else None
+        generations = run.generations
+        run.brain.tell(
+            Adopted(
+                plan.generation,
+                pair,
+                problem,
+                generations.checkpoint,
+                generations.rejected,
+                code,
+            )
+        )
+
+    def _run_generation(self) -> None:
+        assert self._agent is not None
+        run = self._run
+        run.generations.run(self._agent, noticed_s=self._failed_s, stopped_s=self._stopped_s)
+        run.signals.catch()  # torch has put its own handlers in place
+        run.caretaker.generation_started(clock.now_s())
+        run.eyes.look_at(run.workers.handles)
+        if run.brain.member.is_held:
+            run.workers.hold(True)
+            if not run.brain.member.is_held:  # let go by the other thread just then
+                run.workers.hold(False)
+        run.tell(is_urgent=True)
+
+    def _end(self, order: commands.EndRun) -> None:
+        run = self._run
+        self.has_left = order.goes_on
+        run.workers.kill()
+        run.publish_status()
+        run.generations.repeats.conclude()
+        if run.onlookers is not None:
+            run.onlookers.at_end()
+        if run.desk is not None:
+            run.desk.pass_lines_on(at_once=True)
+        run.signals.forget()
+        is_stop = order.exit_code > 128 and order.cause is None
+        if not order.goes_on:
+            run.caretaker.last_checkpoint(
+                run.spec.profile.stop.grace_s if is_stop else CHECKPOINT_WAIT_S,
+                is_cancelled=lambda: run.signals.is_end_wished,
+            )
+        if run.spec.checkpoint_directory is not None and not order.goes_on:
+            run.smp.end_checkpoints(int(order.exit_code), order.why, run.spec.command_digest)
+        if order.exit_code != ExitCode.DONE:
+            raise RunEnded(order)
+        self.is_done = True

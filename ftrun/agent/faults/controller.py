@@ -1,0 +1,451 @@
+"""Takes orders for faults, has them made at the right time, and writes down that they were.
+
+Runs in:  agent: `ask` in a thread for each order, `take` in the cluster thread, the rest in the
+          main thread, once per turn of the loop. It exists only in a run with --allow-faults.
+Takes in: orders of this machine's operator, and of other nodes where the run has a secret.
+Gives:    faults on this node; `FaultOrdered`, `FaultFired` and `FaultEnded` in the journal.
+Survives: ranks: an order that a rank has not come to waits for its next process.
+
+Rule 1: an order is written down when it is taken, and again when it has really fired. One that
+        never fires is seen by that.
+Rule 2: what waits for its step, or lasts, can be taken back. The desk that an order was given to
+        knows on which node it is.
+"""
+
+import signal
+import threading
+from contextlib import suppress
+from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from ftrun import clock
+from ftrun.agent.cluster.cluster_brain import ClusterBrain
+from ftrun.agent.faults.injectors import FaultActs
+from ftrun.agent.faults.reverter import Deed, Healing
+from ftrun.errors import FaultRefused, FtrunError
+from ftrun.wire.cluster.generation import Plan
+from ftrun.wire.fault_catalog import fault_kind
+from ftrun.wire.fault_orders import FaultPage
+from ftrun.wire.messages import envelope as messages
+from ftrun.wire.messages import faults as fault_messages
+from ftrun.wire.messages.faults import FaultAnswer, FaultOrder, FaultOrdered
+from ftrun.wire.shared_memory.pages import Beat, Page
+
+if TYPE_CHECKING:
+    from ftrun.agent.loop import RunLoop
+
+ANSWER_S = 30.0
+"""Longer than a healer may take to begin (healing.py): what was refused is not made afterwards."""
+_CANNOT = (FtrunError, OSError, ValueError)
+"""A fault that cannot be made must not end the run."""
+
+NOT_ALLOWED = (
+    "this run was not started to be broken: start it with --allow-faults, and ftrun inject-fault "
+    "may do it"
+)
+_LAST_WORDS_S = 0.2
+"""What ends, stops or cuts off this agent waits so long, so that its asker is answered."""
+
+_ITSELF = "the rank does it itself"
+_LASTS_INSIDE = frozenset({"hang", "spin", "slow-input", "stop"})
+"""What a rank does to itself for as long as it is told, and can be made to end."""
+
+_MAX_KNOWN = 1000
+_UNAUTHENTICATED = (
+    "this run is UNAUTHENTICATED, so orders from other machines are refused: ask on that node "
+    "itself, or start the run with --secret-file"
+)
+
+
+@dataclass
+class _Ticket:
+    """An order between its asker and the main thread."""
+
+    order: FaultOrder
+    asked_by: str = ""
+    """The node that has passed it on; empty: ours."""
+    answered: threading.Event = field(default_factory=threading.Event)
+    how: str = ""
+    refused: str = ""
+    is_given_up: bool = False
+
+
+@dataclass
+class _Running:
+    """An order that was taken on this node and is not over."""
+
+    order: FaultOrder
+    deed: Deed | None = None
+    """What the agent does; None where the rank does it to itself."""
+    number: int = 0
+    """On the rank's page."""
+    times_told: int = 0
+    not_before_s: float = 0.0
+    has_fired: bool = False
+    pid: int = 0
+    """Of the rank that has done it to itself, where that lasts."""
+    healing: Healing | None = None
+
+
+class FaultDesk:
+    """One node's counter for orders."""
+
+    def __init__(self, run: "RunLoop") -> None:
+        self._run = run
+        self._acts = FaultActs(run)
+        self._tickets: SimpleQueue[_Ticket] = SimpleQueue()
+        self._sent: dict[str, _Ticket] = {}
+        """Passed on to other nodes, by id."""
+        self._running: list[_Running] = []
+        self._node_of: dict[str, str] = {}
+        """Of the orders that were given here, by id."""
+
+    # --- a thread for each order --------------------------------------------------------------
+
+    def ask(self, order: FaultOrder) -> messages.AnyMessage:
+        """An operator on this machine wants it; the answer for them."""
+        try:
+            node_id, order = self._resolve(order)
+        except FaultRefused as error:
+            return messages.Refused(str(error))
+        ticket = _Ticket(order)
+        is_here = node_id in ("", self._own_id)
+        if is_here:
+            self._tickets.put(ticket)
+            self._run.wake()
+        else:
+            self._sent[order.id] = ticket
+            self._send(node_id, FaultOrdered(order))
+        if not ticket.answered.wait(ANSWER_S):
+            ticket.is_given_up = True
+            who = "this node's agent" if is_here else f"node {node_id}"
+            self._sent.pop(order.id, None)
+            return messages.Refused(
+                f"{who} has not answered within {ANSWER_S:.0f} s; see the journal"
+            )
+        self._sent.pop(order.id, None)
+        if ticket.refused:
+            return messages.Refused(ticket.refused)
+        if len(self._node_of) < _MAX_KNOWN:
+            self._node_of[order.id] = node_id
+        return fault_messages.FaultTaken(order.id, node_id or self._own_id, ticket.how)
+
+    def _resolve(self, order: FaultOrder) -> tuple[str, FaultOrder]:
+        """The node where it is to be done.
+
+        Raises:
+            FaultRefused: there is no such rank or node.
+        """
+        plan = self._run.brain.plan
+        if plan is None:
+            raise FaultRefused("the run has not begun yet: it has no ranks to break")
+        if order.cancels:
+            known = self._node_of.get(order.cancels, self._own_id)
+            return _node_named(plan, order.node) if order.node else known, order
+        kind = fault_kind(order.kind)
+        if kind.by_rank:
+            return self._of_rank(plan, order)
+        if order.kind == "lead-kill":
+            return plan.lead, order
+        if order.node:
+            return _node_named(plan, order.node), order
+        if len(plan.voters) > 1:
+            names = ", ".join(card.node_id for card in plan.voters)
+            raise FaultRefused(f"which node? --node N, one of {names}")
+        return self._own_id, order
+
+    def _of_rank(self, plan: Plan, order: FaultOrder) -> tuple[str, FaultOrder]:
+        size = plan.world_size
+        if order.rank < 0:
+            if size > 1:
+                raise FaultRefused(f"which rank? --rank R, 0 to {size - 1}")
+            order = msgspec.structs.replace(order, rank=0)
+        for node in plan.members:
+            if order.rank in node.ranks:
+                return node.node_id, order
+        raise FaultRefused(f"there is no rank {order.rank}: this run has 0 to {size - 1}")
+
+    @property
+    def _own_id(self) -> str:
+        nodes, plan = self._run.spec.nodes, self._run.brain.plan
+        if nodes is not None:
+            return nodes.node_id
+        return plan.members[0].node_id if plan is not None else ""
+
+    # --- cluster thread -----------------------------------------------------------------------
+
+    def take(self, sender: str, message: FaultOrdered | FaultAnswer) -> None:
+        """An order from another node, or the answer to one of ours; never waits."""
+        if isinstance(message, FaultAnswer):
+            ticket = self._sent.get(message.id)
+            if ticket is not None:
+                ticket.how, ticket.refused = message.how, message.refused
+                ticket.answered.set()
+            return
+        nodes = self._run.spec.nodes
+        if nodes is None or nodes.secret_file is None:
+            self._send(sender, FaultAnswer(message.order.id, refused=_UNAUTHENTICATED))
+            return
+        self._tickets.put(_Ticket(message.order, asked_by=sender))
+        self._run.wake()
+
+    def _send(self, node_id: str, message: FaultOrdered | FaultAnswer) -> None:
+        brain = self._run.brain
+        if isinstance(brain, ClusterBrain) and brain.thread is not None:
+            brain.thread.send(node_id, message)
+
+    # --- main thread --------------------------------------------------------------------------
+
+    @property
+    def is_eager(self) -> bool:
+        """Something waits for a step: look often."""
+        return any(run.deed is not None and not run.has_fired for run in self._running)
+
+    def look(self) -> None:
+        """Take new orders, make what is due, notice what has fired and what is over."""
+        try:
+            while True:
+                self._begin(self._tickets.get_nowait())
+        except Empty:
+            pass
+        for running in list(self._running):
+            if running.deed is None:
+                self._look_at_page(running)
+            elif not running.has_fired and self._is_due(running):
+                self._fire_later(running)
+            if running.healing is not None and running.healing.is_over():
+                over = "it is taken back"
+                self._over(running, over if running.has_fired else "its rank has ended before")
+
+    def close(self) -> None:
+        """The run is over here: take back whatever lasts."""
+        self.look()
+        for running in list(self._running):
+            if running.healing is not None:
+                running.healing.end()
+            if running.healing is not None or not running.has_fired:
+                why = "the run has ended" if running.has_fired else "it has not fired"
+                self._over(running, why)
+
+    def _begin(self, ticket: _Ticket) -> None:
+        if ticket.is_given_up:
+            return
+        order = ticket.order
+        if order.cancels:
+            self._cancel(ticket)
+            return
+        try:
+            running = self._prepare(order)
+        except _CANNOT as error:
+            ticket.refused = f"{order.kind} is not possible here: {error}"
+            self._answer(ticket)
+            return
+        ticket.how = running.deed.how if running.deed is not None else _ITSELF
+        self._running.append(running)
+        self._tell_ordered(order, ticket.how)
+        deed = running.deed
+        if deed is not None and (deed.is_last or deed.is_answered_first):
+            running.not_before_s = clock.now_s() + _LAST_WORDS_S
+        elif deed is not None and not order.at_step:
+            try:
+                self._fire(running)
+            except _CANNOT as error:
+                ticket.refused = f"{order.kind} is not possible here: {error}"
+                self._over(running, f"refused: {error}")
+        elif deed is None:
+            running.number = self._page(order.rank).put(order)
+        self._answer(ticket)
+
+    def _cancel(self, ticket: _Ticket) -> None:
+        """Take back what has not fired, or lasts."""
+        wanted = ticket.order.cancels
+        found = next((one for one in self._running if one.order.id == wanted), None)
+        try:
+            if found is None:
+                raise FaultRefused(
+                    f"no order {wanted} waits or lasts on this node; where it was given on another "
+                    "machine, ask there, or name its node with --node"
+                )
+            self._take_back(found)
+        except _CANNOT as error:
+            ticket.refused = str(error)
+        else:
+            ticket.how = "it is taken back" if found.has_fired else "it will not fire"
+            self._over(found, "cancelled")
+        self._answer(ticket)
+
+    def _take_back(self, running: _Running) -> None:
+        """Raises: FaultRefused: it cannot be."""
+        order = running.order
+        if running.deed is None and not running.has_fired:
+            self._page(order.rank).cancel(running.number)
+        if running.healing is not None:
+            running.healing.end()
+        elif running.has_fired and order.kind not in _LASTS_INSIDE:
+            raise FaultRefused(f"{order.kind} cannot be taken back once it has fired")
+        elif running.has_fired:
+            handle = self._acts.rank(order.rank)
+            if handle.pid != running.pid:
+                self._running.remove(running)
+                raise FaultRefused(f"rank {order.rank} was started again: {order.kind} is over")
+            if order.kind == "stop":
+                handle.child.signal(signal.SIGCONT)
+            else:
+                self._page(order.rank).cancel(running.number)
+
+    def _answer(self, ticket: _Ticket) -> None:
+        if ticket.asked_by:
+            self._send(ticket.asked_by, FaultAnswer(ticket.order.id, ticket.how, ticket.refused))
+        ticket.answered.set()
+
+    def _prepare(self, order: FaultOrder) -> _Running:
+        """Everything checked that can be.
+
+        Raises:
+            FaultRefused: it cannot be made.
+        """
+        kind = fault_kind(order.kind)
+        step = self._step_of(order.rank) if kind.by_rank else self._step_here()
+        if order.at_step and step >= order.at_step:
+            whose = f"rank {order.rank}" if kind.by_rank else "this node"
+            raise FaultRefused(
+                f"{whose} has done step {step} already, and --at-step is {order.at_step}"
+            )
+        now = kind.name in ("rank-kill", "stop") and not order.at_step and not order.again
+        if not kind.is_inside or now:
+            return _Running(order, self._acts.deed(order))
+        self._acts.rank(order.rank)
+        for other in self._running:
+            if other.deed is None and other.order.rank == order.rank and not other.has_fired:
+                raise FaultRefused(
+                    f"rank {order.rank} has an order that has not fired yet: {other.order.kind} at "
+                    f"step {other.order.at_step or 'next'} ({other.order.id})"
+                )
+        running = _Running(order)
+        if order.kind == "oom":
+            running.healing = self._acts.make_room_for_oom(order)
+        return running
+
+    def _is_due(self, running: _Running) -> bool:
+        is_late_enough = clock.now_s() >= running.not_before_s
+        return is_late_enough and self._step_here() >= running.order.at_step
+
+    def _fire_later(self, running: _Running) -> None:
+        try:
+            self._fire(running)
+        except _CANNOT as error:
+            self._over(running, f"not made: {error}")
+
+    def _fire(self, running: _Running) -> None:
+        """Make it. What ends this agent is written down before."""
+        deed = running.deed
+        assert deed is not None
+        running.has_fired = True
+        if deed.is_last:
+            self._tell_fired(running, self._step_here(), clock.now_s())
+            if self._run.desk is not None:
+                self._run.desk.pass_lines_on(at_once=True)
+        running.healing = deed.do()
+        if not deed.is_last:
+            self._tell_fired(running, self._step_here(), clock.now_s())
+        if running.healing is not None:
+            return
+        if running.order.kind == "stop":
+            running.pid = self._acts.rank(running.order.rank).pid
+        else:
+            self._running.remove(running)
+
+    def _look_at_page(self, running: _Running) -> None:
+        page, order = self._page(running.order.rank), running.order
+        if page.failed == running.number:
+            if running.healing is not None:
+                running.healing.end()
+            self._over(running, f"not made: {page.why}")
+            return
+        if page.fired != running.number or page.ordered != running.number:
+            return
+        if page.times != running.times_told:
+            running.times_told = page.times
+            running.has_fired = True
+            self._tell_fired(running, page.fired_step, page.fired_ns / 1e9)
+            with suppress(FaultRefused):
+                running.pid = self._acts.rank(order.rank).pid
+            if order.kind == "stop" and order.for_s:
+                with suppress(FaultRefused):  # it has been killed meanwhile
+                    handle = self._acts.rank(order.rank)
+                    fired_s = page.fired_ns / 1e9
+                    running.healing = self._acts.continue_rank(handle, order, fired_s)
+        is_done = running.healing is None and not order.fires_again
+        if is_done and page.ended == running.number and order.for_s:
+            self._over(running, "it is over")
+        elif is_done and not order.for_s and order.kind not in _LASTS_INSIDE:
+            self._running.remove(running)
+
+    def _tell_ordered(self, order: FaultOrder, how: str) -> None:
+        self._run.journal.write(
+            "FaultOrdered",
+            id=order.id,
+            fault=order.kind,
+            rank=order.rank,
+            at_step=order.at_step,
+            for_s=order.for_s,
+            amount=order.amount,
+            again=order.again,
+            how=how,
+        )
+
+    def _tell_fired(self, running: _Running, step: int, at_s: float) -> None:
+        order = running.order
+        how = running.deed.how if running.deed is not None else _ITSELF
+        self._run.journal.write(
+            "FaultFired",
+            id=order.id,
+            fault=order.kind,
+            rank=order.rank,
+            step=step,
+            fired_mono_s=round(at_s, 6),
+            how=how,
+        )
+
+    def _over(self, running: _Running, why: str) -> None:
+        order = running.order
+        self._run.journal.write(
+            "FaultEnded", id=order.id, fault=order.kind, rank=order.rank, why=why
+        )
+        if running in self._running:
+            self._running.remove(running)
+
+    def _page(self, rank: int) -> FaultPage:
+        pages = self._run.workers.fault_pages
+        assert pages is not None
+        pages.fd_of(rank)
+        return pages.by_rank[rank]
+
+    def _step_here(self) -> int:
+        return max((_step_on(place.page) for place in self._run.workers.places), default=0)
+
+    def _step_of(self, rank: int) -> int:
+        places = self._run.workers.places
+        return next((_step_on(place.page) for place in places if place.rank == rank), 0)
+
+
+def _step_on(page: Page) -> int:
+    """Steps done; the page of a new process says nothing before its first boundary."""
+    return page.get(Beat.STEP) or page.get(Beat.RESTORED_STEP)
+
+
+def _node_named(plan: Plan, text: str) -> str:
+    """A node by its name, or by its place among the nodes of the run.
+
+    Raises:
+        FaultRefused: there is none.
+    """
+    names = [card.node_id for card in plan.voters]
+    if text in names:
+        return text
+    if text.isdigit() and int(text) < len(names):
+        return names[int(text)]
+    raise FaultRefused(f"there is no node {text!r}; this run has {', '.join(names)}")

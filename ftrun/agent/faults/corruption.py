@@ -1,0 +1,147 @@
+"""Damage to what is kept: snapshots, parts kept for other nodes, checkpoints on disk.
+
+Runs in:  agent, main thread; for `ftrun inject-fault` only.
+Takes in: descriptors of arenas and vaults, a checkpoint directory.
+Gives:    bytes that are not what they were, under digests that are.
+
+Rule 1: an arena is touched only when its rank is dead.
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from pathlib import Path
+
+from ftrun.errors import FaultRefused, LayoutUnknown
+from ftrun.ids import Rank, Version
+from ftrun.snapshot.layout import parse_header
+from ftrun.wire.shared_memory.arena import NUM_SLOTS, Arena, SlotState, read_slot_headers
+from ftrun.wire.shared_memory.parity_region import Vault, VaultState
+
+_WHOLE = (VaultState.COMPLETE, VaultState.COMMITTED)
+
+
+def newest_common(arenas: Mapping[Rank, Sequence[int]], ranks: Sequence[int]) -> Version:
+    """The newest version that all these ranks have sealed.
+
+    Raises:
+        FaultRefused: there is none.
+    """
+    held = [set(_sealed(arenas.get(Rank(rank), ()))) for rank in ranks]
+    common = set.intersection(*held) if held else set()
+    if not common:
+        raise FaultRefused(
+            "there is no snapshot yet that all ranks of this node have sealed: does the script "
+            "call ftrun.attach, and has it made some steps?"
+        )
+    return max(common)
+
+
+def flip_from(arenas: Mapping[Rank, Sequence[int]], rank: int, oldest: Version) -> None:
+    """Flip a bit in every sealed snapshot of a dead rank from this version on."""
+    for fd in arenas.get(Rank(rank), ()):
+        with closing(Arena(fd, writable=True)) as arena:
+            for slot in range(NUM_SLOTS):
+                header = arena.header(slot)
+                if header.state is SlotState.SEALED and header.version >= oldest:
+                    _flip(arena, slot)
+
+
+def _sealed(fds: Sequence[int]) -> list[Version]:
+    headers = [header for fd in fds for header in read_slot_headers(fd)]
+    return [header.version for header in headers if header.state is SlotState.SEALED]
+
+
+def _flip(arena: Arena, slot: int) -> None:
+    """In the middle of its largest piece: padding between pieces has no digest."""
+    image = arena.image(slot)
+    layout, start = parse_header(image)
+    piece = max(layout.pieces, key=lambda found: found.num_bytes)
+    image[start + piece.offset + piece.num_bytes // 2] ^= 0x10
+    image.release()
+
+
+def check_kept(vaults: Sequence[int], *, at_least: int) -> None:
+    """Raises: FaultRefused: so many versions are not kept for other nodes here."""
+    found = 0
+    for fd in vaults:
+        with closing(_open(fd)) as vault:
+            found += vault.state in _WHOLE and bool(_contents(vault))
+    if found < at_least:
+        raise FaultRefused(
+            f"{found} versions are kept for other nodes here, and it takes {at_least}: it needs "
+            "several nodes, a script that calls ftrun.attach, and some steps"
+        )
+
+
+def truncate(vaults: Sequence[int]) -> None:
+    """Zeros in the second half of everything that is kept for others."""
+    for fd in vaults:
+        with closing(_open(fd)) as vault:
+            for view in _contents(vault):
+                half = len(view) // 2
+                view[half:] = bytes(len(view) - half)
+                view.release()
+
+
+def make_stale(vaults: Sequence[int]) -> None:
+    """In place of the newest version's bytes those of the one before, with their digests."""
+    opened = [_open(fd) for fd in vaults]
+    try:
+        whole = [v for v in opened if v.state in _WHOLE and v.record is not None]
+        whole.sort(key=lambda vault: vault.record.version if vault.record else (-1, -1))
+        if len(whole) < 2:
+            raise FaultRefused("only one version is kept for other nodes here just now")
+        old, new = whole[-2:]
+        assert old.record is not None
+        assert new.record is not None
+        for index in range(min(old.record.num_rows, new.record.num_rows)):
+            if old.record.block_bytes == new.record.block_bytes:
+                new.row(index)[:] = old.row(index)
+                new.keep_row(index, old.row_digest(index))
+        for place in set(old.mirrored_places()) & set(new.mirrored_places()):
+            before, now = old.mirror(place), new.mirror(place)
+            if before is not None and now is not None and len(before) == len(now):
+                now[:] = before
+    finally:
+        for vault in opened:
+            vault.close()
+
+
+def _open(fd: int) -> Vault:
+    copy = os.dup(fd)
+    try:
+        return Vault(copy)
+    except LayoutUnknown:
+        os.close(copy)
+        raise FaultRefused("what is kept for other nodes here is being made just now") from None
+
+
+def _contents(vault: Vault) -> list[memoryview]:
+    """The parity and mirrors that have come."""
+    if vault.state not in _WHOLE or vault.record is None:
+        return []
+    rows = [i for i in range(vault.record.num_rows) if vault.row_digest(i)]
+    mirrors = (vault.mirror(place) for place in vault.mirrored_places())
+    return [*(vault.row(index) for index in rows), *(view for view in mirrors if view is not None)]
+
+
+def newest_file(directory: Path) -> Path:
+    """The largest file of the newest checkpoint.
+
+    Raises:
+        FaultRefused: there is none.
+    """
+    files = sorted((directory / "latest").glob("*.safetensors"))
+    if not files:
+        raise FaultRefused(f"there is no checkpoint in {directory} yet")
+    return max(files, key=lambda path: path.stat().st_size)
+
+
+def flip_in_file(path: Path) -> None:
+    """One bit, in the middle."""
+    with path.open("r+b") as file:
+        file.seek(path.stat().st_size // 2)
+        (byte,) = file.read(1)
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte ^ 0x10]))

@@ -1,0 +1,393 @@
+"""How a fault is really made on this node: what is done, or why it cannot be.
+
+Runs in:  agent, main thread.
+Takes in: an order that is for this node.
+Gives:    a `Deed`, ready to be done; FaultRefused with what is missing.
+
+Rule 1: what can be checked is checked when the order is taken, not when it falls due.
+Rule 2: what lasts is taken back by a healer, which outlives the agent.
+"""
+
+import os
+import signal
+import socket
+import struct
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ftrun import clock
+from ftrun.agent.cluster.cluster_brain import ClusterBrain
+from ftrun.agent.faults import corruption as spoiling
+from ftrun.agent.faults.cgroups import FaultGroup, check_free, make_group
+from ftrun.agent.faults.machine import clock_jump, cpu_starve, fd_limit, fill, pid_limit
+from ftrun.agent.faults.network import link_fault
+from ftrun.agent.faults.reverter import Deed, Healing
+from ftrun.agent.faults.reverter_process import named
+from ftrun.agent.launch.warm_start import WorkerHandle
+from ftrun.agent.observe.process_facts import cores_used
+from ftrun.errors import FaultRefused
+from ftrun.urls import is_url
+from ftrun.wire.fault_orders import FAULT_PREFIX
+from ftrun.wire.messages.faults import FaultOrder
+
+if TYPE_CHECKING:
+    from ftrun.agent.loop import RunLoop
+
+_PERIOD_US = 20_000
+"""Of a quota: short, so that a rank is slow evenly and not in pauses."""
+
+_KILL_WAIT_S = 10.0
+_MIB = 1 << 20
+
+
+class FaultActs:
+    """Every fault that an agent makes."""
+
+    def __init__(self, run: "RunLoop") -> None:
+        self._run = run
+        self._makers: dict[str, Callable[[FaultOrder], Deed]] = {
+            "rank-kill": lambda order: self._signal_rank(order, signal.SIGKILL),
+            "stop": lambda order: self._signal_rank(order, signal.SIGSTOP),
+            "slow": self._slow,
+            "smp-kill": self._smp_kill,
+            "smp-stop": self._smp_stop,
+            "agent-kill": self._agent_kill,
+            "lead-kill": self._lead_kill,
+            "agent-zombie": self._agent_zombie,
+            "zygote-kill": self._zygote_kill,
+            "node-loss": self._node_loss,
+            "freeze": self._freeze,
+            "shm-full": lambda order: fill(order, Path("/dev/shm"), "/dev/shm"),
+            "disk-full": lambda order: fill(order, Path(run.spec.log_folder), "the logs"),
+            "fd-limit": fd_limit,
+            "pid-limit": lambda order: pid_limit(order, self._children()),
+            "cpu-starve": cpu_starve,
+            "clock-jump": clock_jump,
+            "bitflip-wire": self._bitflip_wire,
+            "bitflip-shm": self._bitflip_shm,
+            "fragment-truncate": self._fragments,
+            "fragment-stale": self._fragments,
+            "corrupt-checkpoint": self._corrupt_checkpoint,
+            **dict.fromkeys(("partition", "one-way", "slow-link", "lossy-link"), self._link),
+        }
+
+    def deed(self, order: FaultOrder) -> Deed:
+        """How this fault is made here.
+
+        Raises:
+            FaultRefused: it cannot be.
+        """
+        return self._makers[order.kind](order)
+
+    def rank(self, rank: int) -> WorkerHandle:
+        """A rank of this node that runs.
+
+        Raises:
+            FaultRefused: it does not.
+        """
+        for handle in self._run.workers.alive():
+            if handle.place.rank == rank:
+                return handle
+        raise FaultRefused(f"rank {rank} does not run on this node just now; ask again")
+
+    def make_room_for_oom(self, order: FaultOrder) -> Healing:
+        """A memory cgroup in which this rank can allocate without harm to anything else."""
+        pid = self.rank(order.rank).pid
+        limit_bytes = int(order.amount * _MIB)
+        if not 16 <= order.amount <= 1 << 20:
+            raise FaultRefused(f"--amount is 16 to 1048576 MiB, not {order.amount:g}")
+        check_free(pid)
+        group = make_group("memory", f"{FAULT_PREFIX}{order.id}", pid)
+        try:
+            if group.is_v2:
+                group.set("memory.max", limit_bytes)
+                if group.has("memory.swap.max"):
+                    group.set("memory.swap.max", 0)
+            else:
+                group.set("memory.limit_in_bytes", limit_bytes)
+                if group.has("memory.memsw.limit_in_bytes"):
+                    group.set("memory.memsw.limit_in_bytes", limit_bytes)
+        except OSError as error:
+            group.remove()
+            raise FaultRefused(f"no limit can be set in {group.path}: {error.strerror}") from None
+        # Until the step that was named the rank must not be limited: there it moves in by itself.
+        return self._put_into(group, [] if order.at_step else [pid], for_s=0.0, whose=[pid])
+
+    # --- ranks --------------------------------------------------------------------------------
+
+    def _signal_rank(self, order: FaultOrder, number: int) -> Deed:
+        handle, is_stop = self.rank(order.rank), number == signal.SIGSTOP
+
+        def do() -> Healing | None:
+            since_s = clock.now_s()
+            handle.child.signal(number)
+            return self.continue_rank(handle, order, since_s) if is_stop else None
+
+        return Deed(f"{signal.Signals(number).name} to pid {handle.pid}", do)
+
+    def continue_rank(
+        self, handle: WorkerHandle, order: FaultOrder, since_s: float
+    ) -> Healing | None:
+        """SIGCONT to a rank that was stopped then. Its killer counts from the same moment."""
+        try:
+            return continue_later(named(handle.pid), order.for_s, since_s=since_s)
+        finally:
+            self._run.workers.stopped_by_order(handle, since_s)
+
+    def _slow(self, order: FaultOrder) -> Deed:
+        handle = self.rank(order.rank)
+        if not 0 < order.amount < 1024:
+            raise FaultRefused(f"--amount is a part of a core above 0, not {order.amount:g}")
+        check_free(handle.pid)
+        try:
+            group = make_group("cpu", f"{FAULT_PREFIX}{order.id}", handle.pid)
+            group.remove()
+        except FaultRefused:
+            return self._slow_by_signals(order, handle)
+
+        def do() -> Healing:
+            made = make_group("cpu", f"{FAULT_PREFIX}{order.id}", handle.pid)
+            quota_us = max(1000, int(_PERIOD_US * order.amount))
+            try:
+                if made.is_v2:
+                    made.set("cpu.max", f"{quota_us} {_PERIOD_US}")
+                else:
+                    made.set("cpu.cfs_period_us", _PERIOD_US)
+                    made.set("cpu.cfs_quota_us", quota_us)
+            except OSError as error:
+                made.remove()
+                raise FaultRefused(f"no quota can be set in {made.path}: {error}") from None
+            return self._put_into(made, [handle.pid], for_s=order.for_s, whose=[handle.pid])
+
+        uses = cores_used(handle.pid)
+        how = f"a cpu cgroup with {order.amount:g} of a core"
+        if uses < order.amount:
+            how += (
+                f". The rank uses {uses:.2f} of a core now, so this slows nothing: give a smaller "
+                f"--amount, such as {max(0.01, uses / 2):.2f}"
+            )
+        return Deed(how, do)
+
+    def _slow_by_signals(self, order: FaultOrder, handle: WorkerHandle) -> Deed:
+        if order.amount >= 1:
+            raise FaultRefused(
+                "without a cpu cgroup of its own a rank can be slowed to less than 1 core only"
+            )
+
+        def do() -> Healing:
+            who = named(handle.pid)
+            return Healing(
+                [["beat", order.amount]],
+                [["signal", signal.SIGCONT, who]],
+                for_s=order.for_s,
+                targets=who,
+            )
+
+        return Deed(f"SIGSTOP for {1 - order.amount:.0%} of the time (no cpu cgroup)", do)
+
+    def _put_into(
+        self, group: FaultGroup, pids: list[int], *, for_s: float, whose: list[int]
+    ) -> Healing:
+        """Move processes to a cgroup, whose healer takes them out again and removes it.
+
+        It does so at the latest when all whose it is have ended.
+        """
+        try:
+            return Healing(
+                [["write", f"{group.path}/cgroup.procs", str(pid)] for pid in pids],
+                [group.undo],
+                for_s=for_s,
+                targets=named(*whose),
+            )
+        except FaultRefused:
+            group.remove()
+            raise
+
+    # --- parts of ftrun -----------------------------------------------------------------------
+
+    def _smp_kill(self, _: FaultOrder) -> Deed:
+        pid = self._smp_pid()
+
+        def do() -> None:
+            os.kill(pid, signal.SIGKILL)
+
+        return Deed(f"SIGKILL to pid {pid}", do)
+
+    def _smp_stop(self, order: FaultOrder) -> Deed:
+        who = named(self._smp_pid())
+
+        def do() -> Healing | None:
+            since_s = clock.now_s()
+            os.kill(who[0][0], signal.SIGSTOP)
+            return continue_later(who, order.for_s, since_s=since_s)
+
+        return Deed(f"SIGSTOP to pid {who[0][0]}, SIGCONT after {order.for_s:g} s", do)
+
+    def _smp_pid(self) -> int:
+        smp = self._run.smp
+        if smp.child is not None and smp.child.status is None:
+            return smp.child.pid
+        if smp.channel is None:
+            raise FaultRefused("there is no SMP on this node just now")
+        with socket.socket(fileno=os.dup(smp.channel.fileno())) as sock:
+            found = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+        return int(struct.unpack("3i", found)[0])
+
+    def _agent_kill(self, _: FaultOrder) -> Deed:
+        def do() -> None:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        return Deed(f"SIGKILL to pid {os.getpid()}", do, is_last=True)
+
+    def _lead_kill(self, order: FaultOrder) -> Deed:
+        if not self._run.brain.leads:
+            raise FaultRefused("this node does not lead any more; ask again")
+        return self._agent_kill(order)
+
+    def _agent_zombie(self, order: FaultOrder) -> Deed:
+        who = named(os.getpid())
+
+        def do() -> Healing:
+            stop, go_on = signal.SIGSTOP, signal.SIGCONT
+            return Healing(
+                [["signal", stop, who]], [["signal", go_on, who]], for_s=order.for_s, waits=False
+            )
+
+        return Deed(f"SIGSTOP to pid {os.getpid()} for {order.for_s:g} s", do, is_last=True)
+
+    def _zygote_kill(self, _: FaultOrder) -> Deed:
+        zygote = self._run.zygote
+        child = zygote.child if zygote is not None else None
+        if child is None or child.status is not None:
+            raise FaultRefused("there is no zygote on this node: ranks are started fresh")
+
+        def do() -> None:
+            child.signal(signal.SIGKILL)
+
+        return Deed(f"SIGKILL to pid {child.pid}", do)
+
+    # --- the node -----------------------------------------------------------------------------
+
+    def _stub_pid(self) -> int:
+        return int(os.environ.get("FTRUN_STUB_PID", os.getppid()))
+
+    def _node_loss(self, _: FaultOrder) -> Deed:
+        stub = self._stub_pid()
+        if stub == 1:
+            raise FaultRefused(
+                "ftrun is process 1 here, which nobody within can kill. Start it below an init, or "
+                "kill the container from outside"
+            )
+        smp = self._smp_or_nobody()
+
+        def do() -> Healing:
+            kill = signal.SIGKILL
+            # An SMP that has outlived a launcher is no descendant of this one.
+            steps = [["signal", signal.SIGSTOP, smp], ["tree", kill, stub], ["signal", kill, smp]]
+            return Healing(steps, [], waits=False)
+
+        return Deed(f"SIGKILL to all of this run, stub {stub} included", do, is_last=True)
+
+    def _freeze(self, order: FaultOrder) -> Deed:
+        stub = self._stub_pid()
+        root = os.getpid() if stub == 1 else stub
+        smp = self._smp_or_nobody()
+
+        def do() -> Healing:
+            stop, go_on = signal.SIGSTOP, signal.SIGCONT
+            return Healing(
+                [["tree", stop, root], ["signal", stop, smp]],
+                [["signal", go_on, smp], ["tree", go_on, root]],
+                for_s=order.for_s,
+                waits=False,
+            )
+
+        return Deed(f"SIGSTOP to all of this run for {order.for_s:g} s", do, is_last=True)
+
+    def _smp_or_nobody(self) -> list[tuple[int, int]]:
+        with suppress(FaultRefused):
+            return named(self._smp_pid())
+        return []
+
+    def _children(self) -> list[int]:
+        run = self._run
+        children = [run.smp.child, run.zygote.child if run.zygote is not None else None]
+        children += [handle.child for handle in run.workers.alive()]
+        return [child.pid for child in children if child is not None and child.status is None]
+
+    # --- links --------------------------------------------------------------------------------
+
+    def _link(self, order: FaultOrder) -> Deed:
+        spec, plan = self._run.spec, self._run.brain.plan
+        if spec.nodes is None or plan is None:
+            raise FaultRefused("this run has one node, and so no link to another")
+        card = plan.card(spec.nodes.node_id)
+        if card is None:
+            raise FaultRefused("this node takes no part in the run just now; ask again")
+        fault = link_fault(order, host=card.host, is_allowed_anywhere=spec.allow_network_faults)
+
+        def do() -> Healing:
+            return Healing(fault.do, fault.undo, for_s=order.for_s)
+
+        return Deed(fault.how, do, is_answered_first=order.kind in ("partition", "one-way"))
+
+    def _bitflip_wire(self, _: FaultOrder) -> Deed:
+        brain = self._run.brain
+        thread = brain.thread if isinstance(brain, ClusterBrain) else None
+        if thread is None:
+            raise FaultRefused("this run has one node: nothing goes over a wire")
+
+        def do() -> None:
+            thread.spoil_next()
+
+        return Deed("the last bit of the next frame to each other agent", do)
+
+    # --- data ---------------------------------------------------------------------------------
+
+    def _bitflip_shm(self, order: FaultOrder) -> Deed:
+        handle = self.rank(order.rank)
+        arenas = self._run.smp.memory.arenas
+        local = [place.rank for place in self._run.workers.places]
+        newest = spoiling.newest_common(arenas, local)
+
+        def do() -> None:
+            handle.child.signal_group(signal.SIGKILL)
+            handle.child.signal(signal.SIGKILL)
+            if not handle.child.wait(_KILL_WAIT_S):
+                raise FaultRefused(f"rank {order.rank} has not died, so its memory is its own")
+            spoiling.flip_from(arenas, order.rank, spoiling.newest_common(arenas, local))
+
+        return Deed(f"rank {order.rank} dies, one bit flips in step {newest.step} or later", do)
+
+    def _fragments(self, order: FaultOrder) -> Deed:
+        vaults = list(self._run.smp.memory.vaults.values())
+        spoil = spoiling.truncate if order.kind == "fragment-truncate" else spoiling.make_stale
+        spoiling.check_kept(vaults, at_least=1 if spoil is spoiling.truncate else 2)
+
+        def do() -> None:
+            spoil(vaults)
+
+        return Deed("in the memory that is kept for other nodes", do)
+
+    def _corrupt_checkpoint(self, _: FaultOrder) -> Deed:
+        directory = self._run.spec.checkpoint_directory
+        if directory is None:
+            raise FaultRefused("this run writes no checkpoints: --checkpoint-dir DIR")
+        if is_url(directory):
+            raise FaultRefused("this run writes its checkpoints to a URL, not to a directory")
+        spoiling.newest_file(Path(directory))
+
+        def do() -> None:
+            spoiling.flip_in_file(spoiling.newest_file(Path(directory)))
+
+        return Deed(f"one bit in the newest checkpoint in {directory}", do)
+
+
+def continue_later(who: list[tuple[int, int]], for_s: float, *, since_s: float) -> Healing | None:
+    """SIGCONT to a process that was stopped at `since_s`, so long after that; 0: never."""
+    if not for_s:
+        return None
+    undo = [["signal", signal.SIGCONT, who]]
+    return Healing([], undo, for_s=for_s, since_s=since_s, targets=who)

@@ -1,0 +1,147 @@
+"""Faults of the machine around the run: file systems, limits, processors, the clock.
+
+Runs in:  agent, main thread.
+Takes in: an order that is for this node.
+Gives:    a `Deed`, ready to be done; FaultRefused where it would harm what is not this run's.
+"""
+
+import os
+import resource
+from collections.abc import Sequence
+from pathlib import Path
+
+from ftrun.agent.faults.cgroups import check_free, make_group
+from ftrun.agent.faults.reverter import Deed, Healing
+from ftrun.agent.faults.reverter_process import named
+from ftrun.errors import FaultRefused
+from ftrun.wire.fault_orders import FAULT_PREFIX
+from ftrun.wire.messages.faults import FaultOrder
+
+MAX_FILL_BYTES = 4 << 30
+
+
+def fill(order: FaultOrder, folder: Path, what: str) -> Deed:
+    """Take all that is free on a file system, if that is a small one of its own.
+
+    Raises:
+        FaultRefused: filling it could harm others.
+    """
+    limit_bytes = MAX_FILL_BYTES
+    if order.kind == "shm-full":
+        limit_bytes = min(limit_bytes, _available_bytes() // 4)
+    check_may_be_filled(folder, what, limit_bytes)
+    path = folder / f"{FAULT_PREFIX}{order.id}"
+
+    def do() -> Healing:
+        check_may_be_filled(folder, what, limit_bytes)  # --at-step: it may be another by now
+        return Healing([["fill", str(path)]], [["unlink", str(path)]], for_s=order.for_s or 10.0)
+
+    return Deed(f"all that is free taken by {path}", do)
+
+
+def fd_limit(order: FaultOrder) -> Deed:
+    """Leave this agent no descriptor beside those it has."""
+    (me,) = named(os.getpid())
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+
+    def do() -> Healing:
+        undo = [["limit", me, resource.RLIMIT_NOFILE, soft]]
+        return Healing([["cap files", me]], undo, for_s=order.for_s)
+
+    return Deed("RLIMIT_NOFILE of the agent at what it has open", do)
+
+
+def pid_limit(order: FaultOrder, pids: Sequence[int]) -> Deed:
+    """Put this agent and these processes into a cgroup that takes no more.
+
+    Raises:
+        FaultRefused: there is no such cgroup to be had.
+    """
+    check_free(os.getpid())
+    make_group("pids", f"{FAULT_PREFIX}{order.id}", os.getpid()).remove()
+
+    def do() -> Healing:
+        group = make_group("pids", f"{FAULT_PREFIX}{order.id}", os.getpid())
+        moved = [os.getpid(), *pids]
+        steps = [["write", f"{group.path}/cgroup.procs", str(pid)] for pid in moved]
+        capped = [*steps, ["cap processes", str(group.path)]]
+        try:
+            return Healing(capped, [group.undo], for_s=order.for_s, targets=named(*moved))
+        except FaultRefused:
+            group.remove()
+            raise
+
+    return Deed("a pids cgroup that is full", do)
+
+
+def cpu_starve(order: FaultOrder) -> Deed:
+    """Keep the processors busy.
+
+    Raises:
+        FaultRefused: the amount makes no sense.
+    """
+    cores = len(os.sched_getaffinity(0))
+    if not 1 <= order.amount * cores <= 4096:
+        raise FaultRefused(f"--amount is 1 to {4096 // cores} processes per core")
+    count = int(order.amount * cores)
+
+    def do() -> Healing:
+        return Healing([["burn", count]], [], for_s=order.for_s)
+
+    return Deed(f"{count} busy processes on {cores} cores", do)
+
+
+def clock_jump(order: FaultOrder) -> Deed:
+    """Have the wall clock of this run jump, as libfaketime shows it.
+
+    Raises:
+        FaultRefused: the run is not under it.
+    """
+    path = os.environ.get("FAKETIME_TIMESTAMP_FILE", "")
+    is_there = "faketime" in os.environ.get("LD_PRELOAD", "") and path
+    if not is_there or os.environ.get("FAKETIME_NO_CACHE") != "1":
+        raise FaultRefused(
+            "the machine's clock is never touched, and this run is not under libfaketime: "
+            "start ftrun with LD_PRELOAD=libfaketime.so.1, FAKETIME_TIMESTAMP_FILE=FILE (which "
+            "holds +0), FAKETIME_NO_CACHE=1 and FAKETIME_DONT_FAKE_MONOTONIC=1"
+        )
+    if os.environ.get("FAKETIME_DONT_FAKE_MONOTONIC") != "1":
+        raise FaultRefused(
+            "FAKETIME_DONT_FAKE_MONOTONIC=1 is not set: no machine's monotonic clock jumps"
+        )
+
+    def do() -> Healing:
+        steps = [["write", path, f"{order.amount:+.0f}\n"]]
+        return Healing(steps, [["write", path, "+0\n"]], for_s=order.for_s)
+
+    return Deed(f"{order.amount:+.0f} s by libfaketime", do)
+
+
+def check_may_be_filled(folder: Path, what: str, limit_bytes: int) -> None:
+    """Only a small file system that is not the one that everything else lies on.
+
+    Its size counts and not what is free: a large one that is nearly full is the one where
+    filling the rest does the most harm.
+
+    Raises:
+        FaultRefused: filling it could harm others.
+    """
+    found = os.statvfs(folder)
+    size_bytes = found.f_blocks * found.f_frsize
+    advice = "Give it one of its own: mount -t tmpfs -o size=256m tmpfs DIR"
+    if folder.stat().st_dev == os.stat("/").st_dev:
+        raise FaultRefused(
+            f"{what}, {folder}, are on the file system of /, which others need. {advice}"
+        )
+    if size_bytes > limit_bytes:
+        raise FaultRefused(
+            f"the file system of {what} has {size_bytes >> 20} MiB, and filling one of more than "
+            f"{limit_bytes >> 20} MiB could harm others on this machine. {advice}"
+        )
+
+
+def _available_bytes() -> int:
+    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) << 10
+    return 0

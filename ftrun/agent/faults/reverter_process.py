@@ -1,0 +1,322 @@
+"""Brings a fault about, waits, and takes it back, whatever happens to the agent meanwhile.
+
+Runs in:  a process of its own, `python -m ftrun.agent.faults.reverter_process ORDER`, in a session of its own; the
+          agent starts it, and what ends the agent does not end it.
+Takes in: what to do, for how long, what to undo: a list of steps each, as JSON.
+Gives:    a line on stdout when all is done, or `failed` and why, with what was done undone.
+Survives: the agent, the stub, every rank.
+
+Rule 1: it undoes when the time is over, when all it was done to has ended, or at SIGTERM, which
+        the agent sends at the end of the run, and the stub to all that is left.
+Rule 2: a process is named by its pid and its start time, so that no stranger is ever touched.
+Rule 3: nothing is undone that was not done: where the first step fails, what is there belongs to
+        somebody else.
+Rule 4: no healer is stopped or killed by another one, or what it holds would stay for ever.
+"""
+
+import contextlib
+import errno
+import json
+import os
+import resource
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ftrun import clock
+from ftrun.linux import die_with_parent, name_process
+
+LOOK_S = 0.1
+BEAT_S = 0.037
+"""One turn of stop and go; no divisor of anybody's period of looking."""
+
+_FILL_BYTES = 16 << 20
+_COMMAND_S = 10.0
+_PASSES = 20
+_COMM = "ftrun-healer"
+_HEAL_S = 5.0
+"""So long the other healers have, before all that is left of the run is killed."""
+
+_DONE_TO_SOME = ("signal", "tree")
+"""Steps that may have been done in part when they fail."""
+
+Process = tuple[int, int]
+"""Pid and start time."""
+
+
+def start_time(pid: int) -> int:
+    """In ticks since the machine's start; 0: there is no such process."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return 0
+    state, *fields = stat.rpartition(")")[2].split()
+    return 0 if state == "Z" else int(fields[18])
+
+
+def named(*pids: int) -> list[Process]:
+    """These processes, so that no later one of the same number is meant."""
+    return [(pid, start_time(pid)) for pid in pids]
+
+
+class Healer:
+    """One fault's beginning and end."""
+
+    def __init__(self, order: dict[str, Any]) -> None:
+        self._do: list[list[Any]] = order["do"]
+        self._undo: list[list[Any]] = order["undo"]
+        self._for_s = float(order.get("for_s", 0.0))
+        self._since_s = float(order.get("since_s", 0.0))
+        self._targets: list[Process] = [(pid, at) for pid, at in order.get("targets", [])]
+        self._burners: list[int] = []
+        self._beaten: float = 0.0
+        self._tree: list[Process] = []
+        self._has_begun = not self._do
+        self._is_told_to_end = False
+
+    def run(self) -> int:
+        signal.signal(signal.SIGTERM, self._on_term)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        if not os.read(0, 16):
+            return 1  # whoever wanted it has ended
+        try:
+            for step in self._do:
+                self._has_begun = self._has_begun or step[0] in _DONE_TO_SOME
+                self._take(step)
+                self._has_begun = True
+        except (OSError, subprocess.SubprocessError, ValueError) as error:
+            self.heal()
+            _say(f"failed {_in_words(error)}")
+            return 1
+        _say("done")
+        try:
+            self._wait()
+        finally:
+            self.heal()
+        return 0
+
+    def heal(self) -> None:
+        """Undo all of it; a step that fails does not keep the next ones from being taken."""
+        for step in self._undo if self._has_begun else []:
+            with contextlib.suppress(OSError, subprocess.SubprocessError, ValueError):
+                self._take(step)
+        for pid in self._burners:
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+
+    def _on_term(self, *_: object) -> None:
+        self._is_told_to_end = True
+
+    def _wait(self) -> None:
+        if not self._undo and not self._burners:
+            return
+        until_s = (self._since_s or clock.now_s()) + self._for_s if self._for_s else float("inf")
+        while not self._is_told_to_end and clock.now_s() < until_s:
+            if self._targets and not any(start_time(pid) == at for pid, at in self._targets):
+                return
+            if self._beaten:
+                self._beat()
+            else:
+                clock.sleep(min(LOOK_S, max(0.0, until_s - clock.now_s())))
+
+    def _beat(self) -> None:
+        _signal(signal.SIGSTOP, self._targets)
+        clock.sleep(BEAT_S * (1 - self._beaten))
+        _signal(signal.SIGCONT, self._targets)
+        clock.sleep(BEAT_S * self._beaten)
+
+    def _take(self, step: list[Any]) -> None:
+        verb, *words = step
+        steps: dict[str, Callable[..., None]] = {
+            "run": _run,
+            "write": _write,
+            "fill": _fill,
+            "unlink": lambda path: Path(path).unlink(missing_ok=True),
+            "signal": lambda number, who: _signal(number, [tuple(one) for one in who]),
+            "empty": _empty,
+            "limit": _limit,
+            "cap files": _cap_files,
+            "cap processes": _cap_processes,
+            "burn": self._burn,
+            "beat": self._begin_beat,
+            "tree": self._signal_tree,
+        }
+        steps[verb](*words)
+
+    def _begin_beat(self, part: float) -> None:
+        self._beaten = part
+
+    def _burn(self, count: int) -> None:
+        own = os.getpid()
+        for _ in range(count):
+            pid = os.fork()
+            if pid == 0:
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
+                die_with_parent(own)
+                while True:
+                    pass
+            self._burners.append(pid)
+
+    def _signal_tree(self, number: int, root: int) -> None:
+        """Stop, end or continue a process and all that comes from it, but this one.
+
+        Stopped first, in passes, since a process that runs may start others meanwhile.
+        Before all is ended, other healers take back what they have done.
+        """
+        if number == signal.SIGCONT:
+            _signal(number, self._tree)
+            return
+        if number == signal.SIGKILL:
+            _end_healers(root)
+        for _ in range(_PASSES):
+            new = [one for one in _descendants(root) if one not in self._tree]
+            if not new:
+                break
+            self._tree += new
+            _signal(signal.SIGSTOP, new)
+        if number != signal.SIGSTOP:
+            _signal(number, self._tree)
+
+
+def _signal(number: int, whom: list[Process]) -> None:
+    for pid, at in whom:
+        if start_time(pid) == at:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+
+def _descendants(root: int) -> list[Process]:
+    """The root first, then its children, and so on; without healers and what they run."""
+    return _family(root)[0]
+
+
+def _end_healers(root: int) -> None:
+    """Have the other healers below this process undo what they did, and wait for it."""
+    own = os.getpid()
+    others = [one for one in _family(root)[1] if one[0] != own]
+    _signal(signal.SIGTERM, others)
+    until_s = clock.now_s() + _HEAL_S
+    while any(start_time(pid) == at for pid, at in others) and clock.now_s() < until_s:
+        clock.sleep(LOOK_S / _PASSES)
+
+
+def _family(root: int) -> tuple[list[Process], list[Process]]:
+    """A process and all that comes from it: what is no healer, and the healers."""
+    children: dict[int, list[int]] = {}
+    healers = {os.getpid()}
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            with contextlib.suppress(OSError, ValueError):
+                stat = Path(f"/proc/{name}/stat").read_text(encoding="ascii", errors="replace")
+                before, _, after = stat.rpartition(")")
+                children.setdefault(int(after.split()[1]), []).append(int(name))
+                if before.partition("(")[2] == _COMM:
+                    healers.add(int(name))
+    found, met, rest = [], [], [root]
+    while rest:
+        pid = rest.pop(0)
+        if pid in healers:
+            met.append(pid)
+        elif pid != 1 or root == 1:
+            rest += children.get(pid, [])
+            if pid != 1:
+                found.append(pid)
+    return [one for one in named(*found) if one[1]], [one for one in named(*met) if one[1]]
+
+
+def _run(argv: list[str]) -> None:
+    done = subprocess.run(
+        argv, capture_output=True, text=True, timeout=_COMMAND_S, check=False, cwd="/"
+    )
+    if done.returncode != 0:
+        words = " ".join((done.stderr or done.stdout).split())
+        raise ValueError(f"`{' '.join(argv)}`: {words or f'exit {done.returncode}'}")
+
+
+def _write(path: str, text: str) -> None:
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(text)
+
+
+def _fill(path: str) -> None:
+    """A file that takes all that is free; where it cannot be made, none."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    size, step = 0, _FILL_BYTES
+    try:
+        while step >= 4096:
+            try:
+                os.posix_fallocate(fd, size, step)
+                size += step
+            except OSError as error:
+                if error.errno != errno.ENOSPC:
+                    os.unlink(path)
+                    raise
+                step //= 2
+    finally:
+        os.close(fd)
+
+
+def _empty(group: str, parent: str) -> None:
+    """Move what is left in a cgroup up, and remove it."""
+    for _ in range(_PASSES):
+        with contextlib.suppress(OSError):
+            for pid in Path(group, "cgroup.procs").read_text(encoding="ascii").split():
+                with contextlib.suppress(OSError):
+                    _write(f"{parent}/cgroup.procs", pid)
+        try:
+            os.rmdir(group)
+            return
+        except FileNotFoundError:
+            return
+        except OSError:
+            clock.sleep(LOOK_S)
+
+
+def _limit(who: Process, what: int, soft: int) -> None:
+    """Set a process's soft limit."""
+    pid, at = who
+    if start_time(pid) == at:
+        _, hard = resource.prlimit(pid, what)
+        resource.prlimit(pid, what, (soft, hard))
+
+
+def _cap_files(who: Process) -> None:
+    """From now on it can open nothing: the limit is the lowest number that is free.
+
+    Looked at some times, since its threads open and close things.
+    """
+    pid, at = who
+    if start_time(pid) == at:
+        _limit(who, resource.RLIMIT_NOFILE, min(_lowest_free(pid) for _ in range(_PASSES)))
+
+
+def _lowest_free(pid: int) -> int:
+    clock.sleep(LOOK_S / _PASSES)
+    taken = {int(name) for name in os.listdir(f"/proc/{pid}/fd")}
+    return min(set(range(len(taken) + 1)) - taken)
+
+
+def _cap_processes(group: str) -> None:
+    """From now on nothing in this cgroup can start anything."""
+    _write(f"{group}/pids.max", Path(group, "pids.current").read_text(encoding="ascii").strip())
+
+
+def _in_words(error: Exception) -> str:
+    return str(error).replace("\n", " ")
+
+
+def _say(text: str) -> None:
+    with contextlib.suppress(OSError):
+        if select.select([], [1], [], 0)[1]:
+            os.write(1, f"{text}\n".encode())
+
+
+if __name__ == "__main__":
+    name_process(_COMM)
+    sys.exit(Healer(json.loads(sys.argv[1])).run())

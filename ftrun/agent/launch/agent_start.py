@@ -1,0 +1,151 @@
+"""The first thing an agent does: import torch, and fork the zygote.
+
+Runs in:  agent, single-threaded, before it has opened anything.
+Takes in: the run folder; descriptors from the stub.
+Gives:    a zygote that shares this import of torch. It imports the rest while the agent begins.
+
+Rule 1: in the zygote no object may know a descriptor of the agent's: it could close a later one
+        of the same number, in a rank. So the fork comes before the agent opens anything, and
+        what the stub has passed on is closed here by number.
+Rule 2: no module of the agent is imported before the fork, only torch: ranks find no more in
+        `sys.modules` than the zygote's own.
+"""
+
+import gc
+import json
+import os
+import runpy
+import signal
+import socket
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ftrun.linux import become_subreaper, die_with_parent, name_process, threads_in_the_way
+from ftrun.wire.messages.agent_start import (
+    KEPT_FDS,
+    RESERVE_SOCKET,
+    STUB_PID,
+    STUB_SOCKET,
+    decode_numbers,
+)
+from ftrun.wire.run_environment import RunFolder
+
+KNOWN_TORCH = ((2, 8), (2, 15))
+"""Versions whose launcher was read; see docs/architecture.md."""
+
+_NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """What an agent has when its own program begins."""
+
+    zygote: tuple[socket.socket, int] | None = None
+    """Its control socket and its pid; None: none was forked."""
+    error: BaseException | None = None
+    """For the agent to raise where it can say so: torch cannot be imported, or ^C."""
+    is_forked: bool = False
+    """This agent is a fork of the reserve."""
+
+
+def begin() -> Begun | None:
+    """Prepare the agent's own program; None in a fork that has run another program to its end."""
+    become_subreaper()
+    die_with_parent(int(os.environ.get(STUB_PID, os.getppid())))
+    name_process("ftrun-agent")
+    is_forked = "torch" in sys.modules
+    reserve_fd = int(os.environ.pop(RESERVE_SOCKET, "-1"))
+    if reserve_fd >= 0:
+        os.set_inheritable(reserve_fd, False)
+    try:
+        settings = _prepare(RunFolder(Path(sys.argv[1])))
+        link = _zygote_link() if settings is not None else None
+    except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - raised again by the agent
+        return Begun(error=error)
+    if settings is None or link is None:
+        if reserve_fd >= 0:
+            os.close(reserve_fd)
+        return Begun(is_forked=is_forked)
+    mine, its = link
+    agent_pid = os.getpid()
+    gc.freeze()  # a collection would write to each object, and so copy what is shared
+    pid = os.fork()
+    if pid == 0:
+        mine.close()
+        _run_zygote(its.detach(), agent_pid, settings["preload"], reserve_fd)
+        return None
+    its.close()
+    if reserve_fd >= 0:
+        os.close(reserve_fd)
+    return Begun((mine, pid), is_forked=is_forked)
+
+
+def set_thread_count(argv: list[str]) -> None:
+    """What torchrun does in its own process, early enough for OpenMP.
+
+    Args:
+        argv: torchrun's arguments.
+    """
+    if "OMP_NUM_THREADS" in os.environ:
+        return
+    value = os.environ.get("PET_NPROC_PER_NODE", "1")
+    for index, word in enumerate(argv):
+        name, _, behind = word.replace("_", "-").partition("=")
+        if name == "--nproc-per-node":
+            value = behind or argv[index + 1]
+    if value != "1":
+        os.environ["OMP_NUM_THREADS"] = "1"
+
+
+def unknown_torch(text: str) -> str:
+    """Why this version of torch is not forked; empty where it can be."""
+    found = tuple(int(part) for part in text.split("+")[0].split(".")[:2])
+    oldest, newest = KNOWN_TORCH
+    if oldest <= found <= newest:
+        return ""
+    return (
+        f"torch {text} is not one of {oldest[0]}.{oldest[1]} to {newest[0]}.{newest[1]}; workers "
+        "are started fresh"
+    )
+
+
+def _prepare(folder: RunFolder) -> dict[str, Any] | None:
+    """Import torch, with ^C allowed; the `start` section of the profile, None: fork nothing."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # the stub has blocked it
+    try:
+        spec = json.loads(folder.spec.read_bytes())
+        settings: dict[str, Any] = spec["profile"]["start"]
+        if settings["mode"] != "warm":
+            return None
+        set_thread_count(spec["torchrun_argv"])
+        before = os.environ.get(_NVML_CHECK)
+        # is_available() must not call cuInit here, which would poison every fork.
+        os.environ.setdefault(_NVML_CHECK, "1")
+        import torch
+        import torch.distributed
+
+        if before is None:
+            del os.environ[_NVML_CHECK]
+        is_fit = not unknown_torch(torch.__version__) and not threads_in_the_way()
+        return settings if is_fit else None
+    finally:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+
+
+def _zygote_link() -> tuple[socket.socket, socket.socket]:
+    return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+
+def _run_zygote(fd: int, agent_pid: int, modules: list[str], reserve_fd: int) -> None:
+    """In the fork: what an exec of the zygote's program would do."""
+    for name in (STUB_SOCKET, KEPT_FDS):
+        for stubs_fd in decode_numbers(os.environ.get(name, "")):
+            os.close(stubs_fd)
+    if reserve_fd >= 0:
+        os.environ[RESERVE_SOCKET] = str(reserve_fd)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    sys.argv = ["", str(fd), str(agent_pid), *modules]
+    runpy._run_module_as_main("ftrun.worker.process.zygote")  # type: ignore[attr-defined]

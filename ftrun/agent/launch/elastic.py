@@ -1,0 +1,184 @@
+"""torchrun's own launcher, with ftrun's hands in three places.
+
+Runs in:  agent, main thread.
+Takes in: torchrun's arguments.
+Gives:    torch.distributed.run.run(args) with our agent class, our worker starter and our
+          rendezvous; everything else (flags, log folders, error files, macros, environment
+          contract) stays torch's, of whatever version is installed.
+
+Source: the names used here exist from torch 2.6 to 2.15; see docs/architecture.md.
+"""
+
+import signal
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+from torch.distributed import run as torchrun
+from torch.distributed.elastic.agent.server import api as agent_api
+from torch.distributed.elastic.agent.server import local_elastic_agent
+from torch.distributed.elastic.agent.server.api import (
+    RunResult,
+    Worker,
+    WorkerGroup,
+    WorkerSpec,
+    WorkerState,
+)
+from torch.distributed.elastic.multiprocessing import api as multiprocessing_api
+from torch.distributed.launcher import api as launcher_api
+
+from ftrun.agent.launch.rendezvous import BACKEND, Placement, PlanHandler
+from ftrun.agent.launch.warm_start import WorkerStarter
+from ftrun.config import RunSpec
+from ftrun.errors import UsageError
+from ftrun.wire.cluster.generation import Plan
+
+# Torch registers handlers that raise in the middle of anything. We queue signals instead, so
+# torch gets one to handle that is never sent to a process without a terminal.
+_UNUSED_SIGNAL = "SIGWINCH"
+
+
+class FtrunElasticAgent(local_elastic_agent.LocalElasticAgent):
+    """LocalElasticAgent whose loop is ours; `drive` is set before torch makes one."""
+
+    drive: Callable[["FtrunElasticAgent"], None]
+
+    def _invoke_run(self, role: str = "default") -> RunResult:
+        type(self).drive(self)
+        ranks = [worker.global_rank for worker in self._worker_group.workers]
+        return RunResult(state=WorkerState.SUCCEEDED, return_values=dict.fromkeys(ranks))
+
+    def place_in(self, plan: Plan, node_id: str) -> None:
+        """Take this node's ranks from a plan."""
+        group_rank = next(i for i, one in enumerate(plan.members) if one.node_id == node_id)
+        PlanHandler.placement = Placement(
+            group_rank=group_rank,
+            num_nodes=len(plan.members),
+            first_rank=plan.members[group_rank].first_rank,
+            world_size=plan.world_size,
+            store_host=plan.store_host,
+            store_port=plan.store_port,
+            rail_host=plan.store_host if plan.roads is not None else "",
+        )
+
+    def _assign_worker_ranks(
+        self, store: Any, group_rank: int, group_world_size: int, spec: WorkerSpec
+    ) -> list[Worker]:
+        """Ranks as the plan has them. Torch's own would wait for every other agent."""
+        at = PlanHandler.placement
+        return [
+            Worker(
+                local_rank=local_rank,
+                global_rank=at.first_rank + local_rank,
+                role_rank=at.first_rank + local_rank,
+                world_size=at.world_size,
+                role_world_size=at.world_size,
+            )
+            for local_rank in range(spec.local_world_size)
+        ]
+
+    def start_generation(self, generation: int) -> None:
+        """Rendezvous and start of all local workers."""
+        # Torch names log folders and TORCHELASTIC_RESTART_COUNT by this difference.
+        self._remaining_restarts = self._worker_group.spec.max_restarts - generation
+        self._initialize_workers(self._worker_group)
+
+    def close_generation(self) -> None:
+        """Let torch close what it opened for workers that are dead: log tails and files."""
+        if self._pcontext is not None:
+            self._pcontext.close(signal.SIGKILL)
+            self._pcontext = None
+
+    @property
+    def error_files(self) -> dict[int, str]:
+        return self._pcontext.error_files if self._pcontext is not None else {}
+
+    @property
+    def worker_group(self) -> WorkerGroup:
+        return self._worker_group
+
+
+def parse(spec: RunSpec) -> Namespace:
+    """Torch's own parser, then what a run under ftrun always has."""
+    args: Namespace = torchrun.get_args_parser().parse_args(spec.torchrun_argv)
+    if args.rdzv_id == "none":
+        args.rdzv_id = spec.run_id
+    if args.log_dir is None:
+        # Torch would make a folder under /tmp for its error files, and leave it there.
+        args.log_dir = f"{spec.log_folder}/workers"
+    args.standalone = False
+    args.rdzv_backend = BACKEND
+    args.rdzv_endpoint = "127.0.0.1:0"  # unused, but torch warns when it is empty
+    args.node_rank = 0  # stands in the plan; torch would warn that it is ignored
+    args.run_path = False  # a warm start is what --run-path was for
+    if hasattr(args, "signals_to_handle"):
+        args.signals_to_handle = _UNUSED_SIGNAL
+    return args
+
+
+def local_world_size(args: Namespace) -> int:
+    """How many ranks this node starts.
+
+    Raises:
+        UsageError: --nproc-per-node says none that can be started here.
+    """
+    with _flags_refused(f"--nproc-per-node {args.nproc_per_node}"):
+        count = int(torchrun.determine_local_world_size(args.nproc_per_node))
+    if count < 1:
+        raise UsageError(f"--nproc-per-node is 1 or more, auto, cpu, gpu or xpu, not {count}")
+    return count
+
+
+def launch_config(args: Namespace) -> tuple[Any, ...]:
+    """What torch makes of its flags, and so whether it takes them all; makes the log folder.
+
+    Raises:
+        UsageError: one has a value that torch does not take.
+    """
+    for flag, value in (("redirects", args.redirects), ("tee", args.tee)):
+        with _flags_refused(f"--{flag} {value}"):
+            multiprocessing_api.Std.from_str(value)
+    with _flags_refused("a flag of torchrun"):
+        return torchrun.config_from_args(args)
+
+
+@contextmanager
+def _flags_refused(what: str) -> Iterator[None]:
+    """Torch says a wrong value in all of these; nothing has been started that could fail so."""
+    try:
+        yield
+    except (ValueError, AssertionError, RuntimeError, LookupError, ImportError, OSError) as error:
+        why = str(error) or type(error).__name__
+        raise UsageError(f"{what} cannot be used here: {why}") from error
+
+
+def run(
+    args: Namespace,
+    config: tuple[Any, ...],
+    starter: WorkerStarter,
+    drive: Callable[[Any], None],
+) -> None:
+    """Run torchrun's launcher with ours inside; returns when the run has ended well.
+
+    Args:
+        args: of `parse`.
+        config: of `launch_config`.
+        starter: starts the workers.
+        drive: the loop; gets torch's agent.
+    """
+    FtrunElasticAgent.drive = staticmethod(drive)
+    # Names that torch looks up when it needs them; to mypy they are not its to give away.
+    replaced: list[tuple[object, str, object]] = [
+        (launcher_api, "LocalElasticAgent", FtrunElasticAgent),
+        (multiprocessing_api, "get_subprocess_handler", starter),
+        (torchrun, "config_from_args", lambda _args: config),
+    ]
+    # A DNS look-up per event would cost more than the restart it reports.
+    host_name = getattr(agent_api, "_get_fq_hostname", None)
+    if host_name is not None:
+        replaced.append((agent_api, "_get_fq_hostname", cache(host_name)))
+    for module, name, ours in replaced:
+        setattr(module, name, ours)
+    torchrun.run(args)  # type: ignore[no-untyped-call]

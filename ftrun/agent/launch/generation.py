@@ -1,0 +1,409 @@
+"""How a generation is made ready and started on this node, and how long each part of it took.
+
+Runs in:  agent, main thread.
+Takes in: a plan: first to get ready for it, then, once it has taken effect, to start its ranks.
+Gives:    running workers, journal lines, a `Restart` with measured phases.
+Survives: this agent: what the next one must know is kept with the SMP and the stub before a plan
+          is accepted.
+"""
+
+import logging
+import os
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+
+import msgspec
+import xxhash
+
+from ftrun import clock
+from ftrun.agent.announcements import Announcements
+from ftrun.agent.launch.elastic import FtrunElasticAgent
+from ftrun.agent.launch.worker_group import WorkerGroup
+from ftrun.agent.observe.repeated_steps import RepeatedSteps
+from ftrun.agent.snapshots.kept_state import KeptState
+from ftrun.agent.snapshots.resume import sources_of
+from ftrun.agent.snapshots.smp_client import SmpLink
+from ftrun.agent.snapshots.stub_link import StubLink
+from ftrun.agent.snapshots.topology import begin_generation, claim_of, load_order
+from ftrun.config import RunSpec
+from ftrun.errors import DirectoryTaken, PeerError, SnapshotError
+from ftrun.ids import Version, version
+from ftrun.journal import Journal
+from ftrun.network.detect.rail_variables import env_for
+from ftrun.network.detect.rails import match_rails, rails_of_node
+from ftrun.urls import without_password
+from ftrun.wire.cluster.generation import Plan
+from ftrun.wire.cluster.heartbeats import RestartTimes
+from ftrun.wire.crash_points import crash_point
+from ftrun.wire.shared_memory.pages import Beat
+
+_log = logging.getLogger(__name__)
+
+NOTHING = version(-9, -1)
+"""Older than every version, those from a checkpoint included."""
+
+
+@dataclass
+class Restart:
+    """One restart, as it was measured; times in seconds on the monotonic clock."""
+
+    generation: int
+    cause: str
+    noticed_s: float
+    decided_s: float
+    stopped_s: float
+    launched_s: float
+    restored: str | None
+    phases_s: dict[str, float] | None = None
+    """Once every rank has completed a step; they follow one another, from `noticed_s` on."""
+
+
+class Generations:
+    """One generation after the other, as they concern this node."""
+
+    def __init__(
+        self,
+        spec: RunSpec,
+        node_id: str,
+        *,
+        journal: Journal,
+        smp: SmpLink,
+        stub: StubLink,
+        workers: WorkerGroup,
+        kept: KeptState,
+    ) -> None:
+        """No generation has begun.
+
+        Args:
+            spec: of the run.
+            node_id: this node.
+            journal: of this node.
+            smp: of this node.
+            stub: keeps what the next agent must know.
+            workers: of this node.
+            kept: what the last agent of this node knew.
+        """
+        self.number = -1
+        self.restarts: deque[Restart] = deque(maxlen=100)
+        self.plan: Plan | None = None
+        """The one whose ranks run here, or are about to."""
+        self.is_over = False
+        """Its ranks are dead, what is here was told, and another generation is on its way."""
+        self.checkpoint = ""
+        """The name of the checkpoint that the plan's ranks start from; empty: from none."""
+        self.rejected: dict[str, str] = {}
+        """Checkpoints that this node cannot use, found for this plan: names and reasons."""
+        self._spec = spec
+        self._node_id = node_id
+        self._journal = journal
+        self._smp = smp
+        self._stub = stub
+        self._workers = workers
+        self.repeats = RepeatedSteps(journal, workers)
+        self.announcements = Announcements()
+        self._took_effect = False
+        self._kept = kept
+        self._decided_s = 0.0
+        self._restored: Version | None = None
+        self._old_world_size = 0
+        """So many ranks took what is restored; 0: as many as there are now."""
+        self._is_share = False
+        """Other nodes have read a part of the checkpoint that was loaded."""
+        self._said_bad: set[str] = set()
+        """Checkpoints of which the user knows that they are not used."""
+
+    @property
+    def is_member(self) -> bool:
+        return self.plan is not None and self.plan.member(self._node_id) is not None
+
+    @property
+    def newest_plan(self) -> Plan | None:
+        """The newest one that this node has accepted, be it by its last agent."""
+        return self.plan or self._kept.plan
+
+    @property
+    def holds_ranks(self) -> bool:
+        """The newest plan gives this node ranks, so their state may be in its memory."""
+        plan = self.newest_plan
+        return plan is not None and plan.member(self._node_id) is not None
+
+    @property
+    def has_ranks(self) -> bool:
+        """The ranks of the newest plan were started by this agent, and no ballot has ended them."""
+        return self._took_effect and not self.is_over
+
+    @property
+    def is_alone(self) -> bool:
+        """The generation has this node only."""
+        return self.plan is not None and len(self.plan.members) == 1
+
+    @property
+    def token(self) -> str:
+        """Equal on every node of this generation, and in no other generation of any run.
+
+        Also for an agent that follows another one on its node, whatever spares have come since.
+        """
+        plan = self.newest_plan
+        if plan is None:
+            return ""
+        lives = " ".join(str(node.card.incarnation) for node in plan.members)
+        return xxhash.xxh3_64_hexdigest(f"{plan.generation} {lives}".encode())
+
+    @property
+    def life(self) -> str:
+        """Equal on every node, in all generations of this run and in no other run."""
+        plan = self.newest_plan
+        return plan.life if plan is not None else ""
+
+    def adopt(self, agent: FtrunElasticAgent, plan: Plan) -> Version | None:
+        """Get ready: void what is later, load a checkpoint if need be, tell the SMP.
+
+        Raises:
+            SnapshotError: there was a state to go on from, and it cannot be had.
+        """
+        self._decided_s = clock.now_s()
+        self.is_over = False
+        self.checkpoint, self.rejected = "", {}
+        self.plan, self.number, self._took_effect = plan, plan.generation, False
+        crash_point("agent.restart.decided")
+        self._restored = self._restore_point(plan)
+        crash_point("agent.restart.voided")
+        agent.close_generation()
+        node = plan.member(self._node_id)
+        ranks = node.ranks if node is not None else range(0)
+        resized = bool(self._old_world_size)
+        self.repeats.prepare(plan, ranks, self._restored, resized=resized)
+        self._workers.prepare(
+            plan,
+            ranks,
+            self._restored,
+            old_world_size=self._old_world_size,
+            roads=_road_variables(plan, self._node_id),
+        )
+        self.tell_smp()
+        crash_point("agent.restart.smp_told")
+        self._await_share()
+        # Before it is accepted: the next agent of this node proves by it what this one knew.
+        self._keep_state()
+        return self._restored
+
+    def run(self, agent: FtrunElasticAgent, *, noticed_s: float, stopped_s: float) -> None:
+        """It has taken effect: start this node's ranks."""
+        plan = self.plan
+        assert plan is not None
+        agent.place_in(plan, self._node_id)
+        agent.start_generation(plan.generation)
+        self._workers.launched(agent)
+        self._took_effect = True
+        crash_point("agent.restart.launched")
+        pids = self._workers.pids()
+        text = str(self._restored) if self._restored is not None else None
+        if self.number > 0:
+            start = text or "the beginning"
+            _log.info("%s", self.announcements.beginning(plan.why, self.number, start))
+            decided_s = self._decided_s
+            times = (noticed_s or decided_s, decided_s, stopped_s or decided_s, clock.now_s())
+            self.restarts.append(Restart(self.number, plan.why, *times, text))
+        self._journal.write(
+            "StartGeneration",
+            why=plan.why,
+            generation=self.number,
+            restored=text,
+            pids=pids,
+            ranks=[int(handle.place.rank) for handle in self._workers.handles],
+        )
+        self._keep_state()
+        crash_point("agent.restart.state_kept")
+        self.repeats.launched()
+
+    def tell_smp(self) -> None:
+        """Say who takes part from now on; an SMP that is gone is told when the next one is up."""
+        if self.plan is None:
+            return
+        # In the middle of a generation it is the newest commit that has to be protected again.
+        versions = [one for one in (self._restored, self._smp.committed) if one is not None]
+        newest = max(versions, default=None)
+        old_world_size = self._old_world_size if newest == self._restored else 0
+        body = begin_generation(
+            self.plan, self._node_id, self._spec, newest, self._smp, old_world_size=old_world_size
+        )
+        try:
+            self._smp.begin_generation(body, self._workers.command_fd)
+        except PeerError as error:
+            self._journal.write("smp_not_told", why=str(error))
+
+    def tell_new_smp(self) -> None:
+        """One was started: in the middle of a generation, or after it, to wait for the next."""
+        if not self.is_over:
+            self.tell_smp()
+        self._remember()
+
+    def move_peers(self, ports: dict[str, int]) -> None:
+        """SMPs of other nodes were started again: give ours their places anew."""
+        if self.plan is not None:
+            smp_ports = {**self.plan.smp_ports, **ports}
+            self.plan = msgspec.structs.replace(self.plan, smp_ports=smp_ports)
+            self.tell_smp()
+
+    def measure(self) -> None:
+        """Note the phases of the last restart once every rank has made a step."""
+        restart = self.restarts[-1] if self.restarts else None
+        if restart is None or restart.phases_s is not None or restart.generation != self.number:
+            return
+        pages = [place.page for place in self._workers.places]
+        if not pages or not all(page.get(Beat.FIRST_STEP_NS) for page in pages):
+            return
+
+        def last_s(at: Beat) -> float:
+            return max(page.get(at) for page in pages) / 1e9
+
+        script_s = last_s(Beat.STARTED_NS)
+        group_s = max(last_s(Beat.INIT_GROUP_NS), script_s)
+        restored_s = max(last_s(Beat.RESTORE_END_NS), group_s)
+        restoring_s = max(
+            (page.get(Beat.RESTORE_END_NS) - page.get(Beat.RESTORE_BEGIN_NS)) / 1e9
+            for page in pages
+        )
+        first_step_s = last_s(Beat.FIRST_STEP_NS)
+        restart.phases_s = {
+            "decide": restart.decided_s - restart.stopped_s,
+            "stop": restart.stopped_s - restart.noticed_s,
+            "fork": script_s - restart.decided_s,
+            "rendezvous": group_s - script_s,
+            "build": restored_s - group_s - restoring_s,
+            "restore": restoring_s,
+            "first_step": first_step_s - restored_s,
+        }
+        self._journal.write("Recovered", **asdict(restart))
+
+    def restart_times(self, now_s: float) -> RestartTimes | None:
+        """Of the restart that began this generation; None until every rank has made a step."""
+        self.measure()
+        restart = self.restarts[-1] if self.restarts else None
+        if restart is None or restart.phases_s is None or restart.generation != self.number:
+            return None
+        phases_s = restart.phases_s
+        total_s = sum(phases_s.values())
+        return RestartTimes(
+            stepped_age_s=max(0.0, now_s - restart.noticed_s - total_s),
+            total_s=total_s,
+            restore_s=phases_s["restore"],
+            first_step_s=phases_s["first_step"],
+        )
+
+    def _restore_point(self, plan: Plan) -> Version | None:
+        found = version(*plan.restore) if plan.restore is not None else None
+        why = plan.restore_why
+        self._old_world_size = plan.restore_world_size if plan.is_resized else 0
+        self._is_share = False
+        if found is None:
+            found, why = self._load_checkpoint(plan, why)
+        runs_ranks = plan.member(self._node_id) is not None
+        if found is None and runs_ranks and self._smp.committed is not None:
+            # Never begin anew in silence where there was something to go on from.
+            has_directory = self._spec.checkpoint_directory is not None
+            to_do = "" if has_directory else ". Give --checkpoint-dir to resume from disk next time"
+            raise SnapshotError(
+                f"the newest committed version {self._smp.committed} cannot be restored: {why}"
+                f"{to_do}"
+            )
+        if found is not None:
+            # What comes from a checkpoint is protected and committed anew; what was committed
+            # before it is lost, and is not to be fetched any more.
+            self._smp.committed = found if found.generation >= 0 else None
+        voided = self._smp.void_after(found if found is not None else NOTHING)
+        self._journal.write("restore_point", version=str(found), why=why, voided_slots=voided)
+        return found
+
+    def _await_share(self) -> None:
+        """Have all of the checkpoint here before the plan is accepted, as if it was read here.
+
+        Raises:
+            SnapshotError: it cannot be had.
+        """
+        if not self._is_share:
+            return
+        try:
+            self._smp.await_restored()
+        except PeerError as error:
+            # The next SMP finds no whole slot, says so, and another generation begins.
+            self._journal.write("smp_not_told", why=str(error))
+            return
+        if self._smp.restore_failed:
+            self._reject({self.checkpoint: self._smp.restore_failed})
+            raise SnapshotError(f"the checkpoint cannot be read: {self._smp.restore_failed}")
+
+    def _load_checkpoint(self, plan: Plan, why: str) -> tuple[Version | None, str]:
+        """The version that disk had, and why this one; None where there is none to go on from."""
+        node = plan.member(self._node_id)
+        had = self._smp.committed is not None
+        sources = sources_of(self._spec, plan.life, has_committed=had)
+        if not sources:
+            return None, why
+        if node is None:
+            return None, "a spare loads none"
+        self._say_bad(plan.history.bad_checkpoints)
+        for source in sources:
+            claim = claim_of(plan, self._node_id, self._spec)
+            order = load_order(plan, self._node_id, source, self._smp, claim)
+            answer = self._smp.load_checkpoint(order)
+            if isinstance(answer, str):
+                raise SnapshotError(f"{answer}. Nothing there was changed")
+            self._reject(answer.rejected)
+            if answer.is_taken:
+                raise DirectoryTaken(answer.problem)
+            if answer.problem:
+                raise SnapshotError(f"{answer.problem}. Nothing there was changed")
+            if answer.path:
+                self.checkpoint = answer.path.rpartition("/")[2]
+                self._old_world_size, self._is_share = answer.world_size, answer.is_share
+                why = "; ".join([f"checkpoint {answer.path}", *answer.rejected.values()])
+                return version(answer.generation, answer.step), why
+        if path := self._spec.resume_path:
+            path = without_password(path)
+            raise SnapshotError(f"--resume {path}: there is no checkpoint there; name another one")
+        return None, sources[0].why_none
+
+    def _reject(self, bad: Mapping[str, str]) -> None:
+        self.rejected.update(bad)
+        self._say_bad(bad)
+
+    def _say_bad(self, bad: Mapping[str, str]) -> None:
+        for name, reason in bad.items():
+            if name not in self._said_bad:
+                self._said_bad.add(name)
+                self._journal.write("checkpoint_rejected", name=name, why=reason)
+                _log.warning("checkpoint %s is not used: %s", name, reason)
+
+    def keep_arenas(self) -> None:
+        """Give the stub whatever memory has come or gone; cheap when nothing has."""
+        self._stub.keep([fd for _, fd in self._smp.memory.held], self._kept)
+
+    def keep_plan(self, plan: Plan, *, took_effect: bool) -> None:
+        """Have the next agent of this node know who else votes now; the ranks' plan stays."""
+        self._kept = KeptState(plan, took_effect=took_effect)
+        self.keep_arenas()
+        self._remember()
+
+    def _keep_state(self) -> None:
+        assert self.plan is not None
+        self.keep_plan(self.plan, took_effect=self._took_effect)
+
+    def _remember(self) -> None:
+        try:
+            self._smp.keep_run_state(self._kept.encode())
+        except PeerError as error:
+            self._journal.write("smp_not_told", why=str(error))
+
+
+def _road_variables(plan: Plan, node_id: str) -> dict[str, str]:
+    """What tells this node's ranks over which rails they speak; never what the user has set."""
+    if plan.roads is None or plan.member(node_id) is None:
+        return {}
+    try:
+        matched = match_rails({node.node_id: node.card.rails for node in plan.members})
+        return env_for(plan.roads, rails_of_node(matched, node_id), os.environ)
+    except Exception:  # noqa: BLE001 - a bug costs the plan of roads, never the run
+        _log.exception("a bug of ftrun: ranks speak over the rails that their libraries choose")
+        return {}

@@ -1,0 +1,208 @@
+"""How a rank gets its process: from a standby, or fresh where that cannot serve.
+
+Runs in:  agent, main thread, under torch's SubprocessContext.
+Takes in: what torch would have given to Popen.
+Gives:    a `WorkerHandle`, which is to torch what its own SubprocessHandler is.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import IO, Any
+
+from ftrun.agent.launch.process import Child, python_command, spawn
+from ftrun.agent.launch.zygote_link import ZygoteLink, ZygoteUnfit
+from ftrun.journal import Journal
+from ftrun.wire import environment as env
+from ftrun.wire.messages.launch_order import LaunchOrder
+from ftrun.wire.shared_memory.pages import Beat, Page
+
+
+@dataclass(slots=True)
+class Place:
+    """What a generation has ready for one rank before its process is there."""
+
+    rank: int
+    page_fd: int
+    page: Page
+    stack_fd: int
+    """A file for its stacks, which it writes on a signal."""
+    socket: str
+    """Where its flight recorder is read."""
+    arena_fd: int | None
+    variables: dict[str, str]
+    fault_fd: int | None = None
+
+
+@dataclass(slots=True)
+class WorkerHandle:
+    """One worker, with the methods that torch's SubprocessContext calls."""
+
+    local_rank_id: int
+    child: Child
+    place: Place
+    start: str
+    """`warm` or `fresh`."""
+    streams: list[IO[str]] = field(default_factory=list)
+    stopped_since_s: float | None = None
+    killed_for_s: float | None = None
+    exit_seen: bool = False
+
+    @property
+    def proc(self) -> "WorkerHandle":
+        return self
+
+    @property
+    def pid(self) -> int:
+        return self.child.pid
+
+    @property
+    def state(self) -> str:
+        """In a word, for status."""
+        if self.child.status is not None:
+            return "finished" if self.child.status == 0 else "ended"
+        if self.stopped_since_s is not None:
+            return "stopped"
+        return "running" if self.place.page.get(Beat.FIRST_STEP_NS) else "starting"
+
+    @property
+    def has_ended(self) -> bool:
+        return self.child.status is not None
+
+    def poll(self) -> int | None:
+        self.child.reap()
+        return self.child.status
+
+    def wait(self, timeout: float | None = None) -> int | None:
+        """As Popen.wait.
+
+        Raises:
+            subprocess.TimeoutExpired: it has not ended within `timeout` seconds.
+        """
+        if not self.child.wait(3600.0 if timeout is None else timeout):
+            raise subprocess.TimeoutExpired("rank", timeout or 0.0)
+        return self.child.status
+
+    def close(self, death_sig: signal.Signals | None = None) -> None:
+        self.child.signal_group(death_sig or signal.SIGTERM)
+        for stream in self.streams:
+            stream.close()
+        self.streams.clear()
+
+
+@dataclass
+class WorkerStarter:
+    """Starts the workers of one generation; replaces torch's `get_subprocess_handler`."""
+
+    zygote: ZygoteLink | None
+    journal: Journal
+    command_fd: int = -1
+    places: dict[int, Place] = field(default_factory=dict)
+    handles: dict[int, WorkerHandle] = field(default_factory=dict)
+
+    def __call__(
+        self,
+        entrypoint: str,
+        args: Sequence[object],
+        env: dict[str, str],
+        stdout: str | None,
+        stderr: str | None,
+        local_rank_id: int,
+        numa_options: object = None,
+        **_: Any,
+    ) -> WorkerHandle:
+        place = self.places[local_rank_id]
+        streams = [open(path, "w") if path else None for path in (stdout, stderr)]  # noqa: SIM115
+        variables = {**os.environ, **env, **place.variables}
+        argv = [str(arg) for arg in args]
+        child, start = self._start(entrypoint, argv, variables, streams, place, numa_options)
+        handle = WorkerHandle(local_rank_id, child, place, start)
+        handle.streams = [stream for stream in streams if stream is not None]
+        self.handles[local_rank_id] = handle
+        return handle
+
+    def _start(
+        self,
+        entrypoint: str,
+        argv: list[str],
+        variables: dict[str, str],
+        streams: Sequence[IO[str] | None],
+        place: Place,
+        numa_options: object,
+    ) -> tuple[Child, str]:
+        python = entrypoint == sys.executable and argv[:1] == ["-u"]
+        why_fresh = self._why_fresh(entrypoint, python=python, numa_options=numa_options)
+        if why_fresh is None and self.zygote is not None:
+            try:
+                return self._warm(self.zygote, argv[1:], variables, streams, place), "warm"
+            except ZygoteUnfit as error:
+                why_fresh = str(error)
+        self.journal.write("fresh_start", rank=place.rank, why=why_fresh)
+        return self._fresh(entrypoint, argv, variables, streams, place, python=python), "fresh"
+
+    def _why_fresh(self, entrypoint: str, *, python: bool, numa_options: object) -> str | None:
+        if self.zygote is None:
+            return "--start fresh, or the warm process was given up"
+        if numa_options is not None:
+            return "--numa-binding wraps the command"
+        if not python:
+            return f"{entrypoint} is not this interpreter"
+        return None
+
+    def _warm(
+        self,
+        zygote: ZygoteLink,
+        argv: list[str],
+        variables: dict[str, str],
+        streams: Sequence[IO[str] | None],
+        place: Place,
+    ) -> Child:
+        named = [("stdout", streams[0] or 1), ("stderr", streams[1] or 2)]
+        fds = [at if isinstance(at, int) else at.fileno() for _, at in named]
+        names = [name for name, _ in named]
+        for name, fd in self._descriptors(place):
+            names.append(name)
+            fds.append(fd)
+        module = argv[0] == "-m"
+        order = LaunchOrder(argv[1:] if module else argv, module, variables, os.getcwd(), names)
+        return zygote.launch(order, fds)
+
+    def _fresh(
+        self,
+        entrypoint: str,
+        argv: list[str],
+        variables: dict[str, str],
+        streams: Sequence[IO[str] | None],
+        place: Place,
+        *,
+        python: bool,
+    ) -> Child:
+        if python:
+            kind = ["module", *argv[2:]] if argv[1] == "-m" else ["script", *argv[1:]]
+        else:
+            kind = ["command", entrypoint, *argv]
+        descriptors = self._descriptors(place)
+        variables.update({name: str(fd) for name, fd in descriptors})
+        return spawn(
+            python_command("ftrun.worker.process.fresh", *kind),
+            name=f"rank {place.rank}",
+            variables=variables,
+            pass_fds=[fd for _, fd in descriptors],
+            streams=streams,
+            new_session=True,
+        )
+
+    def _descriptors(self, place: Place) -> list[tuple[str, int]]:
+        found = [
+            (env.HEARTBEAT_FD, place.page_fd),
+            (env.COMMAND_FD, self.command_fd),
+            (env.STACK_FD, place.stack_fd),
+        ]
+        if place.arena_fd is not None:
+            found.append((env.ARENA_FD, place.arena_fd))
+        if place.fault_fd is not None:
+            found.append((env.FAULT_FD, place.fault_fd))
+        return found

@@ -1,0 +1,440 @@
+"""The workers of this node: their processes, their pages, what they are told all at once.
+
+Runs in:  agent, main thread.
+Takes in: a generation to prepare for.
+Gives:    places for the starter, ends with their reasons, progress.
+Survives: each worker: pages and error files of the dead are read here.
+"""
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from queue import SimpleQueue
+from signal import SIGCONT, SIGKILL, SIGSTOP
+
+import msgspec
+
+from ftrun import clock, events, process_tree
+from ftrun.agent.launch.elastic import FtrunElasticAgent
+from ftrun.agent.launch.process import Child, has_ended
+from ftrun.agent.launch.warm_start import Place, WorkerHandle, WorkerStarter
+from ftrun.agent.observe.introspection import as_traceback, parse_dump
+from ftrun.agent.snapshots.smp_client import SmpLink
+from ftrun.config import RunSpec
+from ftrun.ids import Rank, Step, Version
+from ftrun.monitor.page_values import quantile_s
+from ftrun.monitor.worker_exits import ExitFacts, explain
+from ftrun.wire import environment as env
+from ftrun.wire.cluster.generation import Plan
+from ftrun.wire.cluster.heartbeats import RankReport
+from ftrun.wire.fault_orders import FaultPages
+from ftrun.wire.shared_memory.pages import Beat, Command, Page, create_command_page, create_page
+from ftrun.wire.shared_memory.stack_file import create_stack_file, stacks
+
+KILL_WAIT_S = 20.0
+"""The leader waits longer than this for the answer of a node: `ClusterSettings.answer_s`."""
+
+_ORPHANS_WAIT_S = 1.0
+_FULL_BYTES = 1 << 16
+_LOOK_AGAIN_S = 0.002
+AWAY_S = 2.0
+"""Longer than any turn of the loop takes while the machine runs."""
+
+RECORDED_CALLS = 128
+"""Collectives that torch's flight recorder keeps; reading its default of 2,000 takes 15 ms."""
+
+_RECORDER_SIZE = "TORCH_FR_BUFFER_SIZE"
+
+
+class WorkerGroup:
+    """All ranks of one node in one generation."""
+
+    def __init__(
+        self, spec: RunSpec, *, smp: SmpLink, starter: WorkerStarter, stuck_pids: Sequence[int] = ()
+    ) -> None:
+        """Make a group without ranks.
+
+        Args:
+            spec: the run.
+            smp: for arenas.
+            starter: makes processes.
+            stuck_pids: ranks of an earlier agent that have not ended after SIGKILL.
+        """
+        self.starter = starter
+        self.generation = -1
+        self.first_rank = 0
+        self._old_world_size = 0
+        self._skip_batches = 0
+        self._roads: Mapping[str, str] = {}
+        self.restored: Version | None = None
+        self.commands: Page | None = None
+        self.command_fd = -1
+        self._spec = spec
+        self._smp = smp
+        self._error_files: dict[int, str] = {}
+        self.is_held = False
+        self._stuck: list[Child] = []
+        """Processes that have not ended within `KILL_WAIT_S` of SIGKILL."""
+        self._stuck_before: list[tuple[int, int]] = []
+        """The same of an earlier agent, whose pidfds alone show their end: (pid, pidfd)."""
+        for pid in stuck_pids:
+            with suppress(OSError):
+                self._stuck_before.append((pid, os.pidfd_open(pid)))
+        self._looked_s = clock.now_s()
+        self.unused_fds: SimpleQueue[int] = SimpleQueue()
+        """Stack files of ranks that are gone; whoever writes to them closes them."""
+        self.fault_pages = FaultPages() if spec.allow_faults else None
+
+    # --- a generation's life ------------------------------------------------------------------
+
+    def prepare(
+        self,
+        plan: Plan,
+        ranks: range,
+        restored: Version | None,
+        *,
+        old_world_size: int,
+        roads: Mapping[str, str],
+    ) -> None:
+        """Make pages and variables for the workers to come.
+
+        Args:
+            plan: the generation.
+            ranks: of this node.
+            restored: what they start from.
+            old_world_size: so many ranks took that; 0: as many as there are now.
+            roads: variables that say over which rails they speak.
+        """
+        self._roads = roads
+        self.generation, self.restored = plan.generation, restored
+        self.first_rank = ranks.start
+        self._old_world_size = old_world_size
+        self._skip_batches = plan.skip_batches if restored is not None else 0
+        self._close_places()
+        self.is_held = False
+        self.command_fd = create_command_page()
+        self.commands = Page(self.command_fd)
+        self.lease(None if self._spec.nodes is None else 0.0)
+        if restored is not None:
+            self.commands.set(Command.COMMITTED_GENERATION, restored.generation)
+            self.commands.set(Command.COMMITTED_STEP, restored.step)
+        if plan.committed is not None:
+            self.commands.set(Command.KEPT_GENERATION, plan.committed[0])
+            self.commands.set(Command.KEPT_STEP, plan.committed[1])
+        self.starter.command_fd = self.command_fd
+        self.starter.places = {
+            local: self._place(Rank(rank), restored) for local, rank in enumerate(ranks)
+        }
+        self.starter.handles = {}
+
+    def launched(self, agent: FtrunElasticAgent) -> None:
+        self._error_files = dict(agent.error_files)
+        with suppress(OSError):  # a full disk costs the second of two signs
+            process_tree.note_sessions(self._smp.folder.path, self.pids())
+
+    def kill(self) -> str:
+        """End every worker, and everything that it has started, now.
+
+        Returns:
+            What has not ended, as `stuck` says it. It hangs in the kernel with SIGKILL pending, so
+            it runs no line of the script any more.
+        """
+        for handle in self.handles:
+            handle.child.signal_group(SIGKILL)
+            handle.child.signal(SIGKILL)
+        give_up_s = clock.now_s() + KILL_WAIT_S
+        for handle in self.handles:
+            known = handle.child in self._stuck
+            if not known and not handle.child.wait(max(0.0, give_up_s - clock.now_s())):
+                handle.child.name = f"rank {handle.place.rank}"
+                self._stuck.append(handle.child)
+        give_up_s = max(give_up_s, clock.now_s() + _ORPHANS_WAIT_S)
+        while left := set(self._kill_orphans()) - {child.pid for child in self._stuck}:
+            if clock.now_s() > give_up_s:
+                for pid in left:
+                    with suppress(ProcessLookupError):
+                        self._stuck.append(Child(pid, "what a rank has started"))
+            clock.sleep(_LOOK_AGAIN_S)
+        return self.stuck()
+
+    def stuck(self) -> str:
+        """What has not died of SIGKILL, in words; empty if nothing is left of it."""
+        self._stuck = [child for child in self._stuck if not child.reap()]
+        for pid, pidfd in [one for one in self._stuck_before if has_ended(one[1])]:
+            self._stuck_before.remove((pid, pidfd))
+            os.close(pidfd)
+        names = [f"{child.name} (pid {child.pid})" for child in self._stuck]
+        names += [f"an earlier rank (pid {pid})" for pid, _ in self._stuck_before]
+        if not names:
+            return ""
+        found = ", ".join(names)
+        return (
+            f"{found} has not died of SIGKILL: a device or a file system hangs in the kernel. This "
+            "node needs attention"
+        )
+
+    def _kill_orphans(self) -> list[int]:
+        """Kill what has come here with the end of ranks; which processes that were.
+
+        What a rank has started in a session of its own is not in the rank's process group.
+        """
+        mine, sessions = f"{env.AGENT_PID}={os.getpid()}".encode(), set(self.pids())
+        found: list[int] = []
+        for pid in process_tree.children_by_list():
+            is_in_session = process_tree.session_of(pid) in sessions
+            if is_in_session or mine in process_tree.variables_of(pid):
+                found.append(pid)
+                with suppress(OSError):
+                    os.kill(pid, SIGKILL)
+                    os.waitpid(pid, os.WNOHANG)
+        return found
+
+    def signal(self, number: int) -> None:
+        for handle in self.alive():
+            handle.child.signal_group(number)
+            # A stopped process cannot obey until it goes on.
+            handle.child.signal_group(SIGCONT)
+
+    def ask_last_snapshot(self, after_step: int) -> None:
+        """Have every rank stop at this boundary; -1: the first that none of them has passed."""
+        if self.commands is not None:
+            furthest = max((place.page.get(Beat.STEP) for place in self.places), default=0)
+            self.commands.set(
+                Command.STOP_AFTER_STEP, after_step if after_step >= 0 else furthest + 1
+            )
+
+    def sealed(self) -> tuple[int, int] | None:
+        """Steps of the newest seal of each rank, in this generation: the smallest, the largest."""
+        pages = [place.page for place in self.places]
+        steps = [
+            page.get(Beat.SEALED_STEP)
+            for page in pages
+            if page.get(Beat.SEALED_COUNT) and page.get(Beat.SEALED_GENERATION) == self.generation
+        ]
+        return (min(steps), max(steps)) if steps else None
+
+    def committed(self) -> tuple[int, int] | None:
+        """The newest version that the ranks here know to be committed: (generation, step)."""
+        if self.commands is None or self.commands.get(Command.COMMITTED_STEP) < 0:
+            return None
+        step, generation = (
+            self.commands.get(at) for at in (Command.COMMITTED_STEP, Command.COMMITTED_GENERATION)
+        )
+        return (generation, step)
+
+    def take_from(self, step: int) -> None:
+        """Ranks take no snapshot before this step."""
+        if self.commands is not None:
+            step = max(step, self.commands.get(Command.TAKE_FROM))  # a new lead begins low
+            self.commands.set(Command.TAKE_FROM, step)
+
+    def set_interval(self, every: int, from_step: int) -> None:
+        """Announced ahead of time, because ranks are not at the same step when they read it."""
+        if self.commands is not None:
+            self.commands.set(Command.EVERY_FROM_STEP, from_step)
+            self.commands.set(Command.SNAPSHOT_EVERY, every)
+
+    def lease(self, until_s: float | None) -> None:
+        """Let the ranks step until then; None: without a limit. From any thread."""
+        if self.commands is not None:
+            # The first nanosecond has passed; 0 is no limit.
+            until_ns = 0 if until_s is None else max(1, round(until_s * 1e9))
+            self.commands.set(Command.LEASE_NS, until_ns)
+
+    def hold(self, on: bool) -> None:
+        """Stop every rank where it stands, or let it go on; from any thread."""
+        self.is_held = on
+        number = SIGSTOP if on else SIGCONT
+        alive = [one.child for one in list(self.starter.handles.values()) if not one.has_ended]
+        for child in alive:
+            child.signal_group(number)
+        # Those in sessions of their own, such as a rank behind a wrapper.
+        below = process_tree.descendants([child.pid for child in alive])
+        tree = {*below, *(child.pid for child in alive)}
+        for pid in below:
+            process_tree.send(pid, number, still=lambda pid: process_tree.parent_of(pid) in tree)
+
+    # --- what is seen -------------------------------------------------------------------------
+
+    @property
+    def handles(self) -> list[WorkerHandle]:
+        return [handle for _, handle in sorted(self.starter.handles.items())]
+
+    @property
+    def places(self) -> list[Place]:
+        return [place for _, place in sorted(self.starter.places.items())]
+
+    def alive(self) -> list[WorkerHandle]:
+        return [handle for handle in self.handles if handle.child.status is None]
+
+    def pids(self) -> list[int]:
+        return [handle.pid for handle in self.handles]
+
+    def ended(self) -> list[WorkerHandle]:
+        """Workers whose end has not been told yet."""
+        found = [h for h in self.handles if not h.exit_seen and h.child.reap()]
+        for handle in found:
+            handle.exit_seen = True
+        return found
+
+    def explain(self, handle: WorkerHandle, *, oom_kills: int | None) -> events.WorkerExit:
+        """Why it has ended."""
+        page = handle.place.page
+        message, traceback, failed_at_ns = self._error(handle)
+        traceback = traceback or _last_stack(handle)
+        corrupt = page.get(Beat.CORRUPT_SLOT)
+        if corrupt:
+            other = page.get(Beat.CORRUPT_RANK)
+            rank = other - 1 if other else handle.place.rank
+            self._smp.memory.void_slot(Rank(rank), self.restored)
+        facts = ExitFacts(
+            rank=Rank(handle.place.rank),
+            pid=handle.pid,
+            status=handle.child.ended_with,
+            message=message,
+            traceback=traceback,
+            failed_at_ns=page.get(Beat.FAILED_NS) or failed_at_ns,
+            oom_kills=oom_kills,
+            stopped_s=handle.killed_for_s,
+            full_disk=self._full_disk(handle),
+            corrupt=page.note if corrupt else "",
+        )
+        return explain(facts)
+
+    def error_file(self, rank: int) -> str:
+        """Where a rank of this generation writes the exception it ends by."""
+        return self._error_files.get(rank - self.first_rank, "")
+
+    def progress(self) -> events.Progress:
+        first = self.restored.step if self.restored is not None else 0
+        step = max((place.page.get(Beat.STEP) for place in self.places), default=0)
+        here = max(
+            (
+                step - first if place.page.get(Beat.ATTACHED) else place.page.get(Beat.STEP)
+                for place in self.places
+                if place.page.get(Beat.FIRST_STEP_NS)
+            ),
+            default=0,
+        )
+        attached = any(place.page.get(Beat.ATTACHED) for place in self.places)
+        return events.Progress(Step(step), here, attached)
+
+    def reports(self, now_s: float) -> tuple[RankReport, ...]:
+        """Every rank of this node, for the status of the whole run."""
+        return tuple(
+            RankReport(
+                rank=handle.place.rank,
+                pid=handle.pid,
+                state=handle.state,
+                step=handle.place.page.get(Beat.STEP),
+                age_s=round(now_s - handle.place.page.get(Beat.BEAT_NS) / 1e9, 3)
+                if handle.place.page.get(Beat.BEAT_NS)
+                else -1.0,
+                phase=handle.place.page.phase,
+                loss=handle.place.page.loss if handle.place.page.get(Beat.LOSS) else None,
+                bad_step=handle.place.page.get(Beat.BAD_NUMBERS_STEP),
+                p50_s=quantile_s(handle.place.page.step_times, 0.5),
+                p99_s=quantile_s(handle.place.page.step_times, 0.99),
+            )
+            for handle in self.handles
+        )
+
+    def all_at_boundary(self) -> bool:
+        alive = self.alive()
+        return bool(alive) and all(h.place.page.get(Beat.STOPPED_AT_BOUNDARY) for h in alive)
+
+    def kill_long_stopped(self, now_s: float, limit_s: float) -> None:
+        """Act on workers that somebody has stopped: a stopped rank holds up all the others.
+
+        Where this process has stood still as well, what stopped them has stopped the machine.
+        """
+        was_away, self._looked_s = now_s - self._looked_s > AWAY_S, now_s
+        for handle in self.alive():
+            if self.is_held or not handle.child.is_stopped():
+                handle.stopped_since_s = None
+            elif handle.stopped_since_s is None or was_away:
+                handle.stopped_since_s = now_s
+            elif now_s - handle.stopped_since_s > limit_s and handle.killed_for_s is None:
+                handle.killed_for_s = now_s - handle.stopped_since_s
+                handle.child.signal_group(SIGKILL)
+
+    def stopped_by_order(self, handle: WorkerHandle, since_s: float) -> None:
+        """A fault has stopped this rank; this process has started what lets it go on, meanwhile."""
+        handle.stopped_since_s, self._looked_s = since_s, clock.now_s()
+
+    def wished_every(self) -> int:
+        """The longest interval between snapshots that any rank here asks for; 0: none does."""
+        if self._spec.profile.snapshot.every != "auto":
+            return 0
+        return max((place.page.get(Beat.WISHED_EVERY) for place in self.places), default=0)
+
+    # --- details ------------------------------------------------------------------------------
+
+    def _place(self, rank: Rank, restored: Version | None) -> Place:
+        page_fd = create_page(f"rank-{rank}")
+        snapshot = self._spec.profile.snapshot
+        variables = {
+            **self._roads,
+            env.RUN_ID: self._spec.run_id,
+            env.GENERATION: str(self.generation),
+            env.INCARNATION: str(self.generation),
+            env.SMP_SOCKET: str(self._smp.folder.smp_socket),
+            env.SNAPSHOT: msgspec.json.encode(snapshot).decode(),
+            env.START: "fresh",
+            env.AGENT_PID: str(os.getpid()),
+        }
+        socket = str(self._smp.folder.rank_socket(rank))
+        if self._spec.profile.monitor.enabled:
+            variables[env.RANK_SOCKET] = socket
+        if _RECORDER_SIZE not in os.environ:
+            variables[_RECORDER_SIZE] = str(RECORDED_CALLS)
+        if restored is not None:
+            variables[env.RESTORE] = f"{restored.generation}:{restored.step}"
+        if self._skip_batches:
+            variables[env.SKIP_BATCHES] = str(self._skip_batches)
+        if self._old_world_size:
+            # Put together from the shards of other ranks, which it asks its SMP for.
+            variables[env.RESTORE_WORLD_SIZE] = str(self._old_world_size)
+        arena = None if self._old_world_size else self._smp.memory.arena_for(rank, restored)
+        stack_fd = create_stack_file(str(rank))
+        fault_fd = self.fault_pages.fd_of(rank) if self.fault_pages is not None else None
+        return Place(rank, page_fd, Page(page_fd), stack_fd, socket, arena, variables, fault_fd)
+
+    def _close_places(self) -> None:
+        for place in self.places:
+            os.close(place.page_fd)
+            if self._spec.profile.monitor.enabled:
+                self.unused_fds.put(place.stack_fd)
+            else:
+                os.close(place.stack_fd)
+        if self.command_fd >= 0:
+            os.close(self.command_fd)
+
+    def _full_disk(self, handle: WorkerHandle) -> str:
+        """The folder that torch redirects to and has the error file in, if nothing fits there."""
+        folder = os.path.dirname(self._error_files.get(handle.local_rank_id, ""))
+        with suppress(OSError):
+            has = os.statvfs(folder)
+            is_full = has.f_blocks > 0 and has.f_bavail * has.f_frsize < _FULL_BYTES
+            if is_full or (has.f_files > 0 and has.f_favail == 0):
+                return folder
+        return ""
+
+    def _error(self, handle: WorkerHandle) -> tuple[str, str, int]:
+        """Message, traceback and time from the worker's error file, if it wrote one."""
+        path = self._error_files.get(handle.local_rank_id, "")
+        with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+            document = json.loads(Path(path).read_text(encoding="utf-8"))["message"]
+            extra = document["extraInfo"]
+            age_s = clock.wall_s() - float(extra["timestamp"])
+            failed_ns = clock.now_ns() - int(age_s * 1e9)
+            return document["message"], extra["py_callstack"], failed_ns
+        return "", "", 0
+
+
+def _last_stack(handle: WorkerHandle) -> str:
+    """What a rank that the kernel has ended (SIGSEGV, SIGABRT) was at."""
+    stack = parse_dump(stacks(handle.place.stack_fd)) if handle.child.ended_with < 0 else None
+    return as_traceback(stack) if stack is not None else ""

@@ -1,0 +1,182 @@
+"""The agent's side of the zygote: a few standbys ready at any time.
+
+Runs in:  agent, main thread (PDEATHSIG fires when the forking thread ends).
+Takes in: launch orders.
+Gives:    workers: a standby becomes one in a message's time, since it is forked already.
+Survives: the zygote: standbys that are there can still be launched.
+"""
+
+import contextlib
+import json
+import logging
+import os
+import socket
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ftrun import clock
+from ftrun.agent.launch.process import Child, python_command, spawn
+from ftrun.wire.messages.launch_order import LaunchOrder, encode_order
+
+_log = logging.getLogger(__name__)
+
+READY_WAIT_S = 120.0
+"""Importing torch took 1.1 s here on a quiet machine, and minutes from a slow network disk."""
+
+
+@dataclass(slots=True)
+class Standby:
+    """A forked process that waits for an order on a socket of its own."""
+
+    orders: socket.socket
+    child: Child | None = None
+    """Known once the standby has said hello, which it does when it is our child."""
+
+
+class ZygoteUnfit(Exception):
+    """No worker can be forked now; a fresh process must do."""
+
+
+class ZygoteLink:
+    """One zygote and its standbys."""
+
+    def __init__(self, *, preload: Sequence[str]) -> None:
+        self._wanted = 1
+        self._preload = tuple(preload)
+        self._standbys: deque[Standby] = deque()
+        self._control: socket.socket | None = None
+        self._ordered = 0
+        self.child: Child | None = None
+        self.unfit = ""
+        """Why the last fork was refused; empty when it was not."""
+
+    @property
+    def children(self) -> list[Child]:
+        """The zygote and the standbys that have said hello."""
+        found = [standby.child for standby in self._standbys]
+        return [child for child in [self.child, *found] if child is not None]
+
+    def start(self) -> None:
+        """Start a zygote as a program, which imports torch once more."""
+        mine, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        words = (str(its.fileno()), str(os.getpid()), *self._preload)
+        argv = python_command("ftrun.worker.process.zygote", *words)
+        self.adopt(mine, spawn(argv, name="zygote", variables=os.environ, pass_fds=[its.fileno()]))
+        its.close()
+
+    def adopt(self, control: socket.socket, child: Child) -> None:
+        """Use this zygote from now on."""
+        if self._control is not None:
+            self._control.close()
+        self._control, self.child = control, child
+        self.unfit = ""
+        self._ordered = 0
+
+    def want(self, standbys: int) -> None:
+        """Have so many ready from now on."""
+        self._wanted = standbys
+        self.refill()
+
+    def refill(self) -> None:
+        """Order as many standbys as are missing; they come in the background."""
+        missing = self._wanted - len(self._standbys) - self._ordered
+        if missing > 0 and self._control is not None:
+            self._ordered += missing
+            with contextlib.suppress(OSError):
+                self._control.send(json.dumps({"count": missing}).encode())
+
+    def launch(self, order: LaunchOrder, fds: Sequence[int]) -> Child:
+        """Turn a standby into a worker.
+
+        Raises:
+            ZygoteUnfit: there is none, and none came.
+        """
+        while True:
+            standby = self._take()
+            if standby.child is None:
+                standby.child = self._hello(standby)
+            if standby.child is None or standby.child.reap():
+                standby.orders.close()
+                continue
+            try:
+                socket.send_fds(standby.orders, [encode_order(order)], list(fds))
+            except OSError:
+                standby.orders.close()
+                continue
+            standby.orders.close()
+            return standby.child
+
+    def close(self) -> None:
+        """Let zygote and standbys go; both end when their sockets close."""
+        for standby in self._standbys:
+            standby.orders.close()
+        if self._control is not None:
+            self._control.close()
+            self._control = None
+        for child in self.children:
+            if not child.wait(1.0):
+                child.signal(9)
+                child.wait(5.0)
+        self._standbys.clear()
+
+    def collect(self) -> None:
+        """Take in what the zygote has sent, without waiting."""
+        while self._receive(0.0):
+            pass
+        for standby in self._standbys:
+            if standby.child is None:
+                with contextlib.suppress(BlockingIOError, OSError):
+                    standby.orders.setblocking(False)
+                    standby.child = _child_of(standby.orders.recv(4096))
+
+    def _take(self) -> Standby:
+        give_up_s = clock.now_s() + READY_WAIT_S
+        if not self._standbys:
+            self.refill()
+        while not self._standbys:
+            if self.unfit or self.child is None or self.child.reap():
+                raise ZygoteUnfit(self.unfit or "the warm process has ended")
+            if clock.now_s() > give_up_s:
+                raise ZygoteUnfit(f"the warm process was not ready within {READY_WAIT_S:.0f} s")
+            self._receive(0.2)
+        return self._standbys.popleft()
+
+    def _receive(self, deadline_s: float) -> bool:
+        if self._control is None:
+            return False
+        self._control.settimeout(deadline_s)
+        try:
+            data, fds, _, _ = socket.recv_fds(self._control, 1 << 16, 4)
+        except (TimeoutError, BlockingIOError):
+            return False
+        except OSError:
+            return False
+        if not data:
+            self._control.close()
+            self._control = None
+            return False
+        said = json.loads(data)
+        if "standby" in said:
+            self._ordered -= 1
+            orders = socket.socket(fileno=fds[0])
+            orders.set_inheritable(False)
+            self._standbys.append(Standby(orders))
+        if "unfit" in said:
+            self.unfit = said["unfit"]
+        for name in set(said.get("missing", ())) & set(self._preload):
+            _log.warning("--preload %s: there is no such module", name)
+        return True
+
+    def _hello(self, standby: Standby) -> Child | None:
+        standby.orders.settimeout(10.0)
+        try:
+            return _child_of(standby.orders.recv(4096))
+        except (TimeoutError, OSError):
+            return None
+
+
+def _child_of(hello: bytes) -> Child | None:
+    if not hello:
+        return None
+    return Child(json.loads(hello)["pid"], "standby", leads_group=True)

@@ -1,0 +1,161 @@
+"""One agent's loop: gather what happens on this node, carry out what is to be done here.
+
+Runs in:  agent, main thread, inside torch's launcher.
+Takes in: pidfds, signals, what the SMP says, what the cli asks, time; the brain's orders.
+Gives:    ended and restarted workers; how things are here; `RunEnded` when it is over.
+Survives: the SMP, the zygote, and every worker.
+
+It decides nothing about the run: that is the lead's word, which comes by way of the brain. What a
+turn of the loop consists of lies beside it: `node_orders.py` (what is ordered), `run_signals.py`,
+`part_deaths.py` and `node_report.py` (what has happened, and what is told of it).
+"""
+
+import select
+from typing import TYPE_CHECKING
+
+from ftrun import clock
+from ftrun.agent.cluster.control_loop import Brain
+from ftrun.agent.cluster.finished_watch import FinishedWatch
+from ftrun.agent.cluster.rpc import ClusterDesk
+from ftrun.agent.executor import NodeOrders, RunEnded
+from ftrun.agent.faults.controller import FaultDesk
+from ftrun.agent.launch.elastic import FtrunElasticAgent
+from ftrun.agent.launch.generation import Generations
+from ftrun.agent.launch.rendezvous import StorePool
+from ftrun.agent.launch.worker_group import WorkerGroup
+from ftrun.agent.launch.zygote_link import ZygoteLink
+from ftrun.agent.maintenance import Caretaker
+from ftrun.agent.observe.ranks import Eyes
+from ftrun.agent.part_deaths import PartDeaths
+from ftrun.agent.report import NodeReport
+from ftrun.agent.run_signals import RunSignals
+from ftrun.agent.snapshots.smp_client import SmpLink
+from ftrun.config import RunSpec
+from ftrun.journal import Journal
+from ftrun.linux import name_process
+
+if TYPE_CHECKING:
+    from ftrun.agent.publish.observers import Onlookers
+
+TICK_S = 0.25
+EAGER_TICK_S = 0.005
+
+
+class RunLoop:
+    """One run on one node; its parts are public for what the main thread does beside."""
+
+    def __init__(  # noqa: PLR0913 - the parts of a run
+        self,
+        spec: RunSpec,
+        *,
+        journal: Journal,
+        smp: SmpLink,
+        zygote: ZygoteLink | None,
+        stores: StorePool,
+        workers: WorkerGroup,
+        generations: Generations,
+        brain: Brain,
+        caretaker: Caretaker,
+        desk: ClusterDesk | None,
+        eyes: Eyes,
+    ) -> None:
+        self.spec = spec
+        self.journal = journal
+        self.smp = smp
+        self.zygote = zygote
+        self.stores = stores
+        self.workers = workers
+        self.generations = generations
+        self.brain = brain
+        self.caretaker = caretaker
+        self.desk = desk
+        self.eyes = eyes
+        self.signals = RunSignals(spec, journal=journal, workers=workers)
+        self.orders = NodeOrders(self)
+        self.parts = PartDeaths(self)
+        self.report = NodeReport(self)
+        self.finished = FinishedWatch(spec, brain)
+        self.faults = FaultDesk(self) if spec.allow_faults else None
+        if desk is not None:
+            desk.faults = self.faults
+        self.onlookers: Onlookers | None = None
+        self.started_s = clock.now_s()
+
+    def drive(self, agent: FtrunElasticAgent) -> None:
+        """Run until every rank has finished.
+
+        Raises:
+            RunEnded: it ends in another way.
+        """
+        name_process("ftrun-agent")  # torch has given it another name
+        self.orders.begin(agent)
+        self.signals.catch()
+        try:
+            self._turn_until_done()
+        except RunEnded:
+            raise
+        except Exception:
+            # Torch waits 30 s for ranks that are suspended, and the next agent with it.
+            self.workers.kill()
+            raise
+
+    def _turn_until_done(self) -> None:
+        while not self.orders.is_done:
+            self.brain.passing()
+            self.orders.obey()
+            if self.orders.is_done:
+                return
+            self._wait()
+            if self.faults is not None:
+                self.faults.look()
+            self._gather()
+            self.orders.repeat()
+            if self.caretaker.look_after(clock.now_s()):
+                self.generations.tell_new_smp()
+            self.finished.look(now_s=clock.now_s())
+            if self.onlookers is not None:
+                self.onlookers.look(clock.now_s())
+            if self.desk is not None:
+                self.desk.pass_lines_on()
+
+    def wake(self) -> None:
+        """Have the loop look at what other threads have for it; for those threads."""
+        self.signals.wake()
+
+    def publish_status(self) -> None:
+        """Before something that may take long: nothing newer is published until it is over."""
+        if self.onlookers is not None:
+            self.onlookers.status.publish()
+
+    def tell(self, *, is_urgent: bool) -> None:
+        """Say how things are here; at once where it asks for an act."""
+        self.report.tell(now_s=clock.now_s(), is_urgent=is_urgent)
+
+    def _wait(self) -> None:
+        poller = select.poll()
+        for fd in self._descriptors():
+            poller.register(fd, select.POLLIN)
+        eager = self.orders.awaits_boundary or self.caretaker.smp_is_starting
+        eager |= self.faults is not None and self.faults.is_eager
+        poller.poll((EAGER_TICK_S if eager else TICK_S) * 1000)
+        self.orders.noticed_s = clock.now_s()
+
+    def _descriptors(self) -> list[int]:
+        found = [self.signals.fileno()]
+        children = [handle.child for handle in self.workers.alive()]
+        found += [child.pidfd for child in children if child.status is None]
+        found += [child.pidfd for child in self.parts.children]
+        if self.smp.channel is not None:
+            found.append(self.smp.channel.fileno())
+        return found
+
+    def _gather(self) -> None:
+        """Take in everything that has happened since the last look, and tell the brain."""
+        self.signals.awake()
+        self.report.take_ends()
+        self.parts.look()
+        self.orders.report_stuck()
+        self.signals.handle()
+        self.report.take_notices(now_s=clock.now_s())
+        self.generations.repeats.look()
+        self.tell(is_urgent=False)

@@ -1,0 +1,229 @@
+"""What is due by the clock and asks for no decision.
+
+Runs in:  agent, main thread, once per turn of the loop.
+Takes in: the time.
+Gives:    checkpoints, standbys, an SMP brought up again, reports of silence, measured restarts.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+
+from ftrun import clock
+from ftrun.agent.launch.generation import Generations
+from ftrun.agent.launch.process import Child, reap_strangers
+from ftrun.agent.launch.rendezvous import StorePool
+from ftrun.agent.launch.worker_group import WorkerGroup
+from ftrun.agent.launch.zygote_link import ZygoteLink
+from ftrun.agent.snapshots.smp_client import SmpLink
+from ftrun.config import RunSpec
+from ftrun.errors import PeerError
+from ftrun.ids import Version
+from ftrun.journal import Journal
+from ftrun.wire.crash_points import crash_point
+from ftrun.wire.shared_memory.pages import Beat
+
+_log = logging.getLogger(__name__)
+
+REFILL_AFTER_S = 0.5
+"""Standbys are forked after the restart they would compete with for the processors."""
+
+
+class Caretaker:
+    """Housekeeping of one run."""
+
+    def __init__(  # noqa: PLR0913 - the parts of a run
+        self,
+        spec: RunSpec,
+        *,
+        journal: Journal,
+        smp: SmpLink,
+        zygote: ZygoteLink | None,
+        stores: StorePool,
+        workers: WorkerGroup,
+        generations: Generations,
+        when_smp_is_up: Callable[[], object],
+    ) -> None:
+        self.smp_is_starting = False
+        self.smp_given_up = ""
+        """Why there is no SMP any more; empty while there is one."""
+        self.not_written = ""
+        """Why the last checkpoint was not; empty where it was."""
+        self.last_commit: Version | None = None
+        """On several nodes: the newest version that the lead has called committed."""
+        self._spec = spec
+        self._journal = journal
+        self._smp = smp
+        self._zygote = zygote
+        self._stores = stores
+        self._workers = workers
+        self._generations = generations
+        self._when_smp_is_up = when_smp_is_up
+        self._checkpoint_due_s = clock.now_s() + spec.profile.checkpoint.every_s
+        self._checkpoints_seen = 0
+        self._refill_due_s: float | None = None
+        self._silent_ranks: set[int] = set()
+
+    def generation_started(self, now_s: float) -> None:
+        self._refill_due_s = now_s + REFILL_AFTER_S
+        self._silent_ranks.clear()
+
+    def look_after(self, now_s: float) -> bool:
+        """Whether a new SMP is up and has to be told of the generation."""
+        monitor = self._spec.profile.monitor
+        self._workers.kill_long_stopped(now_s, monitor.stopped_kill_s)
+        self._generations.measure()
+        self._generations.keep_arenas()
+        self._report_silence(now_s, monitor.silence_report_s)
+        self._refill(now_s)
+        self._checkpoint(now_s)
+        return self._bring_up_smp()
+
+    def last_checkpoint(self, limit_s: float, *, is_cancelled: Callable[[], bool]) -> None:
+        """At the end of the run: what is committed goes to disk, if that is wished.
+
+        Args:
+            limit_s: how long the end may be put off for it.
+            is_cancelled: asked again and again; whether somebody wants it to end now.
+        """
+        directory = self._spec.checkpoint_directory
+        versions = self._last_versions()
+        if not directory or not (versions or self._smp.committed):
+            return
+        try:
+            if self._smp.finish_checkpoint(limit_s, is_cancelled):
+                if self._spec.nodes is None:
+                    settings = self._spec.profile.checkpoint
+                    life = self._generations.life
+                    self._smp.begin_checkpoint(directory, settings, life=life, is_urgent=True)
+                    self._smp.finish_checkpoint(limit_s, is_cancelled)
+                else:
+                    self._write_last_part(versions, limit_s, is_cancelled)
+        except PeerError as error:
+            self._smp.refused = str(error)
+        self._tell_checkpoint()
+
+    def _last_versions(self) -> list[Version]:
+        """What the last checkpoint may be made of, the best first.
+
+        While ranks run it is the version that the leader has called committed. Where a generation
+        has ended, or the last agent of this node was killed, nodes may know of different commits:
+        then it is what they hold, two versions at most, of which the newest commit is one.
+        A run on one node may also end so soon that word of its first commit comes later.
+        """
+        if self._spec.nodes is not None and self._generations.has_ranks:
+            return [] if self.last_commit is None else [self.last_commit]
+        return self._smp.whole_versions
+
+    def _write_last_part(
+        self, versions: Sequence[Version], limit_s: float, is_cancelled: Callable[[], bool]
+    ) -> None:
+        """This node's part of each of these, until one is a checkpoint with those of the others."""
+        written = self._smp.num_checkpoints
+        for wanted in versions:
+            self.write_part(wanted, is_urgent=True)
+            is_over = self._smp.finish_checkpoint(limit_s, is_cancelled)
+            if not is_over or self._smp.num_checkpoints > written:
+                return
+
+    def await_smp(self) -> None:
+        """Where an SMP is being started, wait until it is up: what it holds is asked for."""
+        if self.smp_is_starting:
+            self._bring_up_smp(waits=True)
+
+    def write_part(self, wanted: Version, *, is_urgent: bool = False) -> None:
+        """On several nodes: this node's part of a version that all of them write now."""
+        directory = self._spec.checkpoint_directory
+        if directory is None or not self._generations.holds_ranks:
+            return
+        settings, token = self._spec.profile.checkpoint, self._generations.token
+        try:
+            self._smp.begin_checkpoint(
+                directory,
+                settings,
+                wanted,
+                token,
+                life=self._generations.life,
+                is_urgent=is_urgent,
+            )
+        except PeerError as error:
+            self._journal.write("checkpoint_not_written", why=str(error))
+
+    def _bring_up_smp(self, *, waits: bool = False) -> bool:
+        if not self.smp_is_starting:
+            return False
+        if not waits and not self._smp.folder.smp_socket.exists():
+            return False
+        crash_point("agent.smp.listening")
+        try:
+            self._smp.ready()
+            self._when_smp_is_up()
+        except PeerError as error:
+            self._journal.write("smp_not_up", why=str(error))
+            return False
+        self.smp_is_starting = False
+        self._journal.write("smp_up", arenas=len(self._smp.memory.arenas))
+        return True
+
+    def _refill(self, now_s: float) -> None:
+        if self._zygote is None:
+            return
+        self._zygote.collect()
+        if self._refill_due_s is not None and now_s > self._refill_due_s:
+            self._refill_due_s = None
+            try:
+                self._stores.prepare()
+            except (OSError, RuntimeError) as error:
+                # Such as too many open files; the next generation can wait for its store.
+                _log.debug("no store is made ready: %s", error)
+                self._refill_due_s = now_s + REFILL_AFTER_S
+                return
+            self._zygote.refill()
+            children: list[Child] = [handle.child for handle in self._workers.handles]
+            reap_strangers([*children, *self._zygote.children, *self._smp.children])
+
+    def _checkpoint(self, now_s: float) -> None:
+        settings = self._spec.profile.checkpoint
+        directory = self._spec.checkpoint_directory
+        is_due = now_s > self._checkpoint_due_s and self._spec.nodes is None
+        if directory and is_due and self._smp.committed:
+            self._checkpoint_due_s = now_s + settings.every_s
+            try:
+                self._smp.begin_checkpoint(directory, settings, life=self._generations.life)
+            except PeerError as error:
+                self._journal.write("checkpoint_not_written", why=str(error))
+        self._tell_checkpoint()
+
+    def _tell_checkpoint(self) -> None:
+        written = self._smp.last_checkpoint
+        if self._smp.refused:
+            self._journal.write("checkpoint_not_written", why=self._smp.refused)
+            _log.warning("no checkpoint was written: %s", self._smp.refused)
+            self.not_written, self._smp.refused = self._smp.refused, ""
+        if written is not None and self._smp.num_checkpoints != self._checkpoints_seen:
+            self._checkpoints_seen, self.not_written = self._smp.num_checkpoints, ""
+            self._journal.write(
+                "CheckpointWritten",
+                generation=written.generation,
+                step=written.step,
+                path=written.path,
+                total_bytes=written.total_bytes,
+                seconds=written.seconds,
+                ahead_s=written.ahead_s,
+            )
+
+    def _report_silence(self, now_s: float, limit_s: float) -> None:
+        for place in self._workers.places:
+            beat_ns = place.page.get(Beat.BEAT_NS)
+            if not beat_ns:
+                continue  # no step yet: importing, compiling, loading data
+            silent_s = now_s - beat_ns / 1e9
+            if silent_s <= limit_s:
+                self._silent_ranks.discard(place.rank)
+            elif place.rank not in self._silent_ranks:
+                self._silent_ranks.add(place.rank)
+                self._journal.write(
+                    "silent",
+                    rank=place.rank,
+                    text=f"rank {place.rank} silent for {silent_s:.0f} s (reported after "
+                    f"{limit_s:.0f} s, phase {place.page.phase or 'train'})",
+                )

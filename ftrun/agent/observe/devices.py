@@ -1,0 +1,185 @@
+"""What network cards and GPUs count of their own troubles: errors, lost links, throttling.
+
+Runs in:  agent, the thread of the eyes.
+Takes in: /sys/class/net, /sys/class/infiniband; of GPUs NVML, where its package and driver are.
+Gives:    sentences about what has been counted since the look before; none where all is well.
+Survives: what is not there: a machine without such devices has nothing to say.
+Source:   the counters are the kernel's (Documentation/ABI/testing/sysfs-class-net-statistics,
+          sysfs-class-infiniband) and NVML's; which of them matter: docs/papers.md, C4 and Aegis.
+
+Rule 1: NVML is loaded at the first look of a node whose ranks use a GPU, never before: loading it
+        wakes the driver.
+"""
+
+from collections import deque
+from contextlib import suppress
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from ftrun.agent.observe import nvidia
+
+EVERY_S = 5.0
+_RECENT_S = 120.0
+_KEPT = 8
+_NET = ("rx_errors", "tx_errors", "rx_dropped", "tx_dropped", "rx_crc_errors", "tx_carrier_errors")
+_PORT = ("symbol_error", "link_downed", "port_rcv_errors", "port_xmit_discards")
+_WORDS = {
+    "carrier_down_count": "link lost",
+    "link_downed": "link lost",
+}
+
+
+class DeviceCounters:
+    """Of one node; each look tells what the one before did not.
+
+    Args:
+        system: /sys, or a tree like it.
+    """
+
+    def __init__(self, system: Path = Path("/sys")) -> None:
+        self._system = system
+        self._due_s = 0.0
+        self._before: dict[str, int] = {}
+        self._gpus: _Gpus | None = None
+
+    def look(self, now_s: float, *, on_device: bool) -> tuple[str, ...]:
+        """What has been counted since the last look, if one is due.
+
+        Args:
+            now_s: the time.
+            on_device: ranks of this node use a GPU.
+        """
+        if now_s < self._due_s:
+            return ()
+        is_first = not self._due_s
+        self._due_s = now_s + EVERY_S
+        counts = self._network()
+        if on_device:
+            self._gpus = self._gpus or _Gpus()
+            counts |= self._gpus.counts()
+        before, self._before = self._before, {**self._before, **counts}
+        if is_first:
+            return ()
+        # A counter that is seen for the first time may have been counting for years.
+        grown = {key: n - before[key] for key, n in counts.items() if n > before.get(key, n)}
+        found = [_in_words(key, more) for key, more in sorted(grown.items())]
+        if self._gpus is not None:
+            found += self._gpus.take_news()
+        return tuple(found)
+
+    def _network(self) -> dict[str, int]:
+        found: dict[str, int] = {}
+        for device in _entries(self._system / "class" / "net"):
+            if device.name == "lo":
+                continue
+            _read(found, device.name, device / "statistics", _NET)
+            _read(found, device.name, device, ("carrier_down_count",))
+        for device in _entries(self._system / "class" / "infiniband"):
+            for port in _entries(device / "ports"):
+                _read(found, f"{device.name} port {port.name}", port / "counters", _PORT)
+        return found
+
+
+class RecentTroubles:
+    """What was told in the last minutes, for verdicts that may come of it; in the main thread."""
+
+    def __init__(self) -> None:
+        self._told: deque[tuple[float, str]] = deque(maxlen=_KEPT)
+
+    def take(self, news: "SimpleQueue[str]", *, now_s: float) -> list[str]:
+        """What is new, and forget what is old."""
+        found: list[str] = []
+        with suppress(Empty):
+            while True:
+                found.append(news.get_nowait())
+        self._told.extend((now_s, text) for text in found)
+        while self._told and now_s - self._told[0][0] > _RECENT_S:
+            self._told.popleft()
+        return found
+
+    @property
+    def recent(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(text for _, text in self._told))
+
+
+class _Gpus:
+    """NVML, if there is one."""
+
+    def __init__(self) -> None:
+        self._events: Any = None
+        self._news: list[str] = []
+        self._throttled: dict[int, bool] = {}
+        self._nvml = nvidia.driver()
+        if self._nvml is not None:
+            self._listen()
+
+    def take_news(self) -> list[str]:
+        """What is no count: that a GPU has begun to be slowed down, errors of its driver."""
+        news, self._news = self._news, []
+        return news
+
+    def counts(self) -> dict[str, int]:
+        """Uncorrectable memory errors, by GPU."""
+        nvml, found = self._nvml, dict[str, int]()
+        for index, device in self._devices():
+            with suppress(Exception):  # unknown to some devices
+                found[f"GPU {index} uncorrectable_memory_errors"] = nvidia.uncorrectable_errors(
+                    nvml, device
+                )
+            self._look_at_clocks(index, device)
+        self._hear()
+        return found
+
+    def _devices(self) -> list[tuple[int, Any]]:
+        nvml, found = self._nvml, list[tuple[int, Any]]()
+        with suppress(Exception):
+            count = nvml.nvmlDeviceGetCount() if nvml is not None else 0
+            found = [(index, nvml.nvmlDeviceGetHandleByIndex(index)) for index in range(count)]
+        return found
+
+    def _look_at_clocks(self, index: int, device: Any) -> None:
+        with suppress(Exception):
+            said = nvidia.slowdown(self._nvml, device)
+            if said and not self._throttled.get(index, False):
+                self._news.append(f"GPU {index} {said}")
+            self._throttled[index] = bool(said)
+
+    def _listen(self) -> None:
+        nvml = self._nvml
+        with suppress(Exception):
+            self._events = nvml.nvmlEventSetCreate()
+            for _, device in self._devices():
+                nvml.nvmlDeviceRegisterEvents(
+                    device, nvml.nvmlEventTypeXidCriticalError, self._events
+                )
+
+    def _hear(self) -> None:
+        """Errors that the driver has reported (XID); the wait ends by an exception when none is."""
+        if self._events is None:
+            return
+        with suppress(Exception):
+            while True:
+                event = self._nvml.nvmlEventSetWait_v2(self._events, 0)
+                index = self._nvml.nvmlDeviceGetIndex(event.device)
+                self._news.append(f"GPU {index} has reported XID {event.eventData}")
+
+
+def _entries(folder: Path) -> list[Path]:
+    try:
+        return sorted(folder.iterdir())
+    except OSError:
+        return []
+
+
+def _read(found: dict[str, int], name: str, folder: Path, counters: tuple[str, ...]) -> None:
+    for counter in counters:
+        with suppress(OSError, ValueError):
+            found[f"{name} {counter}"] = int((folder / counter).read_text())
+
+
+def _in_words(key: str, more: int) -> str:
+    device, _, counter = key.rpartition(" ")
+    if counter in _WORDS:
+        return f"{device}: {_WORDS[counter]} {more:,} times"
+    return f"{device} {counter.replace('_', ' ')}: {more:,} more"

@@ -1,0 +1,147 @@
+"""The Python stack of a rank, taken without its help.
+
+Runs in:  agent, the diagnosis thread.
+Takes in: a pid; the rank's stack file, for where the first way is not allowed.
+Gives:    a `Stack`: the main thread's frames, the innermost first, and whether it holds the GIL.
+Source:   py-spy reads another process's memory (10 to 30 ms here); a container may forbid that.
+          faulthandler's C code writes all stacks of its own process on a signal, also while the
+          GIL is held, but not while the process is stopped.
+"""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from ftrun import clock
+from ftrun.monitor.evidence import Frame
+from ftrun.wire.shared_memory.stack_file import clear_stacks, stacks
+
+SPY_S = 5.0
+DUMP_WAIT_S = 0.5
+MAX_FRAMES = 60
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """One look."""
+
+    frames: tuple[Frame, ...]
+    holds_gil: bool = False
+    is_spied: bool = False
+    """By py-spy; else who holds the GIL is not known."""
+
+
+def spy_program() -> str | None:
+    """Where py-spy is: beside this interpreter, or on the path."""
+    beside = Path(sys.executable).parent / "py-spy"
+    return str(beside) if beside.exists() else shutil.which("py-spy")
+
+
+def take_stack(pid: int, *, dumper: int, stack_fd: int) -> Stack | None:
+    """The stack of a rank's main thread; None where neither way works.
+
+    Args:
+        pid: of the rank.
+        dumper: the signal that makes it write its stacks; 0: it has not said so.
+        stack_fd: where it writes them.
+    """
+    found = _spied(pid)
+    if found is None and dumper:
+        found = _dumped(pid, dumper, stack_fd)
+    return found
+
+
+def _spied(pid: int) -> Stack | None:
+    program = spy_program()
+    if program is None:
+        return None
+    try:
+        done = subprocess.run(
+            [program, "dump", "--nonblocking", "--json", "--pid", str(pid)],
+            capture_output=True,
+            timeout=SPY_S,
+            check=False,
+        )
+        threads = json.loads(done.stdout) if done.returncode == 0 else []
+    except (OSError, ValueError, subprocess.TimeoutExpired):
+        return None
+    main = [one for one in threads if one.get("os_thread_id") == pid] or threads[:1]
+    if not main:
+        return None
+    frames = [f"{one['filename']}:{one['line']} in {one['name']}" for one in main[0]["frames"]]
+    return Stack(tuple(frames[:MAX_FRAMES]), bool(main[0].get("owns_gil")), is_spied=True)
+
+
+def spy_fault() -> str:
+    """Why a rank's stack cannot be read from outside here; empty where it can."""
+    if spy_program() is None:
+        return "py-spy is not installed (pip install py-spy)"
+    as_a_rank = "from ftrun.linux import let_parent_trace as let; let(); print(flush=True); input()"
+    safe_path = ["-P"] if sys.flags.safe_path else []
+    words = [sys.executable, *safe_path, "-c", as_a_rank]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        is_read = _spied(child.pid) is not None
+        child.kill()
+    if is_read:
+        return ""
+    return (
+        "py-spy may not read other processes here: it needs ptrace (CAP_SYS_PTRACE in a "
+        "container, or kernel.yama.ptrace_scope=0)"
+    )
+
+
+def _dumped(pid: int, dumper: int, stack_fd: int) -> Stack | None:
+    """Ask the process itself. Its main thread is the last one that faulthandler writes."""
+    clear_stacks(stack_fd)
+    try:
+        signal.pidfd_send_signal(handle := os.pidfd_open(pid), dumper)
+    except OSError:
+        return None
+    os.close(handle)
+    give_up_s, before = clock.now_s() + DUMP_WAIT_S, ""
+    while clock.now_s() < give_up_s:
+        clock.sleep(0.01)
+        text = stacks(stack_fd)
+        if text and text == before:
+            break
+        before = text
+    return parse_dump(before)
+
+
+def parse_dump(text: str) -> Stack | None:
+    """The main thread of a faulthandler dump: the current one, or else the last."""
+    threads: list[list[Frame]] = []
+    current = -1
+    for line in text.rpartition("Fatal Python error")[2].splitlines():
+        if line.startswith(("Thread ", "Current thread ", "Stack (")):
+            if not line.startswith("Thread"):
+                current = len(threads)
+            threads.append([])
+        elif threads and line.startswith('  File "'):
+            path, _, rest = line.removeprefix('  File "').partition('", line ')
+            number, _, name = rest.partition(" in ")
+            threads[-1].append(f"{path}:{number} in {name}")
+    if not threads:
+        return None
+    return Stack(tuple(threads[current if current >= 0 else -1][:MAX_FRAMES]))
+
+
+def as_traceback(stack: Stack) -> str:
+    """In the form of an exception's, the innermost frame last."""
+    lines = []
+    for frame in reversed(stack.frames):
+        where, _, function = frame.rpartition(" in ")
+        path, _, line = where.rpartition(":")
+        lines.append(f'  File "{path}", line {line}, in {function}')
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":  # for `ftrun check`
+    sys.stdout.write(spy_fault())

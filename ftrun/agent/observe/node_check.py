@@ -1,0 +1,243 @@
+"""This node's check of itself: begun beside the imports, told to the brain, made again.
+
+Runs in:  agent: the main thread at the start, then a thread of its own for each further check;
+          `dialled` in the thread of a handshake.
+Takes in: the profile's floors; which agent this one has reached.
+Gives:    `Checked` for the brain, a `PreFlight` line in the journal, words for the operator.
+Survives: a check that hangs, as on a dead disk or driver: it is killed, and the node is told apart
+          by a warning.
+
+Rule 1: a run on one node, and an agent that was started again, read only what costs nothing: the
+        one has nobody to compare with, and the other is awaited by ranks.
+Rule 2: the link is measured before the first `Join`, so a first plan knows of it.
+Rule 3: a node that is not fit checks itself again until it is: soon at first, as what other
+        work on the machine did to one check is over then, and ever more seldom.
+"""
+
+import logging
+import subprocess
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+from ftrun import clock
+from ftrun.agent.cluster.link_probe import probe
+from ftrun.agent.launch.process import awaited, python_command
+from ftrun.agent.observe.preflight import room
+from ftrun.config import RunSpec
+from ftrun.journal import Journal
+from ftrun.membership.events import Checked
+from ftrun.monitor.node_fitness import Figures, Fitness, Floors, judge
+from ftrun.wire.cluster.messages import AskProbe, ProbeFound
+from ftrun.wire.transport.identity import PeerIdentity
+from ftrun.wire.transport.secret import Secret
+
+LINK_S = 1.0
+"""For the probe of one link; it delays a `Join`."""
+
+SOON_S = 5.0
+"""Until the second check of a node that is not fit; doubled with each one more."""
+
+READ_S = 0.5
+"""To read the result of a check that has had its time, beside an import of torch."""
+
+_log = logging.getLogger(__name__)
+
+
+class PreflightDesk:
+    """All checks of one agent."""
+
+    def __init__(self, spec: RunSpec, journal: Journal) -> None:
+        self.fitness: Fitness | None = None
+        """Of the newest check; None: none is made."""
+        self._settings = settings = spec.profile.preflight
+        self._floors = Floors(
+            **{name: getattr(settings, name) for name in Floors.__struct_fields__}
+        )
+        self._is_alone = spec.nodes is None
+        self._folder = Path(spec.log_folder)
+        self._journal = journal
+        self._child: subprocess.Popen[bytes] | None = None
+        self._begun_s = 0.0
+        self._number = 0
+        self._tell: Callable[[Checked], None] | None = None
+        self._identity: PeerIdentity | None = None
+        self._secret: Secret | None = None
+        self._link: tuple[str, str, int] | None = None
+        """Node id, host and port of the agent that was reached last."""
+        self._link_figures = Figures()
+        self._is_link_due = False
+        self._busy = threading.Lock()
+        self._stop = threading.Event()
+
+    # --- the first one ------------------------------------------------------------------------
+
+    def begin(self, *, is_awaited: bool) -> None:
+        """Start the first check, and return at once.
+
+        Args:
+            is_awaited: an earlier agent of this node had a part in the run.
+        """
+        if not self._settings.enabled:
+            return
+        self._begun_s = clock.now_s()
+        self._is_link_due = not self._is_alone and not is_awaited
+        if self._is_link_due:
+            self._start()
+
+    def first(self) -> None:
+        """Wait for the first check, and judge it."""
+        if not self._settings.enabled:
+            return
+        is_whole = self._child is not None
+        self._note(self._collect() if is_whole else room(self._folder), is_whole=is_whole)
+        if self.fitness is not None and self._is_alone and not self.fitness.is_fit:
+            _log.warning("this machine may not be fit for the run: %s", self.fitness)
+
+    def join(
+        self, identity: PeerIdentity, secret: Secret | None, tell: Callable[[Checked], None]
+    ) -> None:
+        """From now on the brain is told; before the first connection is made.
+
+        Args:
+            identity: of this agent.
+            secret: of the run.
+            tell: takes what is found, from any thread.
+        """
+        self._identity = msgspec.structs.replace(identity, purpose="probe")
+        self._secret, self._tell = secret, tell
+        if self.fitness is not None:
+            tell(Checked(self.fitness))
+            self._repeat_until_fit()
+
+    def close(self) -> None:
+        self._stop.set()
+        self._end_child()
+
+    # --- the link -----------------------------------------------------------------------------
+
+    def dialled(self, node_id: str, host: str, port: int) -> None:
+        """This agent was reached, and has not heard of us; the first is measured."""
+        self._link = (node_id, host, port)
+        if not self._is_link_due or self.fitness is None:
+            return
+        self._is_link_due = False
+        self._measure_link()
+        self._note(self.fitness.figures, is_whole=self.fitness.is_whole, number=self._number)
+
+    def _measure_link(self) -> None:
+        if self._link is None or self._identity is None:
+            return
+        node_id, host, port = self._link
+        order = AskProbe(0, node_id, host, port)
+        self._link_figures = _link_figures(
+            probe(order, self._identity, self._secret, limit_s=LINK_S)
+        )
+
+    # --- further ones -------------------------------------------------------------------------
+
+    def again(self, number: int) -> None:
+        """Make a whole check, in a thread of its own; the brain wants the one of this number."""
+        work = threading.Thread(
+            target=self._again, args=(number,), name="ftrun-preflight", daemon=True
+        )
+        with suppress(RuntimeError):  # no more threads; it is asked again
+            work.start()
+
+    def _again(self, number: int) -> None:
+        with self._busy:
+            if self._number >= number or self._stop.is_set():
+                return
+            self._start()
+            figures = self._collect()
+            self._measure_link()
+            self._note(figures, is_whole=True, number=max(number, self._number + 1))
+
+    def _repeat_until_fit(self) -> None:
+        if self.fitness is not None and not self.fitness.is_fit and not self._is_alone:
+            work = threading.Thread(target=self._repeat, name="ftrun-preflight", daemon=True)
+            work.start()
+
+    def _repeat(self) -> None:
+        wait_s = SOON_S
+        while not self._stop.wait(min(wait_s, self._settings.again_s)):
+            self._again(self._number + 1)
+            if self.fitness is None or self.fitness.is_fit:
+                return
+            wait_s *= 2
+
+    # --- details ------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        self._begun_s = clock.now_s()
+        try:
+            self._child = subprocess.Popen(
+                python_command("ftrun.agent.observe.preflight", str(self._folder)),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+            )
+        except OSError as error:  # no more processes: `room` tells
+            _log.warning("the check of this node cannot be started: %s", error)
+            return
+        awaited.add(self._child.pid)
+
+    def _collect(self) -> Figures:
+        child, limit_s = self._child, self._settings.limit_s
+        if child is None:
+            why = "its process could not be started"
+            return msgspec.structs.replace(room(self._folder), not_done=f"nothing measured: {why}")
+        try:
+            left_s = max(READ_S, self._begun_s + limit_s - clock.now_s())
+            data, _ = child.communicate(timeout=left_s)
+            return msgspec.json.decode(data, type=Figures)
+        except (subprocess.TimeoutExpired, msgspec.MsgspecError):
+            why = f"the check was not done within {limit_s:g} s"
+            return msgspec.structs.replace(room(self._folder), not_done=why)
+        finally:
+            self._end_child()
+
+    def _end_child(self) -> None:
+        child, self._child = self._child, None
+        if child is None:
+            return
+        if child.poll() is None:
+            child.kill()
+            child.communicate()
+        awaited.discard(child.pid)
+
+    def _note(self, figures: Figures, *, is_whole: bool, number: int = 1) -> None:
+        """Judge, and tell everyone whom it concerns."""
+        link = self._link_figures
+        figures = msgspec.structs.replace(
+            figures,
+            link_to=link.link_to,
+            link_rtt_s=link.link_rtt_s,
+            link_bytes_per_s=link.link_bytes_per_s,
+            not_done=figures.not_done or link.not_done,
+        )
+        before, self._number = self.fitness, number
+        found = judge(figures, self._floors, number=number, is_whole=is_whole)
+        self.fitness = found
+        fields = msgspec.to_builtins(found)
+        self._journal.write("PreFlight", text=f"this node: {found}", **fields)
+        if str(found) != "fit" and (before is None or str(before) != str(found)):
+            _log.warning("the check of this node: %s", found)
+        if self._tell is not None:
+            self._tell(Checked(found))
+            if before is not None and before.is_fit:
+                self._repeat_until_fit()
+
+
+def _link_figures(found: ProbeFound) -> Figures:
+    both = [rate for rate in (found.to_bytes_per_s, found.from_bytes_per_s) if rate > 0]
+    problem = f"the link to {found.receiver} was not measured: {found.problem}"
+    return Figures(
+        link_to=found.receiver,
+        link_rtt_s=found.rtt_s,
+        link_bytes_per_s=min(both, default=0.0),
+        not_done=problem if found.problem else "",
+    )

@@ -1,0 +1,230 @@
+"""What the kernel knows of the ranks' connections: bytes, round trips, time spent sending.
+
+Runs in:  agent, the eyes thread.
+Takes in: pids of the ranks; /proc/PID/fd for the sockets that are theirs, and one netlink query
+          (sock_diag with TCP_INFO) for what the kernel has counted in each.
+Gives:    `SocketFigures` of each established connection; a `LinkSample` for each address that the
+          ranks speak with, of what has happened since the last look.
+Survives: a kernel or container that does not answer such queries: `error` says why, and no figures
+          come. Root is not needed: /proc/PID/fd is readable for ranks of the same user, and the
+          kernel answers anybody about connections of the own network namespace.
+Source:   `inet_diag.h` and `tcp.h` of Linux 4.19 and later; older kernels send a shorter tcp_info,
+          and what they lack reads as 0. Not pyroute2, which does the same with every field decoded:
+          130 ms and 20 MB to import, 7 ms of CPU for 128 connections, against 1.5 ms here
+          (2026-11-21, 2 cores, Python 3.11).
+
+Rule 1: `busy_s` leaves out the time in which the other side had no room (`rwnd_limited`): a rank
+        that reads late is slow itself, and its link is not.
+"""
+
+import os
+import socket
+import struct
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from ftrun.monitor.slow.delay_matrix import LinkSample
+
+SCAN_EVERY_S = 10.0
+"""Between two looks into /proc/PID/fd; a pid that is new is looked at at once."""
+ANSWER_S = 1.0
+"""The kernel answers at once; a look is given up rather than waited for."""
+
+_SOCK_DIAG_BY_FAMILY = 20
+_REQUEST_DUMP = 0x301
+_ERROR, _DONE = 2, 3
+_ESTABLISHED = 1
+_INET_DIAG_INFO = 2
+_HEADER = struct.Struct("=IHHII")
+_QUERY = struct.Struct("=BBBBI48s")
+_DIAG_BYTES = 72
+_INODE_AT = 68
+_ATTRIBUTE = struct.Struct("=HH")
+_PORTS = struct.Struct("!HH")
+_INFO_BYTES = 232
+_INFO = struct.Struct("=24xI40xI28xI16xQQ8xI12xQQQQ8xQ24x")
+"""Of tcp_info: unacked, rtt, total_retrans, bytes_acked, bytes_received, notsent_bytes,
+delivery_rate, busy_time, rwnd_limited, sndbuf_limited, bytes_sent."""
+
+
+@dataclass(frozen=True, slots=True)
+class SocketFigures:
+    """One established connection; the counts are from its beginning."""
+
+    inode: int
+    local: tuple[str, int]
+    remote: tuple[str, int]
+    rtt_s: float
+    """Smoothed by the kernel."""
+    bytes_acked: int
+    bytes_received: int
+    bytes_sent: int
+    """With what was sent again."""
+    busy_s: float
+    """Time with something on its way, less that in which the other side had no room for more."""
+    retransmits: int
+    """Segments sent again."""
+    unacked_segments: int
+    notsent_bytes: int
+    delivery_bytes_per_s: int
+    """The newest measurement of the kernel's; 0 where there is none."""
+
+
+class SocketStats:
+    """The connections of this node's ranks, look by look. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self.error = ""
+        """Why there are no figures; empty where there are some."""
+        self._inodes: dict[int, frozenset[int]] = {}
+        self._scanned_s = float("-inf")
+        self._before: dict[int, SocketFigures] = {}
+        self._moved_s: dict[int, float] = {}
+        """When each connection with something on its way last got further."""
+
+    def look(self, pids: Iterable[int], now_s: float) -> list[LinkSample]:
+        """What has happened since the last look, for each remote address, in a stable order.
+
+        A connection that is new is counted from its beginning only if there was a look before.
+        """
+        figures = self.figures(pids, now_s)
+        is_first = not self._before
+        parts: dict[str, list[LinkSample]] = {}
+        for one in figures:
+            before = self._before.get(one.inode)
+            stalled_s = self._stalled_s(one, before, now_s)
+            if before is not None or not is_first:
+                sample = _difference(one, before, stalled_s)
+                parts.setdefault(one.remote[0], []).append(sample)
+        self._before = {one.inode: one for one in figures}
+        self._moved_s = {inode: at for inode, at in self._moved_s.items() if inode in self._before}
+        return [LinkSample.together(parts[host]) for host in sorted(parts)]
+
+    def figures(self, pids: Iterable[int], now_s: float) -> list[SocketFigures]:
+        """Every established TCP connection of these processes, as it is now."""
+        inodes = self._sockets_of(tuple(pids), now_s)
+        if not inodes:
+            return []
+        found: list[SocketFigures] = []
+        try:
+            for family in (socket.AF_INET, socket.AF_INET6):
+                found += _established(family, inodes)
+        except OSError as error:
+            self.error = f"the kernel does not tell of connections: {error.strerror or error}"
+            return []
+        self.error = ""
+        return found
+
+    def _sockets_of(self, pids: tuple[int, ...], now_s: float) -> frozenset[int]:
+        is_due = now_s - self._scanned_s >= SCAN_EVERY_S or set(pids) != set(self._inodes)
+        if is_due:
+            self._scanned_s = now_s
+            self._inodes = {pid: _socket_inodes(pid) for pid in pids}
+        return frozenset().union(*self._inodes.values())
+
+    def _stalled_s(self, one: SocketFigures, before: SocketFigures | None, now_s: float) -> float:
+        is_waiting = one.unacked_segments > 0 or one.notsent_bytes > 0
+        moved = before is None or one.bytes_acked != before.bytes_acked
+        if moved or not is_waiting:
+            self._moved_s[one.inode] = now_s
+        return now_s - self._moved_s.setdefault(one.inode, now_s)
+
+
+def _difference(now: SocketFigures, before: SocketFigures | None, stalled_s: float) -> LinkSample:
+    sent = now.bytes_acked - (before.bytes_acked if before else 0)
+    return LinkSample(
+        to_host=now.remote[0],
+        bytes=sent,
+        busy_s=max(0.0, now.busy_s - (before.busy_s if before else 0.0)),
+        rtt_s=now.rtt_s,
+        retransmits=now.retransmits - (before.retransmits if before else 0),
+        unacked_bytes=max(0, now.bytes_sent - now.bytes_acked),
+        stalled_s=stalled_s,
+    )
+
+
+def _socket_inodes(pid: int) -> frozenset[int]:
+    """Inodes of all sockets of a process; none where it has gone or is not ours."""
+    folder = f"/proc/{pid}/fd"
+    found = set()
+    try:
+        names = os.listdir(folder)
+    except OSError:
+        return frozenset()
+    for name in names:
+        try:
+            target = os.readlink(f"{folder}/{name}")
+        except OSError:
+            continue
+        if target.startswith("socket:["):
+            found.add(int(target[8:-1]))
+    return frozenset(found)
+
+
+def _established(family: int, inodes: frozenset[int]) -> Iterator[SocketFigures]:
+    body = _QUERY.pack(
+        family, socket.IPPROTO_TCP, 1 << (_INET_DIAG_INFO - 1), 0, 1 << _ESTABLISHED, bytes(48)
+    )
+    header = _HEADER.pack(_HEADER.size + len(body), _SOCK_DIAG_BY_FAMILY, _REQUEST_DUMP, 1, 0)
+    with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 4) as netlink:  # NETLINK_SOCK_DIAG
+        netlink.settimeout(ANSWER_S)
+        netlink.sendto(header + body, (0, 0))
+        while True:
+            data = netlink.recv(1 << 18)
+            for kind, start, end in _messages(data):
+                if kind == _DONE:
+                    return
+                if kind == _ERROR:
+                    number = -int.from_bytes(data[start : start + 4], "little", signed=True)
+                    raise OSError(number, os.strerror(number))
+                (inode,) = struct.unpack_from("=I", data, start + _INODE_AT)
+                if inode in inodes:
+                    yield _figures(family, inode, data, start, end)
+
+
+def _messages(data: bytes) -> Iterator[tuple[int, int, int]]:
+    """Kind, start and end of the body, of each netlink message."""
+    at = 0
+    while at + _HEADER.size <= len(data):
+        length, kind, *_ = _HEADER.unpack_from(data, at)
+        yield kind, at + _HEADER.size, at + length
+        at += (length + 3) & ~3
+
+
+def _figures(family: int, inode: int, data: bytes, start: int, end: int) -> SocketFigures:
+    size = 4 if family == socket.AF_INET else 16
+    local_port, remote_port = _PORTS.unpack_from(data, start + 4)
+    local = data[start + 8 : start + 8 + size]
+    remote = data[start + 24 : start + 24 + size]
+    unacked, rtt_us, again, acked, received, notsent, rate, busy_us, no_room_us, _, sent = (
+        _INFO.unpack(_tcp_info(data, start + _DIAG_BYTES, end))
+    )
+    return SocketFigures(
+        inode=inode,
+        local=(_address(family, local), local_port),
+        remote=(_address(family, remote), remote_port),
+        rtt_s=rtt_us / 1e6,
+        bytes_acked=acked,
+        bytes_received=received,
+        bytes_sent=sent,
+        busy_s=max(0, busy_us - no_room_us) / 1e6,
+        retransmits=again,
+        unacked_segments=unacked,
+        notsent_bytes=notsent,
+        delivery_bytes_per_s=rate,
+    )
+
+
+def _tcp_info(data: bytes, at: int, end: int) -> bytes:
+    """The kernel's tcp_info, cut or filled with zeros to the length that is read here."""
+    while at + _ATTRIBUTE.size <= end:
+        length, kind = _ATTRIBUTE.unpack_from(data, at)
+        if kind == _INET_DIAG_INFO:
+            return data[at + 4 : at + length][:_INFO_BYTES].ljust(_INFO_BYTES, b"\0")
+        at += max(4, (length + 3) & ~3)
+    return bytes(_INFO_BYTES)
+
+
+def _address(family: int, packed: bytes) -> str:
+    """As text; an IPv4 address in IPv6 form as itself."""
+    return socket.inet_ntop(family, packed).removeprefix("::ffff:")

@@ -1,0 +1,271 @@
+"""Looks at this node's ranks: how long their steps take, and, when they fall silent, why.
+
+Runs in:  agent, a thread of its own, so that a look that takes long delays nothing.
+Takes in: heartbeat pages; on suspicion flight recorders, stacks and /proc.
+Gives:    `p99_s` and `views`, each replaced whole.
+Survives: a rank that hangs in whatever way: every look is bounded.
+
+Rule 1: while ranks make steps only their pages are read. The rest is for silence.
+Rule 2: who has stood still itself (a suspended laptop, a frozen node) begins to count anew.
+"""
+
+import logging
+import os
+import threading
+from contextlib import suppress
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+
+import msgspec
+
+from ftrun import clock
+from ftrun.agent.launch.warm_start import WorkerHandle
+from ftrun.agent.observe.devices import DeviceCounters
+from ftrun.agent.observe.flight_recorder import Entry, parse_entries, read_entries
+from ftrun.agent.observe.introspection import Stack, take_stack
+from ftrun.agent.observe.process_facts import ProcessFacts, process_facts
+from ftrun.agent.observe.sampler import Sampler
+from ftrun.monitor.deadlines import Deadlines, HangSettings
+from ftrun.monitor.evidence import Call, Frame, GroupView, RankView, own_functions
+from ftrun.monitor.page_values import quantile_s
+from ftrun.monitor.process_groups import decode_groups
+from ftrun.monitor.slow.samples import NodeSample
+from ftrun.wire.shared_memory.pages import Beat
+from ftrun.wire.shared_memory.stack_file import left_calls
+
+_log = logging.getLogger(__name__)
+
+LOOK_EVERY_S = 0.5
+QUICK_S = 0.2
+"""A rank that does not answer within this is not waited for while the run stands still."""
+
+GAP_S = 2.0
+"""This thread was away for longer: the machine has stood still, or has no time for anybody."""
+
+SHOWN_CALLS = 8
+IDLE_CORES = 0.05
+"""A rank that uses less does nothing; background threads of a script use about as much."""
+
+IDLE_BYTES = 4096
+"""Between two looks: threads wake one another by writing some bytes."""
+
+IDLE_WORK = 64
+"""Idle workers of a DataLoader wake every few seconds; who computes or talks does far more."""
+
+BUSY_CORES = 0.1
+"""More than background threads use; on a starved machine a busy loop gets no more than a part."""
+
+
+@dataclass(slots=True)
+class _Memory:
+    """What the last look at a rank has shown."""
+
+    pid: int
+    facts: ProcessFacts
+    frames: tuple[Frame, ...]
+    functions: tuple[str, ...]
+    at_s: float
+    still_since_s: float
+    spins_since_s: float
+
+
+class Eyes:
+    """The looks of one agent."""
+
+    def __init__(self, unused_fds: "SimpleQueue[int]", settings: HangSettings) -> None:
+        self.p99_s = 0.0
+        """Of the steps of the slowest rank here; 0 before there are any."""
+        self.views: tuple[RankView, ...] = ()
+        """Of all ranks here, while one of them is silent; empty while all make steps."""
+        self._settings = settings
+        self._unused_fds = unused_fds
+        self._handles: list[WorkerHandle] = []
+        self._memories: dict[int, _Memory] = {}
+        self.sample: NodeSample | None = None
+        """The newest one of ranks that make steps."""
+        self._sampler = Sampler()
+        self._devices = DeviceCounters()
+        self.troubles: SimpleQueue[str] = SimpleQueue()
+        """What network cards and GPUs have counted of their own troubles."""
+        self._awake_since_s = clock.now_s()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="ftrun-eyes", daemon=True)
+
+    # --- main thread --------------------------------------------------------------------------
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def look_at(self, handles: list[WorkerHandle]) -> None:
+        """These are the ranks from now on."""
+        self.views, self.sample = (), None
+        self._sampler = Sampler()
+        self._handles = handles
+
+    def examine(self, handles: list[WorkerHandle]) -> None:
+        """Some of these have failed: what all of them have called last, quickly."""
+        self._handles = []
+        self.views = tuple(_last_calls(handle) for handle in handles)
+
+    def close(self) -> None:
+        self._ended.set()
+        if self._thread.is_alive():
+            self._thread.join(1.0)
+
+    # --- this thread --------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        last_s = clock.now_s()
+        while not self._ended.wait(LOOK_EVERY_S):
+            now_s = clock.now_s()
+            if now_s - last_s > GAP_S:
+                self._awake_since_s = now_s
+            try:
+                self._look()
+            except Exception:  # noqa: BLE001 - see below
+                # Without eyes a run is as well off as under torchrun; it must not end for that.
+                _log.exception("a look at the ranks failed: this is a bug in ftrun")
+            self._close_unused()
+            last_s = clock.now_s()
+
+    def _look(self) -> None:
+        handles = self._handles
+        if not handles:
+            return
+        on_device = self._sampler.on_device
+        for trouble in self._devices.look(clock.now_s(), on_device=on_device):
+            self.troubles.put(trouble)
+        self.p99_s = max([_p99_s(handle) for handle in handles], default=0.0) or self.p99_s
+        deadlines = Deadlines.of(self.p99_s, self._settings)
+        now_s = clock.now_s()
+        silent_s = max([self._silent_s(handle, now_s) for handle in handles], default=0.0)
+        if silent_s < deadlines.look_s:
+            self._memories.clear()
+            sample = self._sampler.take(handles)
+            if handles is self._handles:
+                self.views = ()
+                self.sample = sample or self.sample
+            return
+        views = tuple(self._view(handle) for handle in handles)
+        if handles is self._handles:
+            self.views = views
+
+    def _silent_s(self, handle: WorkerHandle, now_s: float) -> float:
+        page = handle.place.page
+        if not page.get(Beat.FIRST_STEP_NS) or handle.child.status == 0:
+            return 0.0
+        return now_s - max(page.get(Beat.BEAT_NS) / 1e9, self._awake_since_s)
+
+    def _view(self, handle: WorkerHandle) -> RankView:
+        page, rank = handle.place.page, handle.place.rank
+        facts = process_facts(handle.pid) if handle.child.status is None else None
+        silent_s = self._silent_s(handle, clock.now_s())
+        view = RankView(
+            rank=rank,
+            pid=handle.pid,
+            process=facts.state if facts is not None else "",
+            step=page.get(Beat.STEP),
+            silent_s=round(silent_s, 2),
+            phase=page.phase,
+            has_stepped=bool(page.get(Beat.FIRST_STEP_NS)),
+            is_finished=handle.child.status == 0,
+        )
+        if facts is None:
+            return view
+        stack = take_stack(
+            handle.pid, dumper=page.get(Beat.HAS_DUMPER), stack_fd=handle.place.stack_fd
+        ) or Stack(())
+        entries = read_entries(handle.place.socket) if page.get(Beat.HAS_SERVER) else None
+        cpu, still_s, spins_s = self._compare(rank, handle.pid, facts, stack)
+        return msgspec.structs.replace(
+            view,
+            cpu=round(cpu, 2),
+            still_s=round(still_s, 2),
+            spins_s=round(spins_s, 2),
+            holds_gil=stack.holds_gil,
+            is_gil_known=stack.is_spied,
+            groups=_groups(entries or [], page.groups),
+            stack=stack.frames,
+            blocked_in=facts.blocked_in,
+            child=facts.child,
+        )
+
+    def _compare(
+        self, rank: int, pid: int, facts: ProcessFacts, stack: Stack
+    ) -> tuple[float, float, float]:
+        """Cores used since the last look; for how long it has stood still, and run in circles."""
+        now_s = clock.now_s()
+        functions = own_functions(stack.frames)
+        last = self._memories.get(rank)
+        cpu, still_since_s, spins_since_s = 0.0, now_s, now_s
+        if last is not None and last.pid == pid:
+            cpu = (facts.cpu_s - last.facts.cpu_s) / max(0.01, now_s - last.at_s)
+            is_quiet = (
+                cpu < IDLE_CORES
+                and facts.io_bytes - last.facts.io_bytes < IDLE_BYTES
+                and facts.children_work - last.facts.children_work < IDLE_WORK
+            )
+            if is_quiet and stack.frames == last.frames:
+                still_since_s = last.still_since_s
+            if cpu >= BUSY_CORES and functions and functions == last.functions:
+                spins_since_s = last.spins_since_s
+        self._memories[rank] = _Memory(
+            pid, facts, stack.frames, functions, now_s, still_since_s, spins_since_s
+        )
+        return cpu, now_s - still_since_s, now_s - spins_since_s
+
+    def _close_unused(self) -> None:
+        """Stack files of ranks that are gone; here, as only this thread writes to them."""
+        with suppress(Empty):
+            while True:
+                os.close(self._unused_fds.get_nowait())
+
+
+def _p99_s(handle: WorkerHandle) -> float:
+    return quantile_s(handle.place.page.step_times, 0.99)
+
+
+def _last_calls(handle: WorkerHandle) -> RankView:
+    """Of a rank that runs, from its server; of one that has failed, what it has left behind."""
+    page, place = handle.place.page, handle.place
+    entries: list[Entry] | None = None
+    if handle.child.status is not None:
+        entries = parse_entries(left_calls(place.stack_fd))
+    elif page.get(Beat.HAS_SERVER):
+        entries = read_entries(place.socket, deadline_s=QUICK_S)
+    return RankView(
+        rank=place.rank,
+        pid=handle.pid,
+        process="" if handle.child.status is not None else "S",
+        step=page.get(Beat.STEP),
+        silent_s=0.0,
+        is_finished=handle.child.status == 0,
+        groups=_groups(entries or [], page.groups),
+    )
+
+
+def _groups(entries: list[Entry], published: str) -> tuple[GroupView, ...]:
+    """The collectives of each group, as this rank has called them."""
+    ranks, now_ns = decode_groups(published), clock.wall_s() * 1e9
+    by_name: dict[str, list[Entry]] = {}
+    for entry in entries:
+        if not entry.is_p2p:
+            by_name.setdefault(entry.group, []).append(entry)
+    found = []
+    for name, own in by_name.items():
+        own.sort(key=lambda entry: entry.collective_seq_id)
+        inside = [entry for entry in own if not entry.retired]
+        calls = [Call(one.collective_seq_id, one.op, one.sizes) for one in own[-SHOWN_CALLS:]]
+        found.append(
+            GroupView(
+                name=name,
+                desc=own[-1].process_group[1],
+                ranks=ranks.get(name, ()),
+                calls=tuple(calls),
+                waits_seq=inside[0].collective_seq_id if inside else 0,
+                waits_s=round(max(0.0, (now_ns - inside[0].time_created_ns) / 1e9), 2)
+                if inside
+                else 0.0,
+            )
+        )
+    return tuple(found)

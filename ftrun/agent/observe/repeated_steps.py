@@ -1,0 +1,147 @@
+"""Compares the steps that this node's ranks repeat after a restart with the earlier ones.
+
+Runs in:  agent, main thread, once per turn of the loop.
+Takes in: the boundary records in the heartbeat pages, of dead ranks too.
+Gives:    a `Repeat` for each restart, for status, heartbeats, the journal and the screen.
+
+Rule: it observes. An error costs the comparison, never the run.
+"""
+
+import logging
+from collections.abc import Callable
+from functools import partial
+
+from ftrun.agent.launch.worker_group import WorkerGroup
+from ftrun.ids import Version
+from ftrun.journal import Journal
+from ftrun.monitor.repeat_check import Execution, RankRecords, Repeat, RepeatCheck
+from ftrun.wire.cluster.generation import Plan
+from ftrun.wire.shared_memory.pages import Beat, Page
+
+_log = logging.getLogger(__name__)
+
+JOURNAL_KIND = "RepeatedSteps"
+
+
+class RepeatedSteps:
+    """The comparison of one node, over all generations that this agent runs."""
+
+    def __init__(self, journal: Journal, workers: WorkerGroup) -> None:
+        self.results: dict[int, Repeat] = {}
+        """By generation; the newest hundred."""
+        self._journal = journal
+        self._workers = workers
+        self._check = RepeatCheck()
+        self._pages: dict[int, Page] = {}
+        self._steps: dict[int, int] = {}
+        """By rank the step of its page when its records were read last."""
+        self._next: Execution | None = None
+        self._is_open = False
+        """The current generation has no final result."""
+
+    @property
+    def warning(self) -> str:
+        """The newest difference that was found, with its generation; empty: none."""
+        found = [(number, one) for number, one in self.results.items() if one.is_warning]
+        return (
+            f"after the restart to generation {found[-1][0]}: {found[-1][1].text}" if found else ""
+        )
+
+    def prepare(self, plan: Plan, ranks: range, restored: Version | None, *, resized: bool) -> None:
+        """Another generation is made ready; it may never be launched.
+
+        Args:
+            plan: the generation.
+            ranks: of this node.
+            restored: what they start from.
+            resized: the restored version is of another world size.
+        """
+        self._next = Execution(
+            generation=plan.generation,
+            restored=restored,
+            world_size=plan.world_size,
+            skipped=plan.skip_batches if restored is not None else 0,
+            is_resized=resized,
+            ranks={rank: RankRecords() for rank in ranks},
+        )
+
+    def launched(self) -> None:
+        """The ranks of that generation are started; only now is there time to read old pages."""
+        self.conclude()
+        following, self._next = self._next, None
+        if following is not None and following.ranks:
+            self._guarded(partial(self._check.begin, following))
+            self._pages = {int(place.rank): place.page for place in self._workers.places}
+            self._is_open = following.generation > 0
+
+    def look(self) -> None:
+        """Read what has come, and tell a result once it is known."""
+        if self._is_open:
+            self._guarded(self._look)
+
+    def conclude(self) -> None:
+        """The ranks of this generation are dead, or have finished: read their last records."""
+        if self._pages:
+            self._guarded(self._conclude)
+
+    # --- details ------------------------------------------------------------------------------
+
+    def _guarded(self, act: Callable[[], None]) -> None:
+        try:
+            act()
+        except Exception:  # noqa: BLE001 - see the rule
+            self._is_open, self._pages = False, {}
+            _log.exception("repeated steps are not compared: this is a bug in ftrun")
+
+    def _look(self) -> None:
+        if not self._read():
+            return
+        result = self._result()
+        has_begun = all(page.get(Beat.FIRST_STEP_NS) for page in self._pages.values())
+        if has_begun and (self._check.is_over() or not self._is_attached()):
+            self._is_open = False
+            self._tell(result)
+        elif result.is_warning:
+            self._tell(result)
+
+    def _conclude(self) -> None:
+        self._steps = {}
+        self._read()
+        if self._is_open:
+            self._is_open = False
+            self._tell(self._result())
+        self._pages = {}
+
+    def _read(self) -> bool:
+        """Read the records of ranks that have made steps; whether there are any."""
+        now = self._check.current
+        assert now is not None
+        has_new = False
+        for rank, page in self._pages.items():
+            step = page.get(Beat.STEP)
+            if step != self._steps.get(rank):
+                self._steps[rank] = step
+                has_new = True
+                names, records = page.samples, page.records()
+                if names == page.samples:
+                    now.ranks[rank].add(names, records)
+        return has_new
+
+    def _is_attached(self) -> bool:
+        return any(page.get(Beat.ATTACHED) for page in self._pages.values())
+
+    def _result(self) -> Repeat:
+        return self._check.result(attached=self._is_attached())
+
+    def _tell(self, result: Repeat) -> None:
+        assert self._check.current is not None
+        generation = self._check.current.generation
+        last = self.results.get(generation)
+        if last is not None and last.text == result.text:
+            return
+        self.results[generation] = result
+        if len(self.results) > 100:
+            del self.results[min(self.results)]
+        self._journal.write(JOURNAL_KIND, generation=generation, **result.as_json())
+        if result.is_warning:
+            _log.warning("generation %d: %s", generation, result.text)

@@ -1,0 +1,153 @@
+"""Answers the operator, whatever the main thread is doing.
+
+Runs in:  agent, a thread of its own, so that status is answered also while torch starts workers.
+Takes in: connections on agent.sock; the published status.
+Gives:    status documents; stop requests, queued for the loop; what became of orders for faults,
+          each from a thread of its own, since another node may be long in answering.
+"""
+
+import logging
+import selectors
+import socket
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+
+from ftrun import clock
+from ftrun.agent.faults.controller import NOT_ALLOWED
+from ftrun.agent.loop import RunLoop
+from ftrun.errors import FtrunError, PeerError
+from ftrun.wire.messages import envelope as messages
+from ftrun.wire.messages import faults as fault_messages
+from ftrun.wire.messages.faults import FaultOrder
+from ftrun.wire.transport.channel import Channel, accept, listen
+
+_log = logging.getLogger(__name__)
+
+REFUSED_PAUSE_S = 0.05
+
+
+class ControlServer:
+    """The agent's ear."""
+
+    def __init__(self, run: RunLoop, status: Callable[[], bytes]) -> None:
+        # `status` gives the document that was published.
+        self._run = run
+        self._status = status
+        self._path = run.smp.folder.agent_socket
+        self._selector = selectors.DefaultSelector()
+        self._thread = threading.Thread(target=self._serve, name="ftrun-control", daemon=True)
+        self._stop_read, self._stop_write = socket.socketpair()
+
+    def start(self) -> None:
+        server = listen(self._path)
+        self._selector.register(server, selectors.EVENT_READ)
+        self._selector.register(self._stop_read, selectors.EVENT_READ)
+        self._server = server
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stop_write.send(b"\0")
+        self._thread.join(5.0)
+        self._path.unlink(missing_ok=True)
+        if self._thread.is_alive():
+            return  # it waits for a status; the process ends soon
+        for key in list(self._selector.get_map().values()):
+            if isinstance(key.fileobj, Channel | socket.socket):
+                key.fileobj.close()
+        self._stop_write.close()
+        self._selector.close()
+
+    def _serve(self) -> None:
+        while True:
+            for key, _ in self._selector.select():
+                if key.fileobj is self._stop_read:
+                    return
+                try:
+                    self._serve_one(key.fileobj)
+                except Exception:  # noqa: BLE001 - any of them costs one client
+                    # Without this thread there is no status and no stop any more.
+                    _log.exception("a request was not answered: a bug of ftrun")
+                    if isinstance(key.fileobj, Channel):
+                        self._hang_up(key.fileobj)
+                    clock.sleep(REFUSED_PAUSE_S)
+
+    def _serve_one(self, ready: object) -> None:
+        if ready is self._server:
+            self._accept()
+        elif isinstance(ready, Channel):
+            self._answer(ready)
+
+    def _hang_up(self, channel: Channel) -> None:
+        with suppress(KeyError, ValueError, OSError):
+            self._selector.unregister(channel)
+        with suppress(OSError):
+            channel.close()
+
+    def _accept(self) -> None:
+        try:
+            channel = accept(self._server, run_id=self._run.spec.run_id)
+        except OSError as error:
+            # Such as too many open files: whoever asks waits until there is room again.
+            _log.debug("a client is not let in: %s", error)
+            clock.sleep(REFUSED_PAUSE_S)
+            return
+        if channel is not None:
+            self._selector.register(channel, selectors.EVENT_READ)
+
+    def _tell_status(self) -> messages.AnyMessage:
+        try:
+            return messages.Status(self._status())
+        except PeerError as error:
+            return messages.Refused(str(error))
+
+    def _stop(self) -> messages.AnyMessage:
+        """Whoever reached the port of a run without a secret could ask through any node."""
+        run = self._run
+        nodes, desk = run.spec.nodes, run.desk
+        if nodes is not None and desk is not None and nodes.secret_file is None:
+            brain = desk.brain.read().value
+            if brain.lead_id and not brain.leads:
+                return messages.Refused(
+                    f"this run is UNAUTHENTICATED, so it is stopped where it is led: on node "
+                    f"{brain.lead_id} ({brain.lead_host}). Or send SIGTERM to ftrun on any node"
+                )
+        run.signals.ask_stop("ftrun stop")
+        return messages.Done()
+
+    def _inject(self, channel: Channel, order: FaultOrder, question: int) -> None:
+        faults = self._run.faults
+        if faults is None:
+            channel.send(messages.Refused(NOT_ALLOWED), question=question)
+            return
+
+        def ask() -> None:
+            try:
+                channel.send(faults.ask(order), question=question)
+            except (FtrunError, OSError) as error:
+                _log.debug("whoever asked for a fault is gone: %s", error)
+
+        try:
+            threading.Thread(target=ask, name="ftrun-inject", daemon=True).start()
+        except RuntimeError:
+            ask()  # no thread can be started, as under pid-limit
+
+    def _answer(self, channel: Channel) -> None:
+        try:
+            for received in channel.receive_ready():
+                number = received.envelope.question
+                match received.body:
+                    case messages.AskStatus():
+                        channel.send(self._tell_status(), question=number)
+                    case messages.StopRun():
+                        channel.send(self._stop(), question=number)
+                    case fault_messages.InjectFault(order=order):
+                        self._inject(channel, order, number)
+                    case messages.Hello():
+                        pass
+                    case other:
+                        refused = messages.Refused(f"the agent has no answer to {other!r}")
+                        channel.send(refused, question=number)
+        except (FtrunError, OSError) as error:
+            _log.debug("a client is gone: %s", error)
+            self._hang_up(channel)

@@ -1,0 +1,272 @@
+"""Tells others of an incident: a command of the operator's, a webhook.
+
+Runs in:  agent, a thread of its own for each of the two; `take` in whichever thread writes the
+          journal.
+Takes in: `Verdict` and `IncidentClosed` lines, which only the agent that leads writes.
+Gives:    one JSON document for each, on stdin of the command and as body of a POST.
+Survives: whatever they do. A failure is a `HookFailed` line and nothing else.
+
+Rule 1: what a run says of itself never becomes part of a command: the shell gets the command as
+        the operator has written it, the data are on stdin and in variables.
+Rule 2: each is bounded: in time, in how many wait, in what is kept of its output.
+"""
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from queue import Empty, Full, Queue
+from typing import Any, NoReturn
+
+from ftrun import clock
+from ftrun.agent.launch.process import Child, awaited
+from ftrun.config import HooksConfig
+from ftrun.journal import Journal
+
+COMMAND_S = 30.0
+WEBHOOK_S = 10.0
+MAX_WAITING = 16
+MAX_TEXT = 4096
+"""Characters of one variable."""
+MAX_OUTPUT_BYTES = 2048
+END_S = 10.0
+"""How long the end of a run is put off for hooks that are under way."""
+
+_OF_VERDICT = ("victims", "sure", "evidence", "against")
+_OF_THE_END = (
+    "detected_s", "recovered_s", "steps_lost", "restored", "verified", "action", "actions",
+)  # fmt: skip
+
+_log = logging.getLogger("ftrun")
+
+Facts = Callable[[], Mapping[str, object]]
+"""What is true of the run now: its id, script, node, generation."""
+Deliver = Callable[[dict[str, Any]], str]
+"""Gives why it has failed; empty where it has not."""
+
+
+class Hooks:
+    """The hooks of one run."""
+
+    def __init__(self, settings: HooksConfig, journal: Journal, *, facts: Facts, cwd: str) -> None:
+        self._facts = facts
+        self._lines: list[_Line] = []
+        if settings.on_incident:
+            command = settings.on_incident
+            self._lines.append(
+                _Line("on_incident", journal, lambda fields: run_command(command, fields, cwd))
+            )
+        if settings.webhook:
+            self._lines.append(_Line("webhook", journal, Webhook(settings.webhook)))
+
+    def take(self, kind: str, fields: Mapping[str, object]) -> None:
+        """Look at a line of the journal; never waits."""
+        if not self._lines or kind not in ("Verdict", "IncidentClosed"):
+            return
+        told = document(kind, fields, self._facts())
+        for line in self._lines:
+            line.put(told)
+
+    def close(self) -> None:
+        """Give those under way a last moment."""
+        give_up_s = clock.now_s() + END_S
+        for line in self._lines:
+            line.close(give_up_s)
+
+
+class _Line:
+    """Incidents that wait for one hook, and the thread that delivers them one after the other."""
+
+    def __init__(self, name: str, journal: Journal, deliver: Deliver) -> None:
+        self._name = name
+        self._journal = journal
+        self._deliver = deliver
+        self._waiting: Queue[dict[str, Any] | None] = Queue(MAX_WAITING)
+        self._thread = threading.Thread(target=self._run, name=f"ftrun-{name}", daemon=True)
+        self._thread.start()
+
+    def put(self, fields: dict[str, Any]) -> None:
+        try:
+            self._waiting.put_nowait(fields)
+        except Full:
+            self._failed(fields, f"{MAX_WAITING} incidents wait for it already")
+
+    def close(self, give_up_s: float) -> None:
+        with suppress(Full):
+            self._waiting.put(None, timeout=max(0.0, give_up_s - clock.now_s()))
+        self._thread.join(max(0.0, give_up_s - clock.now_s()))
+
+    def _run(self) -> None:
+        while (fields := self._waiting.get()) is not None:
+            try:
+                why = self._deliver(fields)
+            except Exception as error:  # noqa: BLE001 - nothing that a hook does ends a run
+                why = f"{type(error).__name__}: {error}"
+            if why:
+                self._failed(fields, why)
+
+    def _failed(self, fields: Mapping[str, Any], why: str) -> None:
+        number = fields.get("incident")
+        self._journal.write(
+            "HookFailed", hook=self._name, incident=number, event=fields.get("event"), why=why
+        )
+        _log.warning("hooks.%s failed for incident %s: %s", self._name, number, why)
+
+
+def document(kind: str, fields: Mapping[str, Any], facts: Mapping[str, object]) -> dict[str, Any]:
+    """What a hook is told, of a line of the journal."""
+    verdict = fields.get("verdict") or {}
+    found = {
+        "event": "verdict" if kind == "Verdict" else "closed",
+        "at": clock.wall_s(),
+        **facts,
+        "incident": fields.get("incident"),
+        "kind": verdict.get("kind") or fields.get("verdict_kind"),
+        "text": fields.get("text") or verdict.get("text"),
+        "culprits": verdict.get("culprits") or fields.get("culprits") or [],
+        "nodes": verdict.get("nodes") or fields.get("nodes") or [],
+    }
+    if kind == "Verdict":
+        return {**found, **{name: verdict.get(name) for name in _OF_VERDICT}}
+    return {**found, **{name: fields.get(name) for name in _OF_THE_END}}
+
+
+def variables_of(fields: Mapping[str, Any]) -> dict[str, str]:
+    """The same in variables, for commands that read no JSON."""
+    return {
+        "FTRUN_INCIDENT_EVENT": _text(fields.get("event")),
+        "FTRUN_INCIDENT_NUMBER": _text(fields.get("incident")),
+        "FTRUN_INCIDENT_RUN_ID": _text(fields.get("run_id")),
+        "FTRUN_INCIDENT_KIND": _text(fields.get("kind")),
+        "FTRUN_INCIDENT_TEXT": _text(fields.get("text")),
+        "FTRUN_INCIDENT_CULPRITS": _text(fields.get("culprits")),
+        "FTRUN_INCIDENT_NODES": _text(fields.get("nodes")),
+        "FTRUN_INCIDENT_ACTION": _text(fields.get("action")),
+    }
+
+
+def run_command(
+    command: str, fields: Mapping[str, Any], cwd: str, limit_s: float = COMMAND_S
+) -> str:
+    """Run the operator's command; why it has failed."""
+    body = json.dumps(fields, default=str).encode()
+    # Files, no pipes: whoever keeps one open could hold this up for longer than the command.
+    stdin, output = os.memfd_create("ftrun-hook-in"), os.memfd_create("ftrun-hook-out")
+    try:
+        os.write(stdin, body)
+        os.lseek(stdin, 0, os.SEEK_SET)
+        started = subprocess.Popen(
+            ["/bin/sh", "-c", command],
+            stdin=stdin,
+            stdout=output,
+            stderr=output,
+            cwd=cwd,
+            env={**os.environ, **variables_of(fields)},
+            start_new_session=True,
+        )
+        why = _wait(started, limit_s)
+        if not why:
+            return ""
+        size = os.fstat(output).st_size
+        said = os.pread(output, MAX_OUTPUT_BYTES, max(0, size - MAX_OUTPUT_BYTES))
+        words = said.decode("utf-8", "replace").strip()
+        return f"{why}: {words}" if words else why
+    finally:
+        os.close(stdin)
+        os.close(output)
+
+
+def _wait(started: "subprocess.Popen[bytes]", limit_s: float) -> str:
+    awaited.add(started.pid)
+    started.returncode = 0  # Child reads the status, see processes.spawn
+    child = Child(started.pid, "hook", leads_group=True)
+    try:
+        if not child.wait(limit_s):
+            child.signal_group(signal.SIGKILL)
+            child.wait(1.0)
+            return f"it was killed after {limit_s:g} s"
+    finally:
+        awaited.discard(child.pid)
+    code = child.ended_with
+    if code == 0:
+        return ""
+    return f"it ended with {code}" if code > 0 else f"it was killed by signal {-code}"
+
+
+class Webhook:
+    """Sends documents to one address.
+
+    The library's time limit is for each wait alone, and a name is looked up without any: each
+    delivery has a thread of its own, which is left behind when it takes too long.
+    """
+
+    def __init__(self, url: str, limit_s: float = WEBHOOK_S) -> None:
+        self._url = url
+        self._limit_s = limit_s
+        self._thread: threading.Thread | None = None
+        self._opener = urllib.request.OpenerDirector()
+        for handler in (
+            urllib.request.ProxyHandler(),
+            urllib.request.HTTPHandler(),
+            urllib.request.HTTPSHandler(),
+            urllib.request.HTTPDefaultErrorHandler(),
+            urllib.request.HTTPErrorProcessor(),
+            _NoRedirect(),
+        ):
+            self._opener.add_handler(handler)
+
+    def __call__(self, fields: Mapping[str, Any]) -> str:
+        """Why it has failed."""
+        if self._thread is not None and self._thread.is_alive():
+            return "the last delivery still hangs"
+        result: Queue[str] = Queue()
+        body = json.dumps(fields, default=str).encode()
+        name = "ftrun-webhook-post"
+        self._thread = threading.Thread(
+            target=lambda: result.put(self._post(body)), name=name, daemon=True
+        )
+        self._thread.start()
+        try:
+            return result.get(timeout=self._limit_s)
+        except Empty:
+            return f"no answer within {self._limit_s:g} s"
+
+    def _post(self, body: bytes) -> str:
+        headers = {"Content-Type": "application/json", "User-Agent": "ftrun"}
+        request = urllib.request.Request(self._url, body, headers, method="POST")
+        try:
+            with self._opener.open(request, timeout=self._limit_s):
+                return ""
+        except urllib.error.HTTPError as error:
+            error.close()
+            return f"it answered {error.code} {error.reason}"
+        except Exception as error:  # noqa: BLE001 - many kinds, down to those of http.client
+            return f"{type(error).__name__}: {error}"
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """An incident goes to the address that the operator has named, nowhere else."""
+
+    def redirect_request(
+        self, req: Any, fp: Any, code: int, msg: str, headers: Any, newurl: str
+    ) -> NoReturn:
+        shown = newurl[:200]
+        raise urllib.error.HTTPError(
+            req.full_url, code, f"and points to {shown}: redirects are not followed", headers, fp
+        )
+
+
+def _text(value: object) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, list | tuple):
+        return ",".join(_text(one) for one in value)[:MAX_TEXT]
+    # A variable holds no NUL, and no half of a pair of surrogates.
+    plain = str(value).replace("\0", "").encode("utf-8", "replace").decode()
+    return plain[:MAX_TEXT]

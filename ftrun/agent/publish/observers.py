@@ -1,0 +1,112 @@
+"""Those who only look at a run: its pulse, figures for Prometheus, hooks, the file of its roads.
+
+Runs in:  agent, main thread; what can wait for others has threads of its own.
+Takes in: the run, each turn of its loop; the lines of this node's journal.
+Gives:    `Pulse` lines, /metrics, commands and webhooks told of incidents.
+Survives: all of their failures: a run goes on as if nobody looked.
+"""
+
+import ipaddress
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ftrun.agent.loop import RunLoop
+from ftrun.agent.publish.hooks import Hooks
+from ftrun.agent.publish.incident_status import lateness_of
+from ftrun.agent.publish.kept_network import KeptNetwork
+from ftrun.agent.publish.pulse import Pulse
+from ftrun.agent.publish.run_figures import RunFigures
+from ftrun.agent.publish.status import StatusDesk
+
+if TYPE_CHECKING:
+    from ftrun.agent.publish.metrics_server import MetricsServer
+
+_log = logging.getLogger("ftrun")
+
+
+class Onlookers:
+    """All of one agent."""
+
+    def __init__(self, run: RunLoop) -> None:
+        self.status = StatusDesk(run)
+        self._run = run
+        self._node_id = run.brain.member.me.node_id
+        self._pulse = Pulse(run.journal, run.workers)
+        self._figures = RunFigures(run)
+        self._hooks = Hooks(
+            run.spec.profile.hooks, run.journal, facts=self._facts, cwd=run.spec.cwd
+        )
+        brain = run.desk.brain if run.desk is not None else None
+        self._network = KeptNetwork(brain, Path(run.spec.log_folder))
+        self._server: MetricsServer | None = None
+        run.journal.watch(self._figures.take)
+        run.journal.watch(self._hooks.take)
+        run.journal.watch(self._network.take)
+
+    @property
+    def metrics_address(self) -> str | None:
+        """Where /metrics is served; None: nowhere."""
+        return self._server.address if self._server is not None else None
+
+    def start(self) -> None:
+        """Serve metrics, where that is wished."""
+        settings = self._run.spec.profile.metrics
+        if not settings.port:
+            return
+        # The library costs memory and some milliseconds; most runs do without.
+        from ftrun.agent.publish.metrics import RunCollector, text_of
+        from ftrun.agent.publish.metrics_server import MetricsServer, read_token
+
+        where = f"{settings.host} port {settings.port}"
+        collector = RunCollector(self._status, self._figures.copy)
+        try:
+            token = read_token(settings.token_file) if settings.token_file else None
+            self._server = MetricsServer(
+                settings.host, settings.port, text=lambda: text_of(collector), token=token
+            )
+        except (OSError, ValueError) as error:
+            self._run.journal.write("no_metrics", why=f"{where}: {error}")
+            _log.warning("no metrics are served at %s: %s", where, error)
+            return
+        self._server.start()
+        if token is None and not _is_loopback(settings.host):
+            _log.warning(
+                "whoever reaches %s can read the metrics; metrics.token_file names a token", where
+            )
+
+    def look(self, now_s: float) -> None:
+        """Once per turn of the loop."""
+        self.status.look(now_s)
+        self._figures.look(now_s=now_s)
+        self._pulse.look(lateness_of(self._run.brain), now_s=now_s)
+
+    def at_end(self) -> None:
+        """The ranks are dead, their pages are still there."""
+        self._pulse.write(lateness_of(self._run.brain))
+        self._network.keep()
+
+    def close(self) -> None:
+        if self._server is not None:
+            self._server.close()
+        self._hooks.close()
+
+    def _status(self) -> dict[str, Any]:
+        """This node's; the whole run's where it leads. Asks no other node. In any thread."""
+        return {**self.status.of_node(), "node": self._node_id}
+
+    def _facts(self) -> dict[str, object]:
+        run = self._run
+        return {
+            "run_id": run.spec.run_id,
+            "script": run.spec.script,
+            "node": self._node_id,
+            "generation": run.generations.number,
+        }
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

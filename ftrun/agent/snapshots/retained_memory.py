@@ -1,0 +1,115 @@
+"""The agent's duplicates of its SMP's memory, read and voided without it.
+
+Runs in:  agent, main thread.
+Takes in: descriptors of arenas and vaults, as the SMP or the stub gives them.
+Gives:    what is sealed in them; the arena to start a rank with.
+Survives: the SMP: they are handed to the next one.
+"""
+
+import os
+from collections.abc import Callable, Collection
+from contextlib import suppress
+
+from ftrun.errors import LayoutUnknown
+from ftrun.ids import Rank, Version
+from ftrun.wire.messages.protected import ShardOffer
+from ftrun.wire.shared_memory.arena import SlotState, read_shape, read_slot_headers, void_slots
+
+
+class HeldMemory:
+    """Descriptors, all of them ours to close."""
+
+    def __init__(self) -> None:
+        self.arenas: dict[Rank, list[int]] = {}
+        """By rank, the newest layout last."""
+        self.vaults: dict[int, int] = {}
+        """Of what the SMP keeps for other nodes, by its slot."""
+
+    @property
+    def held(self) -> list[tuple[Rank, int]]:
+        """Every arena's rank and descriptor, of each rank the oldest layout first."""
+        return [(rank, fd) for rank, fds in sorted(self.arenas.items()) for fd in fds]
+
+    @property
+    def vault_fds(self) -> list[int]:
+        return [fd for _, fd in sorted(self.vaults.items())]
+
+    def keep(self, rank: Rank, fd: int) -> None:
+        self.arenas.setdefault(rank, []).append(fd)
+
+    def keep_vault(self, slot: int, fd: int) -> None:
+        self.drop_vault(slot)
+        self.vaults[slot] = fd
+
+    def drop_vault(self, slot: int) -> None:
+        old = self.vaults.pop(slot, None)
+        if old is not None:
+            os.close(old)
+
+    def adopt(self, fds: list[int]) -> None:
+        """Take memory that outlived both the last agent and its SMP."""
+        for fd in fds:
+            try:
+                self.keep(Rank(read_shape(fd).rank), fd)
+            except LayoutUnknown:
+                os.close(fd)
+
+    def offers(self) -> list[ShardOffer]:
+        """Every sealed slot on this node, read from the memory itself, SMP or no SMP."""
+        found: list[ShardOffer] = []
+        for rank, fd in self.held:
+            with suppress(LayoutUnknown):
+                shape = read_shape(fd)
+                found.extend(
+                    ShardOffer(rank, at.generation, at.step, shape.world_size, shape.image_bytes)
+                    for at in _sealed(fd)
+                )
+        return found
+
+    def arena_for(self, rank: Rank, wanted: Version | None) -> int | None:
+        """The descriptor to launch a rank with: the arena that holds `wanted`, else the newest."""
+        fds = self.arenas.get(rank, [])
+        newest = fds[-1] if fds else None
+        return next((fd for fd in fds if wanted in _sealed(fd)), newest)
+
+    def holds(self, rank: Rank, wanted: Version) -> bool:
+        """Whether an arena here has this version of a rank."""
+        return any(wanted in _sealed(fd) for fd in self.arenas.get(rank, []))
+
+    def whole_versions(self, ranks: Collection[Rank]) -> list[Version]:
+        """What all of these ranks have sealed, committed or not, the newest first."""
+        sealed = {one for rank in ranks for fd in self.arenas.get(rank, []) for one in _sealed(fd)}
+        whole = [one for one in sealed if all(self.holds(rank, one) for rank in ranks)]
+        return sorted(whole, reverse=True)
+
+    def void(self, chosen: Callable[[Version], bool]) -> int:
+        """Make sure that these never come back; how many slots. The workers must be dead."""
+        return sum(void_slots(fd, chosen) for _, fd in self.held)
+
+    def void_slot(self, rank: Rank, wanted: Version | None) -> None:
+        """Set one rank's slot aside: its digest did not match."""
+        for fd in self.arenas.get(rank, []):
+            void_slots(fd, lambda found: found == wanted)
+
+    def drop_other_ranks(self, ranks: Collection[Rank]) -> None:
+        """Let go of those of ranks that have moved to another node, or are no more."""
+        for rank in [rank for rank in self.arenas if rank not in ranks]:
+            for fd in self.arenas.pop(rank):
+                os.close(fd)
+
+    def drop_old_layouts(self, committed: Version | None) -> None:
+        """A commit is sealed by every rank: what came before the arena that holds it is over."""
+        for fds in self.arenas.values():
+            while len(fds) > 1 and committed in _sealed(fds[-1]):
+                os.close(fds.pop(0))
+
+    def close(self) -> None:
+        for fd in (*(fd for _, fd in self.held), *self.vaults.values()):
+            os.close(fd)
+        self.arenas.clear()
+        self.vaults.clear()
+
+
+def _sealed(fd: int) -> list[Version]:
+    headers = read_slot_headers(fd)
+    return [header.version for header in headers if header.state is SlotState.SEALED]

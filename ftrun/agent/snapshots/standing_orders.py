@@ -1,0 +1,49 @@
+"""What the leader has ordered for the snapshots here, repeated until the command page shows it.
+
+Runs in:  agent, main thread.
+Takes in: commits and abandoned steps, as they are ordered; the command page; the time.
+Gives:    those that the SMP has to be sent once more.
+
+The leader sends an order once. An SMP that ends, or whose socket is full, loses it. Without the
+repeat this node would wait for good for a commit that the other nodes have seen.
+"""
+
+from ftrun.ids import Version, version
+from ftrun.recovery.commands import Abandon, Commit
+from ftrun.wire.shared_memory.pages import Command, Page
+
+REPEAT_S = 1.0
+
+
+class StandingOrders:
+    """Those of one generation."""
+
+    def __init__(self) -> None:
+        self._generation = -1
+        self._committed: Version | None = None
+        self._abandoned_step = -1
+        self._due_s = 0.0
+
+    def keep(self, order: Commit | Abandon, generation: int, *, now_s: float) -> None:
+        """It was sent to the SMP now."""
+        if generation != self._generation:
+            self._generation, self._committed, self._abandoned_step = generation, None, -1
+        if isinstance(order, Commit):
+            self._committed = order.version
+        else:
+            self._abandoned_step = order.step
+        self._due_s = now_s + REPEAT_S
+
+    def unheard(self, page: Page, generation: int, *, now_s: float) -> list[Commit | Abandon]:
+        """What the SMP of this generation has not carried out, at most every `REPEAT_S`."""
+        if now_s < self._due_s or generation != self._generation:
+            return []
+        self._due_s = now_s + REPEAT_S
+        found: list[Commit | Abandon] = []
+        shown = version(page.get(Command.COMMITTED_GENERATION), page.get(Command.COMMITTED_STEP))
+        is_current = page.get(Command.COMMITTED_IN) >= generation
+        if self._committed is not None and not (is_current and shown >= self._committed):
+            found.append(Commit(self._committed))
+        if page.get(Command.ABANDONED_STEP) < self._abandoned_step:
+            found.append(Abandon(self._abandoned_step))
+        return found

@@ -1,0 +1,60 @@
+"""The agent's side of the stub: what the next agent is to find, kept by the one who starts it.
+
+Runs in:  agent, main thread.
+Takes in: the arenas' descriptors and the run's state, each time they change.
+Gives:    the same to the next agent, where the SMP has died together with this one.
+Survives: agent and SMP at once; the stub is the third holder of the memory.
+
+The stub has no msgspec and looks into nothing: the state is the first of the descriptors, a memfd
+of its own, and may be as large as the plan of thousands of nodes is.
+"""
+
+import os
+import socket
+from collections.abc import Sequence
+from contextlib import suppress
+
+from ftrun.agent.snapshots.kept_state import KeptState, decode_state
+from ftrun.wire.messages.agent_start import AGENT_LOST_S, KEPT_FDS, STUB_SOCKET, decode_numbers
+
+
+class StubLink:
+    """One end of the socket between stub and agent; does nothing where there is no stub."""
+
+    def __init__(self) -> None:
+        number = os.environ.pop(STUB_SOCKET, "")
+        self._socket = socket.socket(fileno=int(number)) if number else None
+        if self._socket is not None:
+            self._socket.set_inheritable(False)
+        self._sent: tuple[tuple[int, ...], KeptState | None] = ((), None)
+
+    def keep(self, fds: Sequence[int], state: KeptState) -> None:
+        """Have the stub hold duplicates of exactly these descriptors, and this state."""
+        now = (tuple(fds), state)
+        if self._socket is None or (now[0] == self._sent[0] and state is self._sent[1]):
+            return
+        with suppress(OSError):  # a stub that is gone takes us along anyway
+            fd = os.memfd_create("ftrun-kept-state")
+            with open(fd, "wb") as file:
+                file.write(state.encode())
+                file.flush()
+                socket.send_fds(self._socket, [b"\0"], [fd, *fds])
+            self._sent = now
+
+
+def last_agent_ended_s() -> float | None:
+    """None: this agent is the first one of its stub."""
+    return float(os.environ.pop(AGENT_LOST_S, "0")) or None
+
+
+def kept() -> tuple[list[int], KeptState]:
+    """What the stub has kept from the last agent: descriptors, now ours, and state."""
+    numbers = decode_numbers(os.environ.pop(KEPT_FDS, ""))
+    if not numbers:
+        return [], KeptState()
+    first, *fds = numbers
+    for fd in fds:
+        os.set_inheritable(fd, False)
+    with open(first, "rb") as file:  # whoever wrote it has left it at its end
+        file.seek(0)
+        return fds, decode_state(file.read())

@@ -1,0 +1,205 @@
+"""From a plan to what this node's SMP is told of it.
+
+Runs in:  agent. Pure, but for what the SMP link holds.
+Takes in: a plan, this node's id.
+Gives:    a `BeginGeneration`: the protection group with the places of its SMPs, and where the
+          restored version comes from for ranks whose shard is not here.
+
+Rule: SMPs name themselves by a digest of their group with its places. So a place is made of the
+      plan alone, and every node makes the same.
+"""
+
+from collections.abc import Mapping
+
+from ftrun.agent.snapshots.resume import Source
+from ftrun.agent.snapshots.smp_client import SmpLink
+from ftrun.config import RunSpec
+from ftrun.ids import Rank, Version
+from ftrun.network.detect.rails import match_rails
+from ftrun.snapshot.load_shares import ranks_at
+from ftrun.wire.checkpoint_owner import CheckpointClaim
+from ftrun.wire.cluster.generation import NodeCard, Plan
+from ftrun.wire.cluster.rails import Rail
+from ftrun.wire.messages.checkpoint import LoadCheckpoint
+from ftrun.wire.messages.protected import NodePlace, OldGroup
+from ftrun.wire.messages.smp import BeginGeneration
+
+
+def begin_generation(
+    plan: Plan,
+    node_id: str,
+    spec: RunSpec,
+    restored: Version | None,
+    smp: SmpLink,
+    *,
+    old_world_size: int,
+) -> BeginGeneration:
+    """What the SMP of this node is to know of a generation.
+
+    Args:
+        plan: the generation.
+        node_id: this node.
+        spec: of the run.
+        restored: what it starts from, or the newest commit in the middle of it.
+        smp: what this node holds.
+        old_world_size: so many ranks took the restored version; 0: as many as there are now.
+    """
+    node = plan.member(node_id)
+    ranks = list(node.ranks) if node is not None else []
+    group = next((ids for ids in plan.groups if node_id in ids), [])
+    version = (restored.generation, restored.step) if restored is not None else None
+    places = _Places(plan)
+    roads = plan.roads
+    return BeginGeneration(
+        generation=plan.generation,
+        world_size=plan.world_size,
+        local_ranks=ranks,
+        group=[places.of(one) for one in group] if ranks else [],
+        node_id=node_id,
+        parity=plan.parity,
+        small_state_bytes=spec.profile.erasure.small_state_bytes,
+        restored=version,
+        restored_world_size=old_world_size,
+        protected_in=plan.protected_in(node_id),
+        restore_from=_sources(places, ranks, restored, smp, old_world_size),
+        read_from=_readable(places, ranks, restored),
+        pace_bytes_s=float(roads.snapshot_bytes_per_s) if roads is not None else 0.0,
+        own=None if ranks and group else places.of(node_id),
+        claim=claim_of(plan, node_id, spec),
+    )
+
+
+def claim_of(plan: Plan, node_id: str, spec: RunSpec) -> CheckpointClaim | None:
+    """On the node of rank 0: what it claims the run's directory of checkpoints with."""
+    node, directory = plan.member(node_id), spec.checkpoint_directory
+    if directory is None or node is None or 0 not in node.ranks:
+        return None
+    inherits = spec.profile.checkpoint.resume == "auto"
+    return CheckpointClaim(directory, plan.life, len(plan.voters), inherits)
+
+
+def load_order(
+    plan: Plan, node_id: str, source: Source, smp: SmpLink, claim: CheckpointClaim | None
+) -> LoadCheckpoint:
+    """What the SMP of this node is to load, together with those of the other members.
+
+    Args:
+        plan: the generation.
+        node_id: this node, one of its members.
+        source: where from.
+        smp: this node's.
+        claim: see `claim_of`.
+    """
+    ids = [node.node_id for node in plan.members]
+    ranks = [list(node.ranks) for node in plan.members]
+    # Who cannot be reached is not waited for, and shares nothing.
+    is_shared = len(ids) > 1 and smp.port > 0 and all(plan.smp_ports.get(one) for one in ids)
+    return LoadCheckpoint(
+        source.directory,
+        plan.world_size,
+        ranks[ids.index(node_id)],
+        source.only,
+        source.life,
+        ranks if is_shared else [],
+        ids.index(node_id) if is_shared else 0,
+        plan.history.bad_checkpoints,
+        claim if claim is not None and claim.directory == source.directory else None,
+    )
+
+
+class _Places:
+    """Where the SMPs of a plan's nodes are."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        wanted = plan.roads.snapshot_rail if plan.roads is not None else ""
+        of_nodes = {card.node_id: card.rails for card in plan.voters} if wanted else {}
+        self._first: Mapping[str, Rail] = match_rails(of_nodes).get(wanted, {})
+
+    def of(self, node_id: str, ranks: list[int] | None = None) -> NodePlace:
+        """Where a node's SMP is now; a port of 0 where the node is not here."""
+        card = self.plan.card(node_id)
+        if card is None:
+            return NodePlace(node_id, 0, "", 0, ranks or [])
+        held = ranks if ranks is not None else _ranks(self.plan, card)
+        port = self.plan.smp_ports.get(node_id, 0)
+        rails = self._rails(card)
+        host = rails[0].host if rails else card.host
+        return NodePlace(node_id, card.incarnation, host, port, held, rails)
+
+    def _rails(self, card: NodeCard) -> list[Rail]:
+        """The one for snapshots first, then that of the node's address, then the others."""
+        if len(card.rails) < 2:
+            return []
+        first = self._first.get(card.node_id)
+        return sorted(card.rails, key=lambda rail: rail != first)
+
+
+def _sources(
+    places: _Places, ranks: list[int], restored: Version | None, smp: SmpLink, old_world_size: int
+) -> list[OldGroup]:
+    """The groups that held those of our ranks whose restored version is not in our memory."""
+    plan = places.plan
+    if restored is None:
+        return []
+    if restored.generation < 0:
+        return _loaders(places, old_world_size)
+    missing = {rank for rank in ranks if not smp.memory.holds(Rank(rank), restored)}
+    if plan.is_resized:
+        missing = set(range(plan.restore_world_size))  # any rank may need a part of any other
+    return [
+        group
+        for group in _old_groups(places)
+        if missing & {rank for node in group.nodes for rank in node.ranks}
+    ]
+
+
+def _loaders(places: _Places, old_world_size: int) -> list[OldGroup]:
+    """The nodes that have loaded a checkpoint of another number of ranks, a part each."""
+    plan = places.plan
+    count = len(plan.members)
+    if not old_world_size or count < 2:
+        return []
+    return [
+        OldGroup(
+            [
+                places.of(node.node_id, list(ranks_at(at, count, old_world_size)))
+                for at, node in enumerate(plan.members)
+            ],
+            0,
+            -1,
+        )
+    ]
+
+
+def _readable(places: _Places, ranks: list[int], restored: Version | None) -> list[OldGroup]:
+    """Who holds what any rank has saved of the restored version, or has it from now on.
+
+    The nodes of this generation come first: each gets or has loaded the shards of its own ranks,
+    and when the version is committed again nothing but that need be left.
+    """
+    plan = places.plan
+    if restored is None or not ranks or plan.is_resized or len(plan.members) < 2:
+        return []
+    members = OldGroup([places.of(node.node_id) for node in plan.members], 0, -1)
+    return [members, *(_old_groups(places) if restored.generation >= 0 else [])]
+
+
+def _old_groups(places: _Places) -> list[OldGroup]:
+    """The groups that held the restored version."""
+    return [
+        OldGroup(
+            nodes=[
+                places.of(one, held)
+                for one, held in zip(source.node_ids, source.ranks, strict=True)
+            ],
+            parity=source.parity,
+            generation=source.generation,
+        )
+        for source in places.plan.sources
+    ]
+
+
+def _ranks(plan: Plan, card: NodeCard) -> list[int]:
+    node = plan.member(card.node_id)
+    return list(node.ranks) if node is not None else []

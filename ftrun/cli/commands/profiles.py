@@ -1,0 +1,55 @@
+"""`ftrun profiles`: which there are, and what each one sets.
+
+Runs in: cli.
+"""
+
+import os
+
+from ftrun.cli.launch.profiles import (
+    Resolved,
+    about_key,
+    find_profile,
+    known_keys,
+    profile_folder,
+    profile_names,
+    resolve,
+    shown_path,
+)
+from ftrun.cli.screen import terminal as render
+
+
+def list_profiles() -> None:
+    """Print every packaged profile with the first line of its comment."""
+    rows = []
+    for name in profile_names():
+        first = (profile_folder() / f"{name}.yaml").read_text().partition("\n")[0]
+        rows.append((name, first.lstrip("# ").rstrip()))
+    render.show_pairs(rows)
+    render.write_plain(
+        "\nUse one: ftrun --profile NAME train.py. Its values: ftrun profiles show NAME --origin"
+    )
+
+
+def show_profile(name: str, *, with_origin: bool) -> None:
+    """Print every value that a run with this profile would have here.
+
+    Raises:
+        UsageError: no such profile.
+        ProfileInvalid: with all that is wrong.
+    """
+    path = find_profile(name)
+    resolved = resolve(name, variables=os.environ)
+    # In full if it comes with ftrun: this is where one looks for the file.
+    render.write_plain(f"# {path if path.parent == profile_folder() else shown_path(path)}")
+    render.show_profile(_rows(resolved, with_origin=with_origin))
+
+
+def _rows(resolved: Resolved, *, with_origin: bool) -> list[tuple[str, str, str, str]]:
+    rows = []
+    for section, key in known_keys():
+        part = getattr(resolved.profile, section)
+        about = about_key(type(part), key)
+        origin = resolved.origins.get(f"{section}.{key}", "default")
+        value = render.value_text(getattr(part, key))
+        rows.append((f"{section}.{key}", value, origin if with_origin else "", about))
+    return rows

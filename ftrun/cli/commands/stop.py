@@ -1,0 +1,102 @@
+"""`ftrun stop`: end a run as SIGTERM would, or free what a lost one still holds.
+
+Runs in: cli.
+"""
+
+import fcntl
+import json
+import os
+
+from ftrun import clock, process_tree
+from ftrun.cli.runs import FoundRun, Life, choose, look_at, sweep
+from ftrun.cli.screen import terminal as render
+from ftrun.cli.stub import answers, shut_down_smp
+from ftrun.errors import ExitCode, FtrunError, PeerTimeout, ProtocolError
+from ftrun.wire.messages.envelope import Done, Refused, StopRun
+
+_ANSWER_S = 10.0
+_SPARE_S = 20.0
+"""Beyond the run's own grace: for a last checkpoint's end and the removal of the folder."""
+
+_LOOK_AGAIN_S = 0.05
+_DEFAULT_GRACE_S = 30.0
+
+
+def stop(run_id: str | None) -> int:
+    """End a run and wait until nothing of it is left.
+
+    Raises:
+        UsageError: several runs are alive and none is named.
+        FtrunError: none is alive.
+        PeerError: it does not answer, or is not gone in time.
+    """
+    sweep()
+    run = choose(run_id, command="stop")
+    if run.life is Life.ORPHANED:
+        _free_orphan(run)
+        render.write_plain(
+            f"run {run.name}: the processes of the lost run have ended, and its memory is free"
+        )
+        return ExitCode.DONE
+    give_up_s = clock.now_s() + _grace_s(run) + _SPARE_S
+    _ask_agent(run, give_up_s)
+    _wait_until_gone(run, give_up_s)
+    render.write_plain(f"run {run.name} is stopped")
+    return ExitCode.DONE
+
+
+def _ask_agent(run: FoundRun, give_up_s: float) -> None:
+    while look_at(run.folder).life is Life.STARTING:  # between two agents
+        _check_time(run, give_up_s)
+        clock.sleep(_LOOK_AGAIN_S)
+    if look_at(run.folder).life is not Life.RUNNING:
+        return
+    channel = run.to_agent()
+    try:
+        body = channel.ask(StopRun(), deadline_s=_ANSWER_S).body
+    finally:
+        channel.close()
+    if isinstance(body, Refused):
+        raise FtrunError(f"run {run.name} is not stopped: {body.why}")
+    if not isinstance(body, Done):
+        raise ProtocolError(f"the agent answered with a {type(body).__name__}")
+
+
+def _wait_until_gone(run: FoundRun, give_up_s: float) -> None:
+    while run.folder.path.exists():
+        _check_time(run, give_up_s)
+        clock.sleep(_LOOK_AGAIN_S)
+
+
+def _check_time(run: FoundRun, give_up_s: float) -> None:
+    if clock.now_s() > give_up_s:
+        raise PeerTimeout(peer=f"run {run.name}", waited_s=_grace_s(run) + _SPARE_S)
+
+
+def _free_orphan(run: FoundRun) -> None:
+    """Under the lock, so that no new launcher adopts what is about to go."""
+    lock_fd = os.open(run.folder.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ProtocolError(f"run {run.name} has just been resumed; ask again") from None
+    else:
+        if stuck := process_tree.end_left_behind(run.folder.path):
+            found = "; ".join(map(process_tree.explain_stuck, stuck))
+            raise FtrunError(
+                f"run {run.name}: {found}. Its snapshots are kept; ask again when the process has "
+                "ended"
+            )
+        if answers(run.folder.smp_socket) and not shut_down_smp(run.folder):
+            raise PeerTimeout(peer="the SMP", waited_s=_ANSWER_S)
+        run.folder.remove()
+    finally:
+        os.close(lock_fd)
+
+
+def _grace_s(run: FoundRun) -> float:
+    try:
+        spec = json.loads(run.folder.spec.read_text())
+        return float(spec["profile"]["stop"]["grace_s"])
+    except (OSError, ValueError, KeyError):
+        return _DEFAULT_GRACE_S

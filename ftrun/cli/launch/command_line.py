@@ -1,0 +1,238 @@
+"""What was typed, taken apart as torchrun takes it apart.
+
+Runs in:  cli.
+Takes in: the words after `ftrun run`.
+Gives:    a `CommandLine`: torchrun's flags, ftrun's own, and the script with its words untouched.
+
+Rule 1: the first word that is neither a flag nor a flag's value is the script; nothing behind it
+is ever looked at, and a `--` around it is left for torch's parser to treat as torchrun does.
+Rule 2: a flag may be shortened as long as it stays unambiguous. torchrun's flags come first: a
+short form that torchrun understands means here what it means there.
+"""
+
+import difflib
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ftrun.cli.launch.torchrun_flags import TORCHRUN_FLAGS, Flag
+from ftrun.errors import UsageError
+
+_RUN = "The run"
+_SNAPSHOTS = "Snapshots in memory"
+_CHECKPOINTS = "Checkpoints on disk"
+_NODES = "Several nodes"
+_FAILURES = "Starting, stopping, failing"
+
+OWN_FLAGS: tuple[Flag, ...] = (
+    Flag("profile", "settings by name or file; see ftrun profiles", "NAME|FILE", group=_RUN),
+    Flag("set", "one key of the profile", "SECTION.KEY=VALUE", group=_RUN, is_repeatable=True),
+    Flag("run-id", "name of the run (default: --rdzv-id, else a fresh one)", "ID", group=_RUN),
+    Flag("quiet", "write only what needs attention", short="q", group=_RUN),
+    Flag("debug", "write everything, tracebacks of ftrun itself too", group=_RUN),
+    Flag("metrics-port", "serve figures for Prometheus there", "PORT", group=_RUN),
+    Flag("snapshot-every", "steps between two, or auto: by their cost", "auto|N", group=_SNAPSHOTS),
+    Flag("snapshot-required", "stop where memory for them is lacking", group=_SNAPSHOTS),
+    Flag("no-snapshots", "take none", group=_SNAPSHOTS),
+    Flag("orphan", "keep them so long without a launcher", "SECONDS", group=_SNAPSHOTS),
+    Flag("checkpoint-dir", "write them there, and resume from there", "DIR", group=_CHECKPOINTS),
+    Flag(
+        "resume",
+        "from the newest there (auto), from the beginning (never), from this one",
+        "auto|never|PATH",
+        group=_CHECKPOINTS,
+    ),
+    Flag("checkpoint-every", "time between two (default 600)", "SECONDS", group=_CHECKPOINTS),
+    Flag("checkpoint-keep", "how many stay (default 2)", "N", group=_CHECKPOINTS),
+    Flag("spares", "nodes beside --nnodes that stand by, warm", "S", group=_NODES),
+    Flag(
+        "erasure",
+        "snapshots survive the loss of any M of K+M nodes (default auto)",
+        "K+M|none",
+        group=_NODES,
+    ),
+    Flag("node-id", "name of this node (default: the machine's)", "NAME", group=_NODES),
+    Flag("bind", "address of this node that the others reach", "ADDRESS", group=_NODES),
+    Flag("secret-file", "what only nodes of this run know; the same on each", "FILE", group=_NODES),
+    Flag("fault-domain", "what fails together with this node, as a rack", "NAME", group=_NODES),
+    Flag(
+        "network-plan",
+        "train over the best rails and order of nodes (on), or only say so (default report)",
+        "off|report|on",
+        group=_NODES,
+    ),
+    Flag("topology", "which nodes share a switch: YAML or topology.conf", "FILE", group=_NODES),
+    Flag("pause-limit", "with too few nodes, wait so long (default 900)", "SECONDS", group=_NODES),
+    Flag(
+        "start",
+        "ranks forked from a process that has torch, or new processes",
+        choices=("warm", "fresh"),
+        group=_FAILURES,
+    ),
+    Flag(
+        "preload",
+        "import it once, before the ranks are forked",
+        "MODULE",
+        group=_FAILURES,
+        is_repeatable=True,
+    ),
+    Flag("grace", "from the first SIGTERM to SIGKILL (default 30)", "SECONDS", group=_FAILURES),
+    Flag("allow-faults", "ftrun inject-fault may break this run", group=_FAILURES),
+    Flag("allow-network-faults", "the same, and cut this node's network", group=_FAILURES),
+    Flag(
+        "forward-signals",
+        "pass these on to the ranks instead of acting on them",
+        "USR1,...",
+        group=_FAILURES,
+    ),
+)
+
+_SURE_LETTERS = len("--nproc")
+_NEGATIVE_NUMBER = re.compile(r"-\d+|-\d*\.\d+")
+
+
+def _by_spelling(flags: Sequence[Flag]) -> dict[str, Flag]:
+    return {spelling: flag for flag in flags for spelling in flag.spellings}
+
+
+_TORCHRUN = _by_spelling(TORCHRUN_FLAGS)
+_OWN = _by_spelling(OWN_FLAGS)
+_ALL = _TORCHRUN | _OWN
+
+
+@dataclass(slots=True)
+class CommandLine:
+    """The typed words by meaning. Values are text; "1" stands for a flag that takes none."""
+
+    torchrun: list[tuple[Flag, str | None]] = field(default_factory=list)
+    own: dict[str, list[str]] = field(default_factory=dict)
+    tail: list[str] = field(default_factory=list)
+    """The script and all behind it; a `--` before it too."""
+
+    wants_help: bool = False
+
+    @property
+    def script(self) -> str | None:
+        rest = self.tail[1:] if self.tail[:1] == ["--"] else self.tail
+        return rest[0] if rest else None
+
+    def torchrun_value(self, name: str) -> str | None:
+        """The last value given for one of torchrun's flags; "1" for a flag that is set."""
+        given = [value for flag, value in self.torchrun if flag.name == name]
+        return ("1" if given[-1] is None else given[-1]) if given else None
+
+    def own_value(self, name: str) -> str | None:
+        given = self.own.get(name)
+        return given[-1] if given else None
+
+    def torchrun_argv(self) -> list[str]:
+        """The same for torch's parser, in full spelling.
+
+        The `--` keeps that parser from looking for its flags' short forms behind the script; a
+        `--` of the user's own does so too, and is left where it stands.
+        """
+        flags = [
+            f"--{flag.name}" if value is None else f"--{flag.name}={value}"
+            for flag, value in self.torchrun
+        ]
+        return [*flags, *([] if "--" in self.tail else ["--"]), *self.tail]
+
+
+def parse(words: Sequence[str], *, more: Sequence[Flag] = ()) -> CommandLine:
+    """Take the words after `ftrun run` apart.
+
+    Args:
+        words: as typed.
+        more: flags of a command that takes those of a run too; they are in `own`.
+
+    Raises:
+        UsageError: an unknown or ambiguous flag, a value that is missing or not allowed.
+    """
+    found = CommandLine()
+    of_command = _by_spelling(more)
+    rest = list(words)
+    while rest:
+        word = rest[0]
+        if word == "--" or not word.startswith("-") or word == "-":
+            found.tail = rest
+            break
+        rest.pop(0)
+        if word in ("-h", "--help"):
+            found.wants_help = True
+        elif word.startswith("--"):
+            _take_long(found, word, rest, of_command)
+        else:
+            _take_short(found, word, rest, of_command)
+    return found
+
+
+def _take_long(
+    found: CommandLine, word: str, rest: list[str], of_command: Mapping[str, Flag]
+) -> None:
+    name, equals, value = word.partition("=")
+    flag = of_command.get(name) or _named(name, of_command)
+    if not flag.takes_value:
+        if equals:
+            raise UsageError(f"{name} takes no value, and {value!r} was given")
+        _keep(found, flag, None)
+    else:
+        _keep(found, flag, value if equals else _next_value(name, flag, rest))
+
+
+def _take_short(
+    found: CommandLine, word: str, rest: list[str], of_command: Mapping[str, Flag]
+) -> None:
+    """`-r 3`, `-r3`, `-r=3`, and flags without value in one word: `-qm`."""
+    letters = word[1:]
+    while letters:
+        name, letters = f"-{letters[0]}", letters[1:]
+        flag = _ALL.get(name)
+        if flag is None:
+            raise UsageError(_unknown(word if name == word[:2] else name, of_command))
+        if flag.takes_value:
+            value = letters.removeprefix("=") if letters else _next_value(name, flag, rest)
+            _keep(found, flag, value)
+            return
+        _keep(found, flag, None)
+
+
+def _next_value(name: str, flag: Flag, rest: list[str]) -> str:
+    is_flag = rest and rest[0].startswith("-") and not _NEGATIVE_NUMBER.fullmatch(rest[0])
+    if not rest or (is_flag and " " not in rest[0] and rest[0] != "-"):
+        wanted = flag.metavar or "|".join(flag.choices)
+        raise UsageError(f"{name} needs a value: {name} {wanted}")
+    return rest.pop(0)
+
+
+def _keep(found: CommandLine, flag: Flag, value: str | None) -> None:
+    if value is not None and flag.choices and value not in flag.choices:
+        message = f"--{flag.name} is one of {', '.join(flag.choices)}, not {value!r}"
+        if flag.name == "start" and value in ("spawn", "fork", "forkserver"):
+            message += "; torchrun's flag of that kind is --start-method"
+        raise UsageError(message)
+    if flag in TORCHRUN_FLAGS:
+        found.torchrun.append((flag, value))
+    else:
+        found.own.setdefault(flag.name, []).append("1" if value is None else value)
+
+
+def _named(name: str, of_command: Mapping[str, Flag]) -> Flag:
+    if name in _ALL:
+        return _ALL[name]
+    for table in (_TORCHRUN, _OWN):
+        matches = {flag.name: flag for text, flag in table.items() if text.startswith(name)}
+        if len(matches) == 1:
+            return next(iter(matches.values()))
+        if matches:
+            raise UsageError(f"{name} could be any of {', '.join(f'--{m}' for m in matches)}")
+    raise UsageError(_unknown(name, of_command))
+
+
+def _unknown(name: str, of_command: Mapping[str, Flag]) -> str:
+    long = [f"--{flag.name}" for flag in (*of_command.values(), *TORCHRUN_FLAGS, *OWN_FLAGS)]
+    # A typo is seldom in the first letters: `--nprocs` is nearer to --nproc-per-node than
+    # to --nnodes, whatever the number of letters that differ.
+    near = [s for s in long if len(name) > _SURE_LETTERS and s.startswith(name[:_SURE_LETTERS])]
+    near = difflib.get_close_matches(name, near or long, n=1, cutoff=0.0 if near else 0.5)
+    hint = f" Did you mean {near[0]}?" if near else ""
+    return f"{name} is not a flag of ftrun or torchrun.{hint} ftrun --help lists them all"

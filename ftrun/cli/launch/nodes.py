@@ -1,0 +1,366 @@
+"""What a node is told about a run over several: how many, where they meet, who it is.
+
+Runs in:  cli.
+Takes in: torchrun's flags and PET_ variables, ftrun's own and FTRUN_ variables, the profile, and
+          what Slurm says about the step.
+Gives:    a `NodesSpec`; none for a run on one node, which needs nothing of this.
+
+Every node resolves its own command line. What must be the same on all is compared when they meet,
+so nothing here depends on which node it is, but for the node's own name and address.
+"""
+
+import importlib.util
+import ipaddress
+import re
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ftrun.cli.launch.command_line import CommandLine
+from ftrun.cli.launch.etcd_files import etcd_tls
+from ftrun.cli.launch.profiles import Setting, plain_value
+from ftrun.cli.launch.slurm import SlurmStep, leaf_switch
+from ftrun.cli.launch.topology_files import read_topology
+from ftrun.config import NodesSpec, Profile
+from ftrun.errors import UsageError
+from ftrun.wire.transport.secret import (
+    HOW_TO_MAKE,
+    forget_shared_secrets,
+    load_secret,
+    shared_secret_file,
+)
+from ftrun.wire.transport.tcp import is_local_address
+
+RDZV_PORT = 29400
+"""Of --rdzv-endpoint without a port, as torchrun has it."""
+
+MASTER_PORT = 29500
+"""Of --master-addr without --master-port, likewise."""
+
+ETCD_PORT = 2379
+"""Of --rdzv-backend etcd, where --rdzv-endpoint names none."""
+
+OUR_BACKENDS = ("", "c10d", "static", "ftrun")
+ETCD = "etcd"
+_GOOD_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+_RDZV_CONF = {
+    "join_timeout": "join_wait_s",
+    "timeout": "join_wait_s",
+    "last_call_timeout": "settle_s",
+}
+
+
+def nodes_of(
+    line: CommandLine, variables: Mapping[str, str], profile: Profile, step: SlurmStep | None
+) -> NodesSpec | None:
+    """All that this node knows of a run over several nodes.
+
+    Args:
+        line: as typed.
+        variables: the environment.
+        profile: resolved, with flags and variables in it.
+        step: the Slurm step this process is a task of.
+
+    Raises:
+        UsageError: something is missing or makes no sense; in words for the operator.
+    """
+    given = _Given(line, variables)
+    count = _count(given, step)
+    if count is None:
+        return None
+    least, most, spares = count
+    _check_backend(given)
+    _check_times(profile)
+    nnodes = f"{least}:{most}" if least < most else str(least)
+    etcd = _etcd(given, nnodes)
+    (host, port), *more = etcd or _endpoints(given, step, nnodes)
+    node_id, is_named = _node_id(given, step)
+    data, parity = profile.erasure.data_and_parity
+    path, is_ours, no_secret = _secret_file(profile, step)
+    topology, slurm_topology = read_topology(profile.network.topology)
+    return NodesSpec(
+        min_nodes=least,
+        max_nodes=most,
+        spares=spares,
+        endpoint_host=host,
+        endpoint_port=port,
+        more_endpoints=[] if etcd else more,
+        etcd=[f"{host}:{port}" for host, port in etcd],
+        etcd_tls=etcd_tls(given.torchrun("rdzv-conf").text, variables) if etcd else None,
+        etcd_life=step.restarts if step is not None else 0,
+        node_id=node_id,
+        is_named=is_named,
+        node_rank=_node_rank(given),
+        secret_file=path,
+        secret_is_ours=is_ours,
+        no_secret=no_secret,
+        bind=_bind(given),
+        domain=_domain(given),
+        switch=leaf_switch(variables) if step is not None else "",
+        topology=topology,
+        slurm_topology=slurm_topology,
+        erasure_data=data,
+        erasure_parity=parity,
+    )
+
+
+def num_nodes(line: CommandLine, variables: Mapping[str, str]) -> tuple[int, int, int]:
+    """Smallest and largest number of nodes that train, and spares, outside a Slurm step.
+
+    Raises: UsageError: they make no sense.
+    """
+    return _count(_Given(line, variables), None) or (1, 1, 0)
+
+
+def rdzv_settings(conf: str | None, origin: str) -> list[Setting]:
+    """What --rdzv-conf says about waiting, as keys of a profile; the rest of it is torch's."""
+    found: dict[str, Setting] = {}
+    for pair in (conf or "").split(","):
+        name, _, text = pair.partition("=")
+        key = _RDZV_CONF.get(name.strip())
+        if key is not None and (key not in found or name.strip() != "timeout"):
+            found[key] = Setting("nodes", key, plain_value(text), f"{origin} {name.strip()}")
+    return list(found.values())
+
+
+@dataclass(frozen=True, slots=True)
+class _Text:
+    """A value as it was given, and by what; false where it was not."""
+
+    text: str
+    source: str
+
+    def __bool__(self) -> bool:
+        return self.text != ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Given:
+    """What the operator has said: as a flag, or else as a variable."""
+
+    line: CommandLine
+    variables: Mapping[str, str]
+
+    def torchrun(self, name: str) -> _Text:
+        variable = f"PET_{name}".upper().replace("-", "_")
+        return self._first(name, self.line.torchrun_value(name), variable)
+
+    def own(self, name: str, variable: str) -> _Text:
+        return self._first(name, self.line.own_value(name), variable)
+
+    def _first(self, name: str, flag: str | None, variable: str) -> _Text:
+        if flag is not None:
+            return _Text(flag.strip(), f"--{name}")
+        return _Text(self.variables.get(variable, "").strip(), variable)
+
+
+def _count(given: _Given, step: SlurmStep | None) -> tuple[int, int, int] | None:
+    """Smallest and largest number of members, and spares; None for one node alone."""
+    nnodes = given.torchrun("nnodes")
+    spares = _whole(given.own("spares", "FTRUN_SPARES"), default=0)
+    alone = given.torchrun("standalone")
+    is_alone = alone.text == "1"
+    if nnodes:
+        match = re.fullmatch(r"(\d+)(?::(\d+))?", nnodes.text)
+        least, most = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
+        if not 1 <= least <= most:
+            raise UsageError(
+                f"{nnodes.source} is a number of nodes such as 4, or MIN:MAX such as 2:4, not "
+                f"{nnodes.text!r}"
+            )
+    elif step is not None and not is_alone:
+        least = most = step.num_nodes - spares
+        if least < 1:
+            raise UsageError(
+                f"the Slurm step has {step.num_nodes} nodes, and --spares {spares} leaves "
+                "none of them to train on"
+            )
+    else:
+        least = most = 1
+    if most + spares == 1:
+        return None
+    if is_alone:
+        raise UsageError(
+            f"{alone.source} means one node alone, and {most + spares} are asked for. Leave it "
+            "out, and give every node the same --rdzv-endpoint"
+        )
+    return least, most, spares
+
+
+def _check_backend(given: _Given) -> None:
+    backend = given.torchrun("rdzv-backend")
+    if backend.text not in (*OUR_BACKENDS, ETCD):
+        raise UsageError(
+            f"{backend.source} is {backend.text!r}, and nodes meet in ftrun's own rendezvous, for "
+            "which c10d, static and ftrun all stand, or in an etcd v3 cluster (etcd). Other "
+            "backends are not in this version: leave the flag out, and name one of the nodes with "
+            "--rdzv-endpoint"
+        )
+
+
+def _etcd(given: _Given, nnodes: str) -> list[tuple[str, int]]:
+    """The endpoints of an etcd cluster; none where the nodes meet among themselves."""
+    backend, endpoint = given.torchrun("rdzv-backend"), given.torchrun("rdzv-endpoint")
+    if backend.text != ETCD:
+        return []
+    if not endpoint:
+        raise UsageError(
+            f"{backend.source} etcd (--nnodes {nnodes}) needs the cluster's client addresses: "
+            f"--rdzv-endpoint HOST, HOST:{ETCD_PORT} or several, with commas between them"
+        )
+    if "://" in endpoint.text:
+        raise UsageError(
+            f"{endpoint.source} is {endpoint.text!r}; of etcd it is HOST:PORT, with commas between "
+            "several. TLS is asked for by --rdzv-conf protocol=https, or cacert=FILE"
+        )
+    if importlib.util.find_spec("etcd3gw") is None:
+        raise UsageError(
+            f"{backend.source} etcd needs the package etcd3gw, which is not installed for this "
+            "python. Install it on every node: pip install 'ftrun[etcd]'"
+        )
+    texts = [text.strip() for text in endpoint.text.split(",")]
+    return [parse_endpoint(text, source=endpoint.source, port=ETCD_PORT) for text in texts]
+
+
+def _check_times(profile: Profile) -> None:
+    nodes = profile.nodes
+    if not nodes.heartbeat_s < nodes.stop_cut_off_s < nodes.deadline_s:
+        raise UsageError(
+            f"nodes.heartbeat_s ({nodes.heartbeat_s:g}) must be below nodes.stop_cut_off_s "
+            f"({nodes.stop_cut_off_s:g}), and that below nodes.deadline_s ({nodes.deadline_s:g}): "
+            "a node that is cut off must have stopped its ranks before others replace them"
+        )
+
+
+def _endpoints(given: _Given, step: SlurmStep | None, nnodes: str) -> list[tuple[str, int]]:
+    """Where the nodes meet: the first leader is expected at the first one."""
+    endpoint, master = given.torchrun("rdzv-endpoint"), given.torchrun("master-addr")
+    if endpoint:
+        texts = [text.strip() for text in endpoint.text.split(",")]
+        return list(dict.fromkeys(parse_endpoint(text, source=endpoint.source) for text in texts))
+    if master:
+        port = given.torchrun("master-port")
+        host = _host(master.text.strip("[]"), master.source)
+        return [(host, _port(port.text, port.source) if port else MASTER_PORT)]
+    if step is not None:
+        return [(step.first_node, step.port)]
+    raise UsageError(
+        f"a run over several nodes (--nnodes {nnodes}) needs a place to meet. Name one of the "
+        "nodes, the same on all: --rdzv-endpoint HOST, or HOST:PORT where port "
+        f"{RDZV_PORT} is taken; or several, with commas between them. Inside "
+        "`srun --ntasks-per-node=1` it is found by itself"
+    )
+
+
+def parse_endpoint(text: str, *, source: str, port: int = RDZV_PORT) -> tuple[str, int]:
+    """`HOST`, `HOST:PORT`, `[IPV6]:PORT` or an IPv6 address alone, as host and port.
+
+    Args:
+        text: as given.
+        source: by what.
+        port: where it names none.
+
+    Raises:
+        UsageError: it is none of these, or stands for every address of a machine.
+    """
+    if match := re.fullmatch(r"\[(.+)\](?::(.*))?", text) or re.fullmatch(r"([^:]*):([^:]*)", text):
+        return _host(match[1], source), port if match[2] is None else _port(match[2], source)
+    return _host(text, source), port
+
+
+def _host(text: str, source: str) -> str:
+    """A name or an address, checked as far as it goes without asking the network."""
+    try:
+        address = ipaddress.ip_address(text.partition("%")[0])
+    except ValueError:
+        if not re.fullmatch(r"[\w.-]+", text):
+            raise UsageError(f"{source} names a node, such as node1, not {text!r}") from None
+        return text
+    if address.is_unspecified:
+        raise UsageError(
+            f"{source} is {text!r}, which stands for every address of a machine. Name the one that "
+            "the other nodes reach"
+        )
+    return text
+
+
+def _port(text: str, source: str) -> int:
+    if not re.fullmatch(r"[0-9]{1,5}", text) or not 1 <= int(text) <= 65535:
+        raise UsageError(f"the port of {source} is a number from 1 to 65535, not {text!r}")
+    return int(text)
+
+
+def _node_id(given: _Given, step: SlurmStep | None) -> tuple[str, bool]:
+    """The node's name, and whether it is another one than the machine's."""
+    chosen = given.own("node-id", "FTRUN_NODE_ID")
+    if chosen:
+        if not _GOOD_NAME.fullmatch(chosen.text):
+            raise UsageError(
+                f"{chosen.source} {chosen.text!r} is not usable: 1 to 100 letters, digits, '.', "
+                "'_' or '-', the first a letter or a digit"
+            )
+        return chosen.text, True
+    machine = _fit_name(socket.gethostname())
+    if step is None or not step.node_name:
+        return machine, False
+    name = _fit_name(step.node_name)
+    return name, name.partition(".")[0] != machine.partition(".")[0]
+
+
+def _fit_name(text: str) -> str:
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("._-")[:100] or "node"
+
+
+def _node_rank(given: _Given) -> int | None:
+    rank = given.torchrun("node-rank")
+    return _whole(rank, default=0) if rank else None
+
+
+def _bind(given: _Given) -> str | None:
+    address = given.own("bind", "FTRUN_BIND") or given.torchrun("local-addr")
+    if not address:
+        return None
+    host = _host(address.text.strip("[]"), address.source)
+    if not is_local_address(host):
+        raise UsageError(
+            f"{address.source} is {address.text!r}, which is no address of this machine "
+            f"({socket.gethostname()}). `ip -brief address` lists them"
+        )
+    return host
+
+
+def _domain(given: _Given) -> str | None:
+    label = given.own("fault-domain", "FTRUN_FAULT_DOMAIN")
+    if label and not (label.text.isprintable() and len(label.text) <= 100):
+        raise UsageError(f"{label.source} is a name of at most 100 characters, not {label.text!r}")
+    return label.text or None
+
+
+def _secret_file(profile: Profile, step: SlurmStep | None) -> tuple[str | None, bool, str]:
+    """The file, whether it is made by ftrun, and why there is none."""
+    given = profile.security.secret_file
+    if given is not None:
+        path = Path(given).expanduser().absolute()
+        load_secret(path)
+        return str(path), False, ""
+    why = f"no --secret-file is given; {HOW_TO_MAKE} makes one for all nodes"
+    if step is not None:
+        try:
+            folder = Path.home() / ".ftrun" / "secrets"
+            made = shared_secret_file(folder, step.key)
+            forget_shared_secrets(folder, step.earlier_keys)
+            return str(made), True, ""
+        except (UsageError, RuntimeError) as error:
+            why = str(error)
+    if profile.security.require_secret:
+        raise UsageError(f"security.require_secret is set, and {why}")
+    return None, False, why
+
+
+def _whole(given: _Text, *, default: int) -> int:
+    if not given:
+        return default
+    if not re.fullmatch(r"\d{1,6}", given.text):
+        raise UsageError(f"{given.source} is a whole number, 0 or more, not {given.text!r}")
+    return int(given.text)

@@ -1,0 +1,47 @@
+"""The file that says which nodes share a switch: read once, before anything is started.
+
+Runs in:  cli.
+Takes in: the path that `network.topology` names.
+Gives:    what is in it, for the run's spec: the agents need not see the file.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ftrun.errors import UsageError
+from ftrun.network.detect.leaves import leaves_from_file, leaves_from_slurm
+
+_MAX_BYTES = 8 << 20
+_SLURM_WORD = "switchname="
+
+
+def read_topology(path: str | None) -> tuple[dict[str, Any] | None, str]:
+    """A YAML file as it was parsed, and the text of Slurm's topology.conf: at most one of them.
+
+    Raises:
+        UsageError: it cannot be read, or is neither of the two.
+    """
+    if path is None:
+        return None, ""
+    try:
+        data = Path(path).read_bytes()[: _MAX_BYTES + 1]
+        text = data.decode("utf-8")
+    except (OSError, UnicodeError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise UsageError(f"--topology {path} cannot be read: {why}") from error
+    if len(data) > _MAX_BYTES:
+        raise UsageError(f"--topology {path} has more than {_MAX_BYTES >> 20} MiB: is it the file?")
+    try:
+        if _SLURM_WORD in text.lower():
+            leaves_from_slurm(text, {})
+            return None, text
+        found = yaml.safe_load(text)
+        leaves_from_file(found, [])
+    except (UsageError, yaml.YAMLError) as error:
+        raise UsageError(
+            f"--topology {path} is not understood: {error}. Write switches with their nodes, as in "
+            "leaf1: [node1, node2], or give Slurm's topology.conf"
+        ) from error
+    return found, ""

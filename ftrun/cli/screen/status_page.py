@@ -1,0 +1,209 @@
+"""One look at a run, as lines that fit a terminal.
+
+Runs in:  cli. Pure.
+Takes in: the status document, how wide and how high the terminal is.
+Gives:    `Styled` lines: the verdict, nodes and ranks, snapshots, incidents.
+
+Where it is narrow, columns go, the least telling first; where it is low, old incidents go, then
+rows are folded.
+"""
+
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ftrun.cli.screen.report_clean import clean
+from ftrun.cli.screen.watch_rows import Row, rows_of, short_time
+
+_GAP = "  "
+_MIN_ROWS = 3
+_MIN_REMARK = 22
+_MAX_TEXT = 1000
+
+_Column = tuple[str, list[str], int]
+"""Heading, cells, weight."""
+
+_COLUMNS = (
+    ("node", "node", 9),
+    ("ranks", "rank", 10),
+    ("state", "state", 7),
+    ("step", "step", 8),
+    ("time", "step time", 6),
+    ("late", "late", 3),
+    ("call", "last collective", 5),
+    ("seen", "last step", 2),
+    ("phase", "phase", 1),
+    ("loss", "loss", 0),
+    ("remark", "remark", 4),
+)
+"""Field of a row, heading, and weight: the lightest goes first."""
+
+_MARK = {"running": "ok", "restarting": "warn", "starting": "warn", "stopping": "warn",
+         "paused": "warn", "orphaned": "bad"}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Styled:
+    """One line; `style` is `ok`, `warn`, `bad`, `head`, `dim` or nothing."""
+
+    text: str
+    style: str = ""
+
+
+def page(
+    document: Mapping[str, Any], *, width: int, height: int, steps_per_s: float | None
+) -> list[Styled]:
+    """The whole page.
+
+    Args:
+        document: as `ftrun status --json` prints it.
+        width: columns of the terminal.
+        height: its lines; the page has no more of them, but where a terminal is very low.
+        steps_per_s: since the last look; None: not known yet.
+    """
+    head = _head(document, width, steps_per_s)
+    below = [*_snapshots(document, width)]
+    incidents = _incidents(document, width)
+    room = height - len(head) - len(below) - 3  # blank lines, headings
+    while len(incidents) > 1 and room - sum(map(len, incidents)) < _MIN_ROWS:
+        incidents.pop()
+    rows = rows_of(document, max_rows=max(_MIN_ROWS, room - sum(map(len, incidents))))
+    lines = [*head]
+    if rows:
+        lines += [Styled(""), *_table(rows, width)]
+    lines += [Styled(""), *below, *(line for part in incidents for line in part)]
+    return lines
+
+
+def _head(document: Mapping[str, Any], width: int, steps_per_s: float | None) -> list[Styled]:
+    verdict = clean(str(document.get("verdict") or ""), _MAX_TEXT).replace("\n", " ")
+    is_open = any(one.get("state") != "closed" for one in document.get("incidents") or ())
+    mark = _MARK.get(str(document.get("state")), "")
+    if mark == "ok" and (is_open or not (document.get("snapshots") or {}).get("protected", True)):
+        mark = "warn"
+    parts = [f"run {clean(str(document.get('run_id')), 120)}"]
+    if (uptime_s := document.get("uptime_s")) is not None:
+        parts.append(f"up {short_time(uptime_s)}")
+    if steps_per_s is not None:
+        parts.append(f"{steps_per_s:.3g} steps/s")
+    if life := document.get("life"):
+        parts.append(f"life: {life}")
+    if restarts := document.get("restarts"):
+        parts.append(f"{len(restarts)} restart{'s' if len(restarts) > 1 else ''}")
+    first = [Styled(line, mark) for line in _wrapped(verdict, width, most=3)]
+    warnings = [
+        Styled(line, "warn")
+        for one in (document.get("warnings") or ())[:3]
+        for line in _wrapped(f"WARNING: {clean(str(one), _MAX_TEXT)}", width, most=2)
+    ]
+    return [*first, *warnings, Styled(_cut(_GAP.join(parts), width), "dim")]
+
+
+def _table(rows: Sequence[Row], width: int) -> list[Styled]:
+    columns: list[_Column] = [
+        (heading, [getattr(row, field) for row in rows], weight)
+        for field, heading, weight in _COLUMNS
+    ]
+    columns = [one for one in columns if any(one[1])]
+    columns = _that_fit(columns, width)
+    sizes = [_width(one) - len(_GAP) for one in columns]
+    heading = _line([name for name, _, _ in columns], columns, sizes)
+    found = [Styled(_cut(heading, width), "head")]
+    for number, row in enumerate(rows):
+        cells = [cells[number] or "-" for _, cells, _ in columns]
+        if not row.state:  # the line that says how many are left out
+            cells = [cell if cell != "-" else "" for cell in cells]
+        text = _line(cells, columns, sizes)
+        found.append(Styled(_cut(text, width), "warn" if row.is_odd else ""))
+    return found
+
+
+def _that_fit(columns: Sequence[_Column], width: int) -> list[_Column]:
+    """The most telling ones that have room beside each other; a remark may be cut."""
+    left = width + len(_GAP)
+    kept: list[_Column] = []
+    for column in sorted(columns, key=lambda one: -one[2]):
+        needed = min(_width(column), _MIN_REMARK) if column[0] == "remark" else _width(column)
+        if needed <= left or not kept:
+            kept.append(column)
+            left -= needed
+    return [column for column in columns if column in kept]
+
+
+def _line(cells: Sequence[str], columns: Sequence[_Column], sizes: Sequence[int]) -> str:
+    right = ("step", "late", "last step", "loss")
+    parts = [
+        cell.rjust(size) if heading in right else cell.ljust(size)
+        for cell, (heading, _, _), size in zip(cells, columns, sizes, strict=True)
+    ]
+    return _GAP.join(parts).rstrip()
+
+
+def _width(column: _Column) -> int:
+    heading, cells, _ = column
+    return max(len(heading), *(len(cell) for cell in cells)) + len(_GAP)
+
+
+def _snapshots(document: Mapping[str, Any], width: int) -> list[Styled]:
+    has = document.get("snapshots") or {}
+    if not has:
+        return []
+    if has.get("step") is None:
+        text = "none yet"
+    else:
+        text = f"step {has['step']:,}"
+        if has.get("age_s") is not None:
+            text += f", {short_time(has['age_s'])} old"
+        if has.get("every"):
+            text += f", every {has['every']:,} steps" if has["every"] > 1 else ", every step"
+    cluster = document.get("cluster") or {}
+    if (survives := cluster.get("survives")) is not None:
+        text += f"; survives any {survives} node{'' if survives == 1 else 's'} of each group"
+    why = clean(str(has.get("unprotected") or cluster.get("unprotected") or ""), 300)
+    if why:
+        text += f"; UNPROTECTED: {why}"
+    lines = _wrapped(f"snapshot   {text}", width, most=2)
+    return [Styled(line, "" if has.get("protected") else "warn") for line in lines]
+
+
+def incident_line(incident: Mapping[str, Any]) -> str:
+    """One incident in one line, however long."""
+    text = clean(str(incident.get("text") or ""), _MAX_TEXT).replace("\n", " ")
+    age = short_time(incident.get("age_s") or 0.0)
+    kind = incident.get("verdict_kind") or "no verdict yet"
+    state = str(incident.get("state"))
+    when = f"{age} ago" if state == "closed" else f"{state.upper()} for {age}"
+    return f"incident {incident.get('incident')}  {when}: {kind}{_cost(incident)}: {text}"
+
+
+def _incidents(document: Mapping[str, Any], width: int) -> list[list[Styled]]:
+    """Each with its lines; the open one first."""
+    found = []
+    for one in document.get("incidents") or ():
+        line = incident_line(one)
+        if one.get("state") == "closed":
+            found.append([Styled(_cut(line, width), "dim")])
+        else:
+            found.append([Styled(part, "bad") for part in _wrapped(line, width, most=3)])
+    return found or [[Styled("no incidents", "dim")]]
+
+
+def _cost(incident: Mapping[str, Any]) -> str:
+    parts = []
+    if (recovered_s := incident.get("recovered_s")) is not None:
+        parts.append(f"training again after {short_time(recovered_s)}")
+    if (lost := incident.get("steps_lost")) is not None:
+        parts.append(f"{lost} step{'' if lost == 1 else 's'} lost")
+    return f" ({', '.join(parts)})" if parts else ""
+
+
+def _wrapped(text: str, width: int, *, most: int) -> list[str]:
+    lines = textwrap.wrap(text, max(10, width), break_long_words=True) or [""]
+    return (
+        lines if len(lines) <= most else [*lines[: most - 1], _cut(lines[most - 1] + "...", width)]
+    )
+
+
+def _cut(text: str, width: int) -> str:
+    return text if len(text) <= width else f"{text[: max(1, width - 3)]}..."

@@ -1,0 +1,87 @@
+"""The first generation's nodes come together at the endpoint.
+
+Runs in:  the agent that listens at the rendezvous endpoint, or that was the first to claim the
+          outside witness, while it knows of no run. Pure.
+Takes in: nodes that join.
+Gives:    whether all are here; who is turned away, and why.
+
+Rule 1: it waits for a lead that may look for it (see `ClusterSettings.blank_wait_s`), since an
+        agent that was started again at the endpoint must find its run and not begin another.
+Rule 2: where one of those who join knows of a run, none is begun here: that one proposes itself.
+Rule 3: where the outside witness remembers a run, all who had a vote in it must be here and know
+        of none: then it is over.
+"""
+
+from ftrun.recovery.commands import Command, Send
+from ftrun.recovery.settings import ClusterSettings
+from ftrun.wire.cluster.generation import NodeCard
+from ftrun.wire.cluster.membership import Gathering, Join, TurnedAway
+
+
+class Gatherer:
+    """Who is here so far, this node included."""
+
+    def __init__(self, me: NodeCard, settings: ClusterSettings, *, now_s: float) -> None:
+        self.cards: dict[str, NodeCard] = {me.node_id: me}
+        self._me = me
+        self._settings = settings
+        self._begun_s = self._last_came_s = now_s
+        self.remembered: frozenset[str] = frozenset()
+        """Nodes that had a vote in the run that the outside witness remembers."""
+        self._knowing: set[str] = set()
+        """Nodes that know of a run."""
+
+    def join(self, sender: str, body: Join, *, now_s: float) -> list[Command]:
+        """Take a node in, or turn it away."""
+        card = body.card
+        if card.node_id == self._me.node_id:
+            return [Send(sender, TurnedAway(_taken(card, self._me)))]
+        here = self.cards.get(card.node_id)
+        if here is not None and here.incarnation != card.incarnation and here.host != card.host:
+            return [Send(sender, TurnedAway(_taken(card, here)))]
+        if here != card:
+            self._last_came_s = now_s
+        self.cards[card.node_id] = card
+        if body.knows >= 0:
+            self._knowing.add(card.node_id)
+        wishes = self._settings.wishes
+        return [Send(sender, Gathering(sorted(self.cards), wishes.max_nodes + wishes.spares))]
+
+    def gone(self, node_id: str) -> None:
+        """It has closed its connection; where it comes back it joins again."""
+        self.cards.pop(node_id, None)
+        self._knowing.discard(node_id)
+
+    def is_complete(self, *, now_s: float) -> bool:
+        """Whether the first generation may begin.
+
+        With all that were wished for at once; with enough of them once nobody has come for
+        `settle_s`.
+        """
+        if self._knowing or now_s - self._begun_s < self._settings.blank_wait_s:
+            return False
+        if not self.remembered <= self.cards.keys():
+            return False
+        wishes, here = self._settings.wishes, len(self.cards)
+        if here >= wishes.max_nodes + wishes.spares:
+            return True
+        return here >= wishes.min_nodes and now_s - self._last_came_s >= self._settings.settle_s
+
+    def missing(self) -> str:
+        """Who is here and how many are wanted, in words."""
+        names, wishes = sorted(self.cards), self._settings.wishes
+        verb = "is" if len(names) == 1 else "are"
+        away = sorted(self.remembered - self.cards.keys())
+        if away:
+            return (
+                f"{', '.join(names)} {verb} here, and a run of this id is remembered with which "
+                f"{', '.join(away)} may go on. Start it there too, or choose another --rdzv-id"
+            )
+        return f"{', '.join(names)} {verb} here, and {wishes.min_nodes} nodes are needed"
+
+
+def _taken(card: NodeCard, here: NodeCard) -> str:
+    return (
+        f"{here.host} and {card.host} are both named {card.node_id}. Name each node differently "
+        "with --node-id"
+    )

@@ -1,0 +1,167 @@
+"""When a run changes its nodes at a step boundary: growth, eviction, departure. No step is lost.
+
+Runs in:  the agent that leads. Pure.
+Takes in: who is here beside the generation, what its members report, who holds the others up.
+Gives:    the wish for a last snapshot at a common boundary; then the reason to begin a ballot.
+Source:   TRANSOM (arXiv 2310.10046) replaces a node by a spare; GREYHOUND's stragglers are worth
+          a restart only where they stay, so a node that is slow for a moment is left alone.
+
+Rule 1: only a run that goes on undisturbed changes, and only for nodes that have stayed a while.
+Rule 2: it goes on from the snapshot of the boundary once that is committed; where that does not
+        come to pass in time, from the newest one there is.
+Rule 3: a node that holds the others up is evicted on wish (`slow.action`), and only while another
+        stands by for it.
+Rule 4: a node that was asked to leave trains on until it is clear that the run is not to stop, see
+        draining.py. What the boundary's snapshot holds is written to disk as well, where there is
+        a place for it: the whole run may yet be asked to stop.
+"""
+
+from collections.abc import Collection
+
+from ftrun.membership.leader.failure_detector import Peer, Peers
+from ftrun.monitor.verdicts import Sure, Verdict, VerdictKind
+from ftrun.recovery.generation_monitor import Oversight
+from ftrun.recovery.settings import ClusterSettings
+from ftrun.wire.cluster.generation import Plan
+
+
+class Changes:
+    """One lead's plans to take nodes in, and to send nodes away."""
+
+    def __init__(self, settings: ClusterSettings) -> None:
+        self._settings = settings
+        self._boundary = -1
+        self._asked_s = 0.0
+        self._look_s = 0.0
+        self._out: Verdict | None = None
+        """Why a node is about to be evicted."""
+        self.wish = ""
+        """Why the same nodes are to go on otherwise, such as over another rail."""
+        self._wished = ""
+        """The wish for which the boundary was asked for."""
+
+    def reset(self) -> None:
+        """Another generation is on its way."""
+        self._boundary = -1
+        self._out = None
+        self.wish = self._wished = ""
+
+    def look(
+        self,
+        plan: Plan,
+        peers: Peers,
+        aside: Collection[str],
+        oversight: Oversight,
+        *,
+        now_s: float,
+    ) -> str:
+        """Why to begin a ballot now; empty while there is no reason."""
+        if now_s < self._look_s:
+            return ""
+        self._look_s = now_s + self._settings.heartbeat_s / 2
+        newcomers = [peer for peer in peers if _is_newcomer(peer, plan, aside)]
+        oversight.num_spares = len(newcomers)
+        if self._boundary >= 0:
+            return self._at_boundary(plan, newcomers, oversight, now_s)
+        if not oversight.is_steady:
+            return ""
+        why = _departure(plan, oversight) or self._wish_to_grow(plan, newcomers, now_s)
+        if not why:
+            self._out = self._to_evict(plan, newcomers, oversight, now_s)
+            why = _eviction(self._out, plan) if self._out is not None else ""
+        if not why:
+            why = self._wished = self.wish
+        if not why:
+            return ""
+        if oversight.awaits_notices:
+            return ""
+        if not oversight.progress().attached:
+            return self._go(why, plan, oversight, now_s)
+        self._boundary = oversight.stop_at_boundary(why)
+        self._asked_s = now_s
+        return ""
+
+    def _at_boundary(
+        self, plan: Plan, newcomers: list[Peer], oversight: Oversight, now_s: float
+    ) -> str:
+        if oversight.is_stopping or oversight.awaits_notices:
+            return ""
+        limit_s = self._settings.answer_s
+        if departure := _departure(plan, oversight):
+            why, limit_s = departure, self._settings.leave_s
+        elif self._out is None:
+            why = self._wished or self._growth(plan, newcomers)
+        elif newcomers:
+            why = _eviction(self._out, plan)
+        else:
+            # Who stood by is gone. The ranks wait at the boundary, so they are started again here.
+            why, self._out = "nobody stands by any more for the node that was to be evicted", None
+        committed = oversight.orders.committed
+        # One node alone stops at a boundary of its own, which may be a later one.
+        is_safe = committed is not None and committed >= (plan.generation, self._boundary)
+        if oversight.reports.all_at_boundary and is_safe:
+            return self._go(why, plan, oversight, now_s)
+        if now_s - self._asked_s < limit_s:
+            return ""
+        why = f"{why}, without a snapshot at step {self._boundary}"
+        return self._go(why, plan, oversight, now_s)
+
+    def _go(self, why: str, plan: Plan, oversight: Oversight, now_s: float) -> str:
+        if self._out is not None:
+            oversight.evict(self._out, _node_out(self._out, plan), why, now_s=now_s)
+        if _departure(plan, oversight):
+            oversight.name_checkpoint(now_s=now_s)
+        return why
+
+    # --- growth -------------------------------------------------------------------------------
+
+    def _wish_to_grow(self, plan: Plan, newcomers: list[Peer], now_s: float) -> str:
+        if len(plan.members) >= self._settings.wishes.max_nodes or not newcomers:
+            return ""
+        has_settled = now_s - max(peer.here_s for peer in newcomers) >= self._settings.settle_s
+        return self._growth(plan, newcomers) if has_settled else ""
+
+    def _growth(self, plan: Plan, newcomers: list[Peer]) -> str:
+        count = min(self._settings.wishes.max_nodes, len(plan.members) + len(newcomers))
+        return f"grows from {len(plan.members)} to {count} nodes"
+
+    # --- eviction -----------------------------------------------------------------------------
+
+    def _to_evict(
+        self, plan: Plan, newcomers: list[Peer], oversight: Oversight, now_s: float
+    ) -> Verdict | None:
+        """Who has held the others up for long enough, while somebody else stands by."""
+        slow = self._settings.slow
+        if slow.action != "evict" or not newcomers:
+            return None
+        lasting = oversight.watching.slow.lasting(slow.evict_after_s, now_s=now_s)
+        kinds = (VerdictKind.SLOW_COMPUTATION, VerdictKind.SLOW_COMMUNICATION)
+        found = [one for one in lasting if one.kind in kinds and one.sure is not Sure.POSSIBLE]
+        return next((one for one in found if _node_out(one, plan)), None)
+
+
+def _is_newcomer(peer: Peer, plan: Plan, aside: Collection[str]) -> bool:
+    if peer.lost or peer.is_mute or not peer.linked or peer.card.node_id in aside:
+        return False
+    node = plan.member(peer.card.node_id)
+    return node is None or node.card.identity != peer.card.identity
+
+
+def _departure(plan: Plan, oversight: Oversight) -> str:
+    """Which members leave, in words; empty while none does."""
+    nodes = [one for one in sorted(oversight.asked_to_leave) if plan.member(one) is not None]
+    if not nodes:
+        return ""
+    return f"node{'s' if nodes[1:] else ''} {', '.join(nodes)} asked to leave"
+
+
+def _node_out(verdict: Verdict, plan: Plan) -> str:
+    """The node to evict; of a link its second end: where it was the first, that is found next."""
+    members = [one for one in verdict.nodes if plan.member(one) is not None]
+    is_one = len(members) == 1
+    is_link = verdict.kind is VerdictKind.SLOW_COMMUNICATION and len(members) == 2
+    return members[-1] if is_one or is_link else ""
+
+
+def _eviction(verdict: Verdict, plan: Plan) -> str:
+    return f"node {_node_out(verdict, plan)} is evicted: {verdict.text}"

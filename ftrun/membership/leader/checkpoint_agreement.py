@@ -1,0 +1,115 @@
+"""Whether all members of an accepted plan start from the same state, and what follows if not.
+
+Runs in:  the agent that leads. Pure.
+Takes in: the acceptances of all members.
+Gives:    checkpoints that no node is to load from now on; or the end of the run; or nothing.
+
+Rule 1: each node loads the newest checkpoint that nobody has rejected. If the nodes have loaded
+        different ones, those that not all can have are set aside, and another ballot begins.
+        Each such ballot sets at least one aside, so they come to an end.
+Rule 2: a node that has a problem and names no new checkpoint that caused it can load none. If
+        others can, and are enough, the run continues without that node, see `blind_nodes`. The
+        same applies if it names a checkpoint that others have loaded: to set that aside gives
+        this node nothing, and takes from the others what may be their only one.
+Rule 3: the run ends when too few nodes are left by rule 2.
+"""
+
+from collections.abc import Mapping
+
+from ftrun.errors import ExitCode
+from ftrun.ids import version
+from ftrun.recovery.commands import EndRun, Note
+from ftrun.wire.cluster.generation import Plan
+from ftrun.wire.cluster.membership import Accepted
+
+
+def disagreement(plan: Plan, answers: Mapping[str, Accepted]) -> EndRun | dict[str, str] | None:
+    """Why the plan cannot be carried out: the end, or checkpoints to set aside and their reasons.
+
+    Args:
+        plan: whose members have all accepted.
+        answers: by node id.
+    """
+    accepted = {node.node_id: answers[node.node_id] for node in plan.members}
+    problems = {node_id: has.problem for node_id, has in accepted.items() if has.problem}
+    starts = {(has.restored, has.checkpoint) for has in accepted.values()}
+    if not problems and len(starts) == 1:
+        return None
+    bad = {**_not_loaded_by_all(accepted), **_rejected(accepted)}
+    known = plan.history.bad_checkpoints
+    if new := {name: reason for name, reason in bad.items() if name not in known}:
+        return new
+    if problems:
+        # Where no checkpoint is left, all nodes say the same.
+        same = set(problems.values())
+        one = f"{', '.join(sorted(problems))}: {next(iter(same))}"
+        each = "; ".join(f"{node_id}: {text}" for node_id, text in sorted(problems.items()))
+        code = next(has.code for has in accepted.values() if has.problem)
+        return EndRun(code, one if len(same) == 1 else each)
+    found = ", ".join(
+        f"{node_id} {version(*has.restored) if has.restored else 'nothing'}"
+        for node_id, has in sorted(accepted.items())
+    )
+    why = f"the nodes do not read the same checkpoint: {found}"
+    return EndRun(ExitCode.STATE_LOST, f"{why}. Give all the same --checkpoint-dir")
+
+
+def blind_nodes(
+    plan: Plan, answers: Mapping[str, Accepted], differ: EndRun | dict[str, str]
+) -> dict[str, str]:
+    """Members that cannot load what other members can, and their problems.
+
+    Args:
+        plan: whose members have all accepted.
+        answers: by node id.
+        differ: their disagreement.
+    """
+    accepted = [(node.node_id, answers[node.node_id]) for node in plan.members]
+    loaded = {has.checkpoint for _, has in accepted if not has.problem}
+    problems = {
+        node_id: has.problem
+        for node_id, has in accepted
+        if has.problem
+        and has.code == ExitCode.STATE_LOST
+        and (isinstance(differ, EndRun) or loaded & has.rejected.keys())
+    }
+    return problems if len(problems) < len(accepted) else {}
+
+
+def notes_of_blind(blind: Mapping[str, str]) -> list[Note]:
+    return [
+        Note(
+            "Unfit",
+            f"node {node_id} may not run ranks for an hour: it cannot load the checkpoint: {why}",
+            {"about": node_id},
+            say=True,
+        )
+        for node_id, why in sorted(blind.items())
+    ]
+
+
+def _rejected(accepted: Mapping[str, Accepted]) -> dict[str, str]:
+    """What a node cannot use, and each node that says so."""
+    found: dict[str, str] = {}
+    for node_id, has in sorted(accepted.items()):
+        for name, reason in has.rejected.items():
+            said = f"{node_id}: {reason}"
+            found[name] = f"{found[name]}; {said}" if name in found else said
+    return found
+
+
+def _not_loaded_by_all(accepted: Mapping[str, Accepted]) -> dict[str, str]:
+    """What only some nodes have loaded, but for the oldest; nothing if a node has loaded none."""
+    loaded: dict[str, set[str]] = {}
+    steps: dict[str, int] = {}
+    for node_id, has in accepted.items():
+        if has.problem:
+            continue
+        if not has.checkpoint or has.restored is None:
+            return {}
+        loaded.setdefault(has.checkpoint, set()).add(node_id)
+        steps[has.checkpoint] = has.restored[1]
+    newer = sorted(loaded, key=lambda name: (steps[name], name))[1:]
+    return {
+        name: f"{', '.join(sorted(set(accepted) - loaded[name]))} did not load it" for name in newer
+    }

@@ -1,0 +1,172 @@
+"""Nodes that were asked to leave: whether the run ends, or goes on without them.
+
+Runs in:  the agent that leads. Pure.
+Takes in: heartbeats of nodes that got SIGTERM, who is here, time.
+Gives:    the stop of the run, or the mark on those who leave; who may go now.
+Survives: nothing, and need not: a node goes on saying that it was asked, to whoever leads next.
+
+A scheduler asks one node to leave (its machine is drained, its pod preempted) by the same signal
+by which it asks them all to stop (a job is cancelled or deleted). Which of the two it is shows by
+who else is asked.
+
+Rule 1: where every node is asked, or too few would be left, it is the run that is to stop: at once.
+Rule 2: else it is clear after a while without another notice; the ranks train on meanwhile.
+        Notices that keep coming for long are those of a job that is deleted, node by node.
+Rule 3: both begin in the same way, with a snapshot at a common boundary. So what was taken for a
+        departure can still become a stop, and no step is lost by that.
+Rule 4: whoever leaves is let go when nothing of the run is his any more: others have his ranks,
+        and what they start from is protected among them; or when there is no more time for that.
+Rule 5: this counts for the generation it was found in. A ballot may need what a leaver holds, so
+        it is found anew after each. Protection has looked at every byte; where a node has nobody
+        to protect its state, only a step shows that its ranks have read it, and that it is whole.
+Rule 6: a leaver is let go only after the leader has had the time to change the voters. The vote of
+        the leaver may be needed for that. Without it the run can be left with half of its voters.
+"""
+
+import msgspec
+
+from ftrun.membership.ballots import electorate
+from ftrun.membership.leader.failure_detector import Peers
+from ftrun.membership.leader.reconfiguration import Enrolment
+from ftrun.recovery.commands import Note, SupervisorCommand
+from ftrun.recovery.generation_monitor import Oversight
+from ftrun.recovery.settings import ClusterSettings
+from ftrun.wire.cluster.generation import Identity, NodeCard, Plan
+from ftrun.wire.cluster.heartbeats import Beat, LeadBeat
+
+NOTICE_S = 2.0
+"""Schedulers signal all nodes of a job within less: `scancel` does so at once, Kubernetes deletes
+some twenty pods of a Job in a second."""
+
+LIMIT_S = 10.0
+_SIGTERM = 15
+
+
+class Draining:
+    """One lead's view of who was asked to leave."""
+
+    def __init__(
+        self,
+        settings: ClusterSettings,
+        peers: Peers,
+        oversight: Oversight,
+        enrolment: Enrolment,
+    ) -> None:
+        self._settings = settings
+        self._peers = peers
+        self._oversight = oversight
+        self._enrolment = enrolment
+        self._asked_s: dict[Identity, float] = {}
+        self._leaving: frozenset[Identity] = frozenset()
+        """Those of them without whom the run goes on."""
+        self._last_s = 0.0
+        self._safe_s: float | None = None
+        """Since when the run does without them."""
+        self._freed: frozenset[Identity] = frozenset()
+        self._is_stop = False
+
+    @property
+    def is_under_way(self) -> bool:
+        """Somebody leaves."""
+        return bool(self._leaving)
+
+    def reset(self) -> None:
+        """A ballot begins: nobody may go by what was found before."""
+        self._safe_s, self._freed = None, frozenset()
+
+    def note(self, card: NodeCard, beat: Beat, *, now_s: float) -> None:
+        """Keep that this agent was asked to leave; it says so in each heartbeat."""
+        if beat.leaves and card.identity not in self._asked_s:
+            self._asked_s[card.identity] = self._last_s = now_s
+            self._tell_oversight()
+
+    def look(
+        self, plan: Plan | None, unfit: set[str], *, is_settled: bool, now_s: float
+    ) -> tuple[list[Note], list[SupervisorCommand]]:
+        """Decide, once it is clear.
+
+        Args:
+            plan: the newest generation.
+            unfit: nodes that may not run ranks.
+            is_settled: its ranks run. Else a stop waits for whoever has to know of it.
+            now_s: the time.
+        """
+        here = {peer.card.identity for peer in self._peers if not peer.lost}
+        self._asked_s = {who: at_s for who, at_s in self._asked_s.items() if who in here}
+        asked = frozenset(self._asked_s)
+        self._leaving &= asked
+        notes: list[Note] = []
+        new = asked - self._leaving
+        why = self._why_to_stop(plan, here, unfit) if asked else ""
+        if not why and new and now_s - self._last_s >= NOTICE_S:
+            self._leaving = asked
+            self._safe_s = None  # a leaver votes: the roster without it comes first, rule 6
+            names = ", ".join(sorted(node_id for node_id, _ in new))
+            text = f"asked to leave: {names}; the run goes on without"
+            notes.append(Note("Leaving", text, say=True))
+        elif new and now_s - min(self._asked_s[who] for who in new) >= LIMIT_S:
+            why = why or "one node after the other is asked to stop"
+        for peer in self._peers:
+            peer.is_leaving = peer.card.identity in self._leaving
+            if peer.is_leaving:
+                self._oversight.past.leaves(peer.card, now_s=now_s)
+        self._let_go(plan, now_s, is_settled=is_settled)
+        self._is_stop = bool(why)
+        self._tell_oversight()
+        if not why or self._oversight.is_stopping:
+            return notes, []
+        if not is_settled:
+            self._oversight.stop_signal = _SIGTERM
+            return notes, []
+        return notes, self._oversight.stop(_SIGTERM, why, now_s=now_s)
+
+    def tell(self, body: LeadBeat) -> LeadBeat:
+        """The same heartbeat, with those who may go."""
+        # A node that has left may be back: its new agent was not asked.
+        here = self._freed & {peer.card.identity for peer in self._peers}
+        leave = tuple(sorted(node_id for node_id, _ in here))
+        return msgspec.structs.replace(body, leave=leave) if leave else body
+
+    def _why_to_stop(self, plan: Plan | None, here: set[Identity], unfit: set[str]) -> str:
+        """Why this is the end of the run; empty where it may go on."""
+        asked, wishes = self._asked_s.keys(), self._settings.wishes
+        if here <= asked:
+            return "every node is asked to stop"
+        names = ", ".join(sorted(node_id for node_id, _ in asked))
+        left = sum(1 for who in here - asked if who[0] not in unfit)
+        if left < wishes.min_nodes:
+            return f"asked to leave: {names}; {left} of at least {wishes.min_nodes} nodes stay"
+        voters = electorate(plan.voters) if plan is not None else frozenset()
+        deciding = len((voters & here) - asked)
+        if self._peers.me.identity in asked and 2 * deciding <= len(voters):
+            return f"asked to leave: {names}; {deciding} of {len(voters)} that decide would stay"
+        return ""
+
+    def _let_go(self, plan: Plan | None, now_s: float, *, is_settled: bool) -> None:
+        """Find out who may go: rules 4 and 5."""
+        is_safe = is_settled and self._is_safe()
+        if not is_safe or self._enrolment.wanted is not None:
+            self._safe_s = None
+        elif self._safe_s is None:
+            self._safe_s = now_s
+        # Whether fewer votes are better without those who leave is looked at twice a heartbeat.
+        has_settled = (
+            self._safe_s is not None and now_s - self._safe_s >= self._settings.heartbeat_s
+        )
+        limit_s = now_s - self._settings.let_go_s
+        free = [who for who in self._leaving if has_settled or self._asked_s[who] <= limit_s]
+        members = {node.node_id for node in plan.members} if plan is not None else set()
+        self._freed = frozenset(who for who in free if who[0] not in members)
+
+    def _is_safe(self) -> bool:
+        """What the generation that runs has started from is whole, and among its members."""
+        reports = self._oversight.reports
+        has_stepped = reports.steps_here > 0
+        if self._oversight.orders.committed is None:
+            return has_stepped and not reports.attached
+        return has_stepped or reports.are_protected()
+
+    def _tell_oversight(self) -> None:
+        asked = self._asked_s.keys()
+        self._oversight.asked_to_leave = frozenset(node_id for node_id, _ in asked)
+        self._oversight.awaits_notices = bool(asked - self._leaving) and not self._is_stop

@@ -1,0 +1,500 @@
+"""The leader: which nodes are here, which are lost, and what follows for the run.
+
+Runs in:  the agent that leads or proposes itself. Pure.
+Takes in: connections, promises, heartbeats, time.
+Gives:    messages and dials, and through `Oversight` the decisions of the supervisor.
+
+Rule 1: one ballot at a time. If a node of it is lost, the next ballot has a higher number.
+Rule 2: the loss of a node leads to a ballot first. Only a promised ballot may end the run, because
+        the others may continue without a leader that was cut off.
+Rule 3: a leader that its voters do not hear may have been replaced. It suspends all ranks before
+        that can happen, and decides nothing.
+Rule 4: if the newest committed version is missing and so are nodes that may hold it, the run waits
+        for these nodes. It never starts from the beginning without a word.
+"""
+
+from collections.abc import Collection, Mapping
+
+from ftrun.errors import ExitCode
+from ftrun.membership.ballots import Ballot, runs_ranks
+from ftrun.membership.events import WitnessSaid
+from ftrun.membership.leader.changes import Changes
+from ftrun.membership.leader.checkpoint_agreement import blind_nodes, disagreement, notes_of_blind
+from ftrun.membership.leader.doubt import Doubt
+from ftrun.membership.leader.draining import Draining
+from ftrun.membership.leader.failure_detector import Peer, Peers
+from ftrun.membership.leader.farewell import Farewell
+from ftrun.membership.leader.pausing import Pause
+from ftrun.membership.leader.planning import StateMissing, make_plan, notes_of
+from ftrun.membership.leader.proposer import Election, Stage
+from ftrun.membership.leader.rank_assignment import NotEnough
+from ftrun.membership.leader.reconfiguration import Enrolment, note_of
+from ftrun.membership.leader.screening import Screening
+from ftrun.membership.succession import place_of
+from ftrun.membership.witness_votes import Witness
+from ftrun.network.failover.road_guard import GuardedRoads
+from ftrun.recovery.commands import (
+    Command,
+    Dial,
+    EndRun,
+    KillWorkers,
+    Note,
+    Send,
+    SupervisorCommand,
+)
+from ftrun.recovery.generation_monitor import Oversight
+from ftrun.recovery.settings import ClusterSettings
+from ftrun.wire.cluster.generation import NodeCard, Plan
+from ftrun.wire.cluster.heartbeats import Beat, LeadBeat
+from ftrun.wire.cluster.membership import Accepted, LeadIs, NotPromised, Promise
+from ftrun.wire.cluster.messages import RoadWord
+
+_RESTARTED = "its agent was started again"
+_ASK_AGAIN_PLACE = 4
+"""Place in the order of proposers that sets the wait before nodes are asked again."""
+
+
+class Lead:
+    """One agent's leadership, from the moment it proposes itself."""
+
+    def __init__(
+        self,
+        me: NodeCard,
+        settings: ClusterSettings,
+        oversight: Oversight,
+        plan: Plan | None,
+        unsure: Plan | None,
+        *,
+        links: Mapping[str, int],
+        witness: Witness,
+    ) -> None:
+        # `unsure` is the newest plan that this agent has accepted: it may have taken effect.
+        # `links` has the incarnations of the agents that are connected, by node id.
+        self.me = me
+        self.settings = settings
+        self.oversight = oversight
+        self.plan = plan
+        self.unsure = unsure
+        self.known = Peers(me, settings, witness)
+        self._links = links
+        oversight.watching.slow.clocks = self.known.clocks
+        self.pause = Pause(settings.pause_limit_s)
+        self.farewell = Farewell(self.known)
+        self._election = Election(me, settings, self.known)
+        self._changes = Changes(settings)
+        self._enrolment = Enrolment(settings)
+        self.screening = Screening(settings, self.known)
+        self.roads = GuardedRoads(me.node_id, settings.network, self.known)
+        self._history_of = -1
+        """The newest generation whose lead's history this one goes on from."""
+        self._draining = Draining(settings, self.known, oversight, self._enrolment)
+        self._is_effective = False
+        """A generation of this lead has taken effect."""
+        self._doubt = Doubt(settings)
+        self._untold: dict[str, str] = {}
+        """Why members were lost of which the supervisor does not know yet."""
+        self._look_s = 0.0
+
+    @property
+    def ballot(self) -> Ballot | None:
+        return self._election.ballot
+
+    @property
+    def ending(self) -> EndRun | None:
+        return self.farewell.ending
+
+    @property
+    def is_doubtful(self) -> bool:
+        """This lead may have been replaced without knowing it."""
+        return self._doubt.is_on
+
+    @property
+    def is_settled(self) -> bool:
+        """It leads a generation that has taken effect, and wants no other."""
+        return self._is_effective and self.ballot is None and self.ending is None
+
+    # --- who is there -------------------------------------------------------------------------
+
+    def add(self, card: NodeCard, *, now_s: float, linked: bool, knows: int = -1) -> list[Command]:
+        """A node has come that knows of this generation, or an agent was started again on one."""
+        found: list[Command] = []
+        old = self.known.get(card.node_id)
+        if old is not None and old.card.incarnation != card.incarnation and not old.lost:
+            found += self._lose(old, _RESTARTED, now_s)
+        if old is None or old.card.incarnation != card.incarnation or old.lost:
+            peer = self.known.put(card, now_s=now_s, linked=linked, has_answered=False)
+            self.pause.put_off(now_s=now_s)
+            self.oversight.past.returns(card.node_id)
+            found.append(Note("NodeJoined", f"node {card.node_id} has come", {"host": card.host}))
+            found += self._election.joined(peer, now_s=now_s)
+        if self._election.is_beside(knows):
+            found += self.propose(f"node {card.node_id} knows of a run", now_s=now_s)
+        return found
+
+    def has_link(self, card: NodeCard) -> bool:
+        return self._links.get(card.node_id) == card.incarnation
+
+    def meet(self, card: NodeCard, *, now_s: float) -> list[Command]:
+        """Somebody has named this agent: a voter, or another proposer."""
+        peer = self.known.get(card.node_id)
+        is_known = peer is not None and (not peer.lost or peer.card.identity == card.identity)
+        if is_known or card.node_id == self.me.node_id:
+            return []
+        return self.add(card, now_s=now_s, linked=self.has_link(card))
+
+    def opened(self, node_id: str, incarnation: int, *, now_s: float) -> list[Command]:
+        """There is a connection. Whoever is new, or was lost, is told who leads."""
+        peer = self.known.get(node_id)
+        if peer is None:
+            return [self._lead_is(node_id)]
+        if peer.card.incarnation != incarnation:
+            lost = [] if peer.lost else self._lose(peer, _RESTARTED, now_s)
+            return [*lost, self._lead_is(node_id)]
+        self.known.opened(peer, now_s=now_s)
+        if peer.lost:
+            return self.back_again(peer, now_s=now_s)
+        told = [Send(node_id, self._heartbeat(now_s))] if self.farewell.is_told(node_id) else []
+        return [*self._election.ask(peer, now_s=now_s), *told]
+
+    def back_again(self, peer: Peer, *, now_s: float) -> list[Command]:
+        """A node that was lost is heard again: it comes in anew, beside what has gone on."""
+        return [*self.add(peer.card, now_s=now_s, linked=True), self._lead_is(peer.card.node_id)]
+
+    def _lead_is(self, node_id: str) -> Send:
+        known = self.plan.generation if self.plan is not None else -1
+        return Send(node_id, LeadIs(self.me, known, self.is_settled))
+
+    def closed(self, node_id: str, *, now_s: float) -> list[Command]:
+        peer = self.known.get(node_id)
+        if peer is None:
+            return []
+        peer.linked, peer.closed_s = False, now_s
+        if peer.lost:
+            return []
+        peer.dialled_s = now_s
+        return [Dial(peer.card.host, peer.card.port, node_id)]
+
+    def dial_failed(self, node_id: str, *, refused: bool, now_s: float) -> list[Command]:
+        peer = self.known.get(node_id)
+        if peer is None or peer.linked or not refused:
+            return []
+        peer.refused = True
+        return [] if peer.lost else self._lose(peer, "the connection is refused", now_s)
+
+    def heard(self, node_id: str, *, now_s: float) -> None:
+        peer = self.known.get(node_id)
+        if peer is not None and not peer.lost:
+            peer.heard_s = now_s
+
+    def stood_still(self, *, now_s: float) -> None:
+        self.known.stood_still(now_s=now_s)
+        self._doubt_oneself(now_s)
+
+    def _lose(self, peer: Peer, why: str, now_s: float) -> list[Command]:
+        node_id = peer.card.node_id
+        peer.lost, peer.lost_s = why, now_s
+        self.roads.lost(node_id)
+        was_member = runs_ranks(self.plan, peer.card)
+        text = f"node {node_id} is lost: {why}"
+        note = self.oversight.past.goes(peer, why, was_member=was_member, now_s=now_s)
+        found: list[Command] = [note]
+        self.oversight.note_failure(node_id, now_s=now_s, fault_s=peer.closed_s or peer.heard_s)
+        if self.ending is not None:
+            return found if not peer.refused else []  # it was told of the end, and has gone
+        if was_member:
+            self._untold[node_id] = why
+        if self.ballot is not None:
+            is_needed = self._election.is_member(node_id)
+            self._election.lost(node_id)
+            return found + (self.propose(text, now_s=now_s) if is_needed else self._check(now_s))
+        if was_member and self.oversight.is_stopping:
+            return found + self._decide(self._tell_of_losses(now_s), now_s)
+        return found + (self.propose(text, now_s=now_s) if was_member else [])
+
+    # --- a ballot -----------------------------------------------------------------------------
+
+    def succeed(self, lost: set[str], why: str, known_s: float, *, now_s: float) -> list[Command]:
+        """Take over after `lost`, with a plan known since `known_s`; or begin the first one."""
+        self._take_history(self.unsure or self.plan, now_s, known_s)
+        if self.plan is not None:
+            self.roads.know(self.plan.voters)
+            self.oversight.take_over(self.plan, since_s=known_s)
+            for node_id in sorted(lost):
+                if was_member := self.plan.member(node_id) is not None:
+                    self._untold[node_id] = why
+                if (peer := self.known.get(node_id)) is not None:
+                    self.oversight.past.goes(peer, why, was_member=was_member, now_s=now_s)
+                self.oversight.note_failure(node_id, now_s=now_s)
+        return self.propose(why, now_s=now_s)
+
+    def propose(self, why: str, *, now_s: float) -> list[Command]:
+        """Begin a ballot for the next generation."""
+        self._changes.reset()
+        self._enrolment.reset()
+        self._draining.reset()
+        plan, unsure, void = self.plan, self.unsure, self._enrolment.void
+        return self._election.begin(why, plan=plan, unsure=unsure, void=void, now_s=now_s)
+
+    def promised(self, body: Promise, *, now_s: float) -> list[Command]:
+        if not self._election.promised(body):
+            return []
+        found: list[Command] = []
+        for plan in (body.effective, body.accepted):
+            for card in plan.voters if plan is not None else []:
+                found += self.meet(card, now_s=now_s)
+        return found + self._check(now_s)
+
+    def not_promised(self, body: NotPromised, *, now_s: float) -> list[Command]:
+        self._election.not_promised(body, place_of(self.me.node_id, self.plan), now_s=now_s)
+        return []
+
+    def accepted(self, node_id: str, body: Accepted, *, now_s: float) -> list[Command]:
+        if body.roster:
+            return self._enrolled(node_id, body, now_s)
+        return self._check(now_s) if self._election.accepted(node_id, body) else []
+
+    def _enrolled(self, node_id: str, body: Accepted, now_s: float) -> list[Command]:
+        """A voter has accepted another roster of the generation that runs."""
+        peer = self.known.get(node_id)
+        if peer is None or self.plan is None or not self.is_settled:
+            return []
+        plan = self._enrolment.accepted(peer.card, body, self.plan, self.known)
+        if plan is None:
+            return []
+        self.plan, self.unsure = plan, None
+        return [note_of(plan), *self.heartbeat(now_s=now_s)]
+
+    # --- the outside witness ------------------------------------------------------------------
+
+    def ask_witness(self, *, now_s: float) -> list[Command]:
+        """Say there who leads, so that nobody else is promised anything."""
+        leads = self.is_settled or self.farewell.is_for_all
+        return self._election.keep_witness(self.plan if leads else None, now_s=now_s)
+
+    def witness_said(self, event: WitnessSaid, *, now_s: float) -> list[Command]:
+        place = place_of(self.me.node_id, self.plan)
+        named = self._election.witness_said(event, place, now_s=now_s)
+        return [one for card in named for one in self.meet(card, now_s=now_s)] + self._check(now_s)
+
+    def _check(self, now_s: float) -> list[Command]:
+        """Take the ballot as far as it goes."""
+        ballot = self.ballot
+        if ballot is None or self.ending is not None:
+            return []
+        match self._election.stage():
+            case Stage.PROMISED:
+                return self._plan_it(ballot, now_s)
+            case Stage.SHORT:
+                return self.pause.begin(ballot.shortage(), now_s=now_s)
+            case Stage.CARRIED:
+                return self._take_effect(ballot, now_s)
+            case Stage.BROKEN:
+                return self.propose(ballot.why, now_s=now_s)
+            case _:
+                return self._election.hold_up(now_s=now_s)
+
+    def _plan_it(self, ballot: Ballot, now_s: float) -> list[Command]:
+        """All who are here have promised: say what the next generation is to be."""
+        if self.oversight.stop_signal:
+            return self._end(self.oversight.stopped(), now_s)
+        known = [one for one in (ballot.newest_plan(), self.plan, self.unsure) if one is not None]
+        previous = max(known, key=lambda plan: plan.edition, default=None)
+        self._take_history(previous, now_s, now_s)
+        for command in self._tell_of_losses(now_s):
+            if isinstance(command, EndRun):
+                return self._end(command, now_s)
+        here = [promise.card for promise in ballot.promises.values()]
+        aside = self.oversight.set_aside(now_s=now_s)
+        places = self.screening.assign(here, previous, aside)
+        if isinstance(places, NotEnough):
+            return self.pause.begin(str(places), now_s=now_s)
+        if (held_up := self.roads.hold_up(here, previous, now_s=now_s)) is not None:
+            return held_up
+        places = places.along(self.roads.decide(places.members, places.spares, previous))
+        plan = make_plan(
+            ballot,
+            places,
+            previous,
+            self.settings,
+            lead=self.me.node_id,
+            history=self.oversight.history(now_s=now_s),
+            waited_s=self.pause.waited_s(now_s=now_s),
+        )
+        if isinstance(plan, StateMissing):
+            # What a node has told of its memory may have changed: SMPs go on with what they began.
+            self._election.begin_again(ballot.why, _ASK_AGAIN_PLACE, now_s=now_s)
+            return self.pause.begin(plan.why, now_s=now_s, end=plan.end)
+        if isinstance(plan, EndRun):
+            return self._end(plan, now_s)
+        self.pause.over()
+        self._history_of = plan.generation
+        return self._election.announce(plan, now_s=now_s)
+
+    def _take_effect(self, ballot: Ballot, now_s: float) -> list[Command]:
+        plan = self._election.won()
+        differ = disagreement(plan, ballot.accepted)
+        if differ is not None:
+            blind = blind_nodes(plan, ballot.accepted, differ)
+            aside = self.oversight.set_aside(now_s=now_s)
+            if blind and self.screening.can_spare(blind, ballot, self.plan, aside):
+                self.oversight.bar(blind, now_s=now_s)
+                return [*notes_of_blind(blind), *self.propose(ballot.why, now_s=now_s)]
+            if isinstance(differ, EndRun):
+                return self._end(differ, now_s)
+            self.oversight.supervisor.bad_checkpoints |= differ
+            return self.propose(ballot.why, now_s=now_s)
+        self.plan, self.unsure, self._is_effective = plan, None, True
+        self._untold.clear()
+        self.pause.over()
+        self._doubt_oneself(now_s)  # acceptances may be old where this process has stood still
+        self.oversight.begin(plan, now_s=now_s)
+        self.roads.begin()
+        notes = self.oversight.incidents.take_notes() + self.screening.compare(plan)
+        return [*notes_of(plan), *notes, *self.heartbeat(now_s=now_s)]
+
+    def _take_history(self, plan: Plan | None, now_s: float, known_s: float) -> None:
+        if plan is not None and plan.generation > self._history_of:
+            self._history_of = plan.generation
+            self.oversight.succeed(plan.history, now_s=now_s, known_s=known_s)
+
+    def _tell_of_losses(self, now_s: float) -> list[SupervisorCommand]:
+        untold, self._untold = self._untold, {}
+        return self.oversight.lost(untold, now_s=now_s)
+
+    def told(self, node_id: str, body: RoadWord, *, now_s: float) -> list[Command]:
+        found = self.roads.told(node_id, body, self.oversight.watching, now_s=now_s)
+        return found + self._check(now_s)
+
+    # --- a generation -------------------------------------------------------------------------
+
+    def beat(self, node_id: str, body: Beat, *, now_s: float) -> list[Command]:
+        """How things are on a node."""
+        peer = self.known.get(node_id)
+        if peer is None or not self.known.beat(peer, body, now_s=now_s):
+            return []
+        if body.state == "ended":
+            self.farewell.has_ended(node_id)
+        self._draining.note(peer.card, body, now_s=now_s)
+        plan = self.plan if self.is_settled else None
+        place = place_of(self.me.node_id, self.plan)
+        self._election.note_promise(peer, body.promised, plan, place, now_s=now_s)
+        if not self.is_settled or self.is_doubtful:
+            self.oversight.note(node_id, body)  # rule 3; what counts is said again
+            is_stopped = self.oversight.stop_signal and self.pause.is_on
+            return self._give_up(self.oversight.stopped(), now_s) if is_stopped else []
+        found = self._decide(self.oversight.beat(node_id, body, now_s=now_s), now_s)
+        return found + self._go_on(now_s)
+
+    def heartbeat(self, *, now_s: float) -> list[Command]:
+        """How things are, to everyone who is here."""
+        body = self._heartbeat(now_s)
+        return [Send(one, body) for one in self.known.linked if self.farewell.is_told(one)]
+
+    def _heartbeat(self, now_s: float) -> LeadBeat:
+        known = self.plan.edition if self.plan is not None else (-1, 0)
+        is_held = self.is_doubtful and self.ending is None
+        number = self.known.next_number(now_s=now_s)
+        body = self.oversight.heartbeat(known, number, is_held=is_held)
+        return self._draining.tell(self.screening.ask(body))
+
+    def passing(self, *, now_s: float) -> list[Command]:
+        """What is due."""
+        found: list[Command] = []
+        if now_s >= self._look_s:
+            self._look_s = now_s + self.settings.heartbeat_s / 2
+            found += self._look_around(now_s)
+        again_s = self._election.again_s
+        if again_s is not None and now_s >= again_s and self.ending is None:
+            found += self.propose(self._election.again_why, now_s=now_s)
+        if self.is_settled:
+            found += self._go_on(now_s)
+        end = self.pause.given_up(now_s=now_s, are_gone=self.known.are_gone)
+        if end is not None and self.ending is None:
+            return found + self._give_up(end, now_s)
+        return [*found, *self.farewell.look(now_s=now_s)]
+
+    def _look_around(self, now_s: float) -> list[Command]:
+        found: list[Command] = []
+        for peer in self.known:
+            if peer.card.node_id != self.me.node_id:
+                found += self._watch(peer, now_s)
+        found += self._drain(now_s)
+        found += self.screening.look(self.oversight.set_aside(now_s=now_s))
+        found += self._election.repeat(now_s=now_s) + self._check(now_s)
+        if self._doubt_oneself(now_s):
+            return found + self.heartbeat(now_s=now_s)
+        if self.is_settled and self._doubt.stays(now_s=now_s):
+            return found + self.propose("too few of the nodes that decide are heard", now_s=now_s)
+        return found
+
+    def _drain(self, now_s: float) -> list[Command]:
+        """Nodes were asked to leave: the run goes on without them, or is to stop."""
+        if self.is_doubtful or self.ending is not None:
+            return []
+        unfit = self.screening.barred(self.oversight.set_aside(now_s=now_s))
+        notes, stop = self._draining.look(self.plan, unfit, is_settled=self.is_settled, now_s=now_s)
+        return [*notes, *(self._decide(stop, now_s) if stop else [])]
+
+    def _doubt_oneself(self, now_s: float) -> bool:
+        """Whether this lead may have been replaced; True where that is news."""
+        return self._doubt.look(self.plan if self.ballot is None else None, self.known, now_s=now_s)
+
+    def _watch(self, peer: Peer, now_s: float) -> list[Command]:
+        silent_s = self.known.silent_s(peer, now_s=now_s)
+        found: list[Command] = []
+        if not peer.lost and silent_s >= self.settings.deadline_s:
+            peer.was_silent = True
+            found += self._lose(peer, f"silent for {silent_s:.1f} s", now_s)
+        if (not peer.lost or self.pause.is_on) and self.known.is_to_be_dialled(peer, now_s=now_s):
+            found.append(Dial(peer.card.host, peer.card.port, peer.card.node_id))
+        return found
+
+    def _go_on(self, now_s: float) -> list[Command]:
+        plan, may_follow = self.plan, self.oversight.waits_for_cause
+        # Ranks have failed, perhaps because of a node that is not heard just now.
+        is_late = plan is not None and may_follow and self.known.is_member_late(plan, now_s=now_s)
+        if self.is_doubtful or is_late:
+            return []
+        found = self._decide(self.oversight.passing(now_s=now_s), now_s)
+        if self.plan is None or not self.is_settled:
+            return found
+        aside = self.screening.barred(self.oversight.set_aside(now_s=now_s))
+        found += self.roads.look(self.plan, self.oversight.watching.slow, now_s=now_s)
+        self._changes.wish = self.roads.wish
+        why = self._changes.look(self.plan, self.known, aside, self.oversight, now_s=now_s)
+        if why := self.roads.take_urgent() or why:
+            return found + self._spread(now_s) + self.propose(why, now_s=now_s)
+        found += [*self.oversight.probes(now_s=now_s), *self.roads.take_notes()]
+        found += self._enrolment.look_beside(
+            self.plan, self.known, self.oversight, self._draining.is_under_way, now_s=now_s
+        )
+        return found + self._spread(now_s)
+
+    def _decide(self, commands: list[SupervisorCommand], now_s: float) -> list[Command]:
+        """Carry out the supervisor's commands, as far as they are the lead's to carry out."""
+        found: list[Command] = []
+        for command in self.oversight.stands_for(commands):
+            if isinstance(command, EndRun):
+                found += self._end(command, now_s)
+            else:
+                found += self.propose(command.why, now_s=now_s)
+        return found + self.oversight.incidents.take_notes() + self._spread(now_s)
+
+    def _spread(self, now_s: float) -> list[Command]:
+        """New orders go out at once."""
+        return self.heartbeat(now_s=now_s) if self.oversight.has_new_orders() else []
+
+    def _give_up(self, end: EndRun, now_s: float) -> list[Command]:
+        """End here and on the nodes that have promised this leader; a majority may go on."""
+        return self._end(end, now_s, self._election.followers | {self.me.node_id})
+
+    def _end(
+        self, end: EndRun, now_s: float, audience: Collection[str] | None = None
+    ) -> list[Command]:
+        self.farewell.begin(end, self.is_settled, audience, now_s=now_s)
+        self.pause.over()
+        self._election.ballot = None
+        self.oversight.end(end, now_s=now_s)
+        found: list[Command] = [*self.oversight.incidents.take_notes()]
+        found += [KillWorkers(end.why)] if end.exit_code != ExitCode.DONE else []
+        return [*found, *self.heartbeat(now_s=now_s), *self.farewell.look(now_s=now_s)]

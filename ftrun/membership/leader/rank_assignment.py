@@ -1,0 +1,135 @@
+"""Which node runs which ranks.
+
+Runs in:  the agent that leads. Pure.
+Takes in: the nodes that are here, and the last generation.
+Gives:    an `Assignment`, or how many nodes are missing.
+
+Rule 1: ranks are stable. A node that stays keeps its place, one that comes back gets its old
+        place if that is free, and a spare takes a lost node's.
+Rule 2: only where the number of nodes changes do places close up; their order stays.
+Rule 3: a node that is set aside, or unfit, is no member, whoever else is missing; it may still
+        vote.
+"""
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+
+from ftrun.recovery.settings import Wishes
+from ftrun.wire.cluster.generation import NodeCard, Plan
+from ftrun.wire.cluster.rails import RoadsPlan
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """Members in the order of their ranks, and who stands by."""
+
+    members: tuple[NodeCard, ...]
+    spares: tuple[NodeCard, ...]
+    roads: RoadsPlan | None = None
+    """How the ways between them are used; None: as the user's libraries do."""
+
+    @property
+    def first_ranks(self) -> list[int]:
+        found, rank = [], 0
+        for card in self.members:
+            found.append(rank)
+            rank += card.num_ranks
+        return found
+
+    def along(self, roads: RoadsPlan | None) -> "Assignment":
+        """The same in the order of a plan of roads, with the plan."""
+        if roads is None:
+            return self
+        by_id = {card.node_id: card for card in self.members}
+        return replace(self, members=tuple(by_id[one] for one in roads.order), roads=roads)
+
+
+@dataclass(frozen=True, slots=True)
+class NotEnough:
+    """Too few nodes for the smallest generation the run may have."""
+
+    here: int
+    needed: int
+    set_aside: tuple[str, ...] = ()
+    unfit: tuple[str, ...] = ()
+    """Nodes whose own check says that they cannot run ranks, each with the reason."""
+
+    def __str__(self) -> str:
+        text = f"{self.here} of at least {self.needed} nodes are here"
+        if self.set_aside:
+            text += f"; set aside after too many failures: {', '.join(self.set_aside)}"
+        if self.unfit:
+            text += f"; not fit: {'; '.join(self.unfit)}"
+        return text
+
+
+def assign(
+    here: Sequence[NodeCard],
+    previous: Plan | None,
+    wishes: Wishes,
+    aside: Collection[str] = (),
+    unfit: Mapping[str, str] = MappingProxyType({}),
+) -> Assignment | NotEnough:
+    """Give each of these nodes a place, or have it stand by.
+
+    Args:
+        here: the nodes.
+        previous: the last generation.
+        wishes: how many there are to be.
+        aside: who is set aside after too many failures.
+        unfit: who cannot run ranks, and why, by node id.
+    """
+    usable = [card for card in here if card.node_id not in aside and card.node_id not in unfit]
+    num_members = min(wishes.max_nodes, len(usable))
+    if num_members < wishes.min_nodes:
+        away = tuple(sorted(card.node_id for card in here if card.node_id in aside))
+        why = {card.node_id: unfit[card.node_id] for card in here if card.node_id in unfit}
+        words = tuple(f"{node_id} ({why[node_id]})" for node_id in sorted(why))
+        return NotEnough(len(usable), wishes.min_nodes, away, words)
+    order = _in_order(usable, previous)
+    if previous is not None and num_members == len(previous.members):
+        members = _same_places(order, previous)
+    else:
+        members = order[:num_members]
+    chosen = {card.node_id for card in members}
+    spares = [card for card in _in_order(here, previous) if card.node_id not in chosen]
+    return Assignment(tuple(members), tuple(spares))
+
+
+def first_order(cards: Sequence[NodeCard]) -> list[NodeCard]:
+    """The order of the first generation: as the user has numbered them, else the endpoint's node
+    first and the others by name, numbers in it counted as numbers.
+    """  # noqa: D205 - one sentence
+    return sorted(
+        cards,
+        key=lambda card: (
+            card.node_rank if card.node_rank >= 0 else 1 << 30,
+            not card.endpoint,
+            _natural(card.node_id),
+        ),
+    )
+
+
+def _in_order(cards: Sequence[NodeCard], previous: Plan | None) -> list[NodeCard]:
+    """Members of the last generation by place, then its spares, then whoever is new."""
+    if previous is None:
+        return first_order(cards)
+    at = {card.node_id: index for index, card in enumerate(previous.voters)}
+    known = [card for card in cards if card.node_id in at]
+    new = [card for card in cards if card.node_id not in at]
+    return sorted(known, key=lambda card: at[card.node_id]) + first_order(new)
+
+
+def _same_places(order: Sequence[NodeCard], previous: Plan) -> list[NodeCard]:
+    """As many members as before: who was one stays in its place, the others fill the gaps."""
+    by_id = {card.node_id: card for card in order}
+    member_ids = [node.node_id for node in previous.members]
+    fillers = iter([card for card in order if card.node_id not in member_ids])
+    return [by_id.get(node_id) or next(fillers) for node_id in member_ids]
+
+
+def _natural(text: str) -> tuple[tuple[int, str], ...]:
+    parts = re.split(r"(\d+)", text)
+    return tuple((int(part), "") if part.isdigit() else (-1, part) for part in parts)

@@ -1,0 +1,193 @@
+"""Who votes while a generation runs: spares that have come, in place of those that are lost.
+
+Runs in:  the agent that leads. Pure.
+Takes in: who is here beside the generation; acceptances.
+Gives:    the plan with another roster; whether it takes effect.
+Survives: nothing: the next lead finds the newest roster with whoever accepted it.
+Source:   joint majorities as in Raft's change of membership (Ongaro, Ousterhout, 2014), but with
+          one lead for the whole generation; see ballots.py, rule 4.
+
+Without it a node that comes back would have no vote until the next generation, and the loss of
+another one could leave too few of the old voters, with a warm spare standing by.
+
+Rule 1: it is done only where more nodes may be lost afterwards than before. An even number of
+        voters bears no more losses than the odd one below it, and a voter more can be missed.
+        No more stand by with a vote than were wished for, so members are not outvoted.
+Rule 2: only nodes that have stayed for a while, and are bound to nobody else, are taken in.
+Rule 3: it is wanted until it takes effect or the next ballot begins; ranks know nothing of it.
+Rule 4: the outside witness has a vote while the nodes that vote are even in number and it is
+        reached; where it has been away for a while its vote is taken out, so that two nodes are
+        not bound to it, and given back when it has stayed.
+"""
+
+from collections.abc import Collection
+
+import msgspec
+
+from ftrun.membership.ballots import carries, electorate, electorate_of
+from ftrun.membership.leader.failure_detector import Peer, Peers
+from ftrun.recovery.commands import Command, Note, Send
+from ftrun.recovery.generation_monitor import Oversight
+from ftrun.recovery.settings import ClusterSettings
+from ftrun.wire.cluster.generation import (
+    WITNESS,
+    Edition,
+    History,
+    Identity,
+    NodeCard,
+    Plan,
+    Voters,
+)
+from ftrun.wire.cluster.membership import Accepted, Announce
+
+
+class Enrolment:
+    """One lead's changes of the roster, one after the other."""
+
+    def __init__(self, settings: ClusterSettings) -> None:
+        self.wanted: Plan | None = None
+        """What was announced and has not taken effect."""
+        self._settings = settings
+        self.void: set[Edition] = set()
+        """All that were announced and did not take effect: nobody else could bring them about."""
+        self._agreed: set[Identity] = set()
+        self._look_s = 0.0
+        self._asked_s = 0.0
+
+    def reset(self) -> None:
+        """Another generation is on its way."""
+        self._give_up()
+
+    def _give_up(self) -> None:
+        if self.wanted is not None:
+            self.void.add(self.wanted.edition)
+            self.wanted = None
+
+    def look_beside(
+        self, plan: Plan, peers: Peers, oversight: Oversight, is_leaving: bool, *, now_s: float
+    ) -> list[Command]:
+        """Have spares that have come vote; not where they are about to get ranks.
+
+        Args:
+            plan: in effect.
+            peers: who is here.
+            oversight: of its ranks.
+            is_leaving: some node leaves the run.
+            now_s: the time.
+        """
+        is_full = len(plan.members) >= self._settings.wishes.max_nodes
+        if not oversight.is_steady or not (is_full or is_leaving):
+            return []
+        return self.look(plan, peers, oversight.history(now_s=now_s), now_s=now_s)
+
+    def look(self, plan: Plan, peers: Peers, history: History, *, now_s: float) -> list[Command]:
+        """Begin a change that is worth it; go on asking for the one that is wanted."""
+        if now_s < self._look_s:
+            return []
+        self._look_s = now_s + self._settings.heartbeat_s / 2
+        spares = self._standing_by(plan, peers, now_s)
+        last = self.wanted.roster if self.wanted is not None else plan.roster
+        witness = self._witness(plan, peers, len(plan.members) + len(spares), now_s)
+        changed = _with_voters(plan, spares, witness, last + 1, history)
+        voters = electorate_of(changed)
+        is_same = self.wanted is not None and electorate_of(self.wanted) == voters
+        bears_more = _bears(voters, voters) > _bears(electorate_of(plan), _alive(peers, plan))
+        is_bound = not witness and peers.witness.has_been_away(self._settings.settle_s, now_s=now_s)
+        is_other = voters != electorate_of(plan) and not is_same
+        if is_other and (bears_more or (is_bound and plan.witness)):
+            self._give_up()
+            self.wanted = changed
+            self._agreed.clear()
+            self._asked_s = -1e9
+        return self._ask(peers, now_s)
+
+    def accepted(self, card: NodeCard, body: Accepted, plan: Plan, peers: Peers) -> Plan | None:
+        """The plan that takes effect by this acceptance, if one does.
+
+        Args:
+            card: whose it is.
+            body: the acceptance.
+            plan: the one that is in effect.
+            peers: who is here. A successor is proof that an agent votes no more.
+        """
+        wanted = self.wanted
+        if wanted is None or (body.generation, body.roster) != wanted.edition:
+            return None
+        self._agreed.add(card.identity)
+        before, after = electorate_of(plan), electorate_of(wanted)
+        gone = {who for who in before if peers.has_successor(who)}
+        if not (carries(before, self._agreed, gone=gone) and carries(after, self._agreed)):
+            return None
+        self.wanted = None
+        return wanted
+
+    def _ask(self, peers: Peers, now_s: float) -> list[Command]:
+        wanted = self.wanted
+        if wanted is None or now_s - self._asked_s < 2 * self._settings.heartbeat_s:
+            return []
+        self._asked_s = now_s
+        asked = electorate(wanted.voters) | {
+            who for voters in wanted.decided_by for who in voters.who
+        }
+        return [
+            Send(peer.card.node_id, Announce(wanted))
+            for peer in peers
+            if peer.linked and peer.card.identity in asked - self._agreed
+        ]
+
+    def _witness(self, plan: Plan, peers: Peers, num_nodes: int, now_s: float) -> int:
+        """The life of the outside witness where it is to vote beside so many nodes; or 0."""
+        witness, for_s = peers.witness, self._settings.settle_s
+        if num_nodes % 2 or num_nodes < 2:
+            return 0
+        if plan.witness and plan.witness == witness.life:
+            return 0 if witness.has_been_away(for_s, now_s=now_s) else plan.witness
+        holds = witness.holds(witness.life, self._settings.cut_off_s, now_s=now_s)
+        return witness.life if holds and witness.has_been_there(for_s, now_s=now_s) else 0
+
+    def _standing_by(self, plan: Plan, peers: Peers, now_s: float) -> list[NodeCard]:
+        """Who could vote beside the members: the spares of now first."""
+        order = [card.node_id for card in plan.spares]
+        members = {node.node_id for node in plan.members}
+        beside = [peer for peer in peers if peer.card.node_id not in members]
+        here = [peer for peer in beside if self._may_vote(peer, plan, now_s)]
+        known = [peer.card for peer in here if peer.card.node_id in order]
+        new = [peer.card for peer in here if peer.card.node_id not in order]
+        known.sort(key=lambda card: order.index(card.node_id))
+        found = known + sorted(new, key=lambda card: card.node_id)
+        return found[: self._settings.wishes.spares]
+
+    def _may_vote(self, peer: Peer, plan: Plan, now_s: float) -> bool:
+        if peer.lost or peer.is_mute or peer.is_leaving or not peer.linked:
+            return False
+        has_stayed = now_s - peer.here_s >= self._settings.settle_s
+        return has_stayed and peer.promised <= plan.generation
+
+
+def _alive(peers: Peers, plan: Plan) -> set[Identity]:
+    nodes = {peer.card.identity for peer in peers if not (peer.lost or peer.is_leaving)}
+    is_there = plan.witness and plan.witness == peers.witness.life and not peers.witness.why
+    return nodes | ({(WITNESS, plan.witness)} if is_there else set())
+
+
+def _bears(voters: Collection[Identity], alive: Collection[Identity]) -> int:
+    """So many more of these voters may be lost, and the others still decide."""
+    return len(set(voters) & set(alive)) - len(voters) // 2 - 1
+
+
+def _with_voters(
+    plan: Plan, spares: list[NodeCard], witness: int, roster: int, history: History
+) -> Plan:
+    before = Voters(plan.generation, sorted(electorate_of(plan)), plan.roster)
+    return msgspec.structs.replace(
+        plan, spares=spares, witness=witness, roster=roster, decided_by=[before], history=history
+    )
+
+
+def note_of(plan: Plan) -> Note:
+    """What the journal should know of a roster that has taken effect."""
+    spares = ", ".join(card.node_id for card in plan.spares)
+    beside = f" and {WITNESS}" if plan.witness else ""
+    text = f"{len(plan.voters)} nodes{beside} decide about the next generation"
+    text += f"; standing by: {spares}" if spares else ""
+    return Note("Roster", text, {"roster": plan.roster})

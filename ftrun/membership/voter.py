@@ -1,0 +1,398 @@
+"""One agent's obedience: what it promises, what it accepts, whom it obeys.
+
+Runs in:  every agent, the lead's too. Pure.
+Takes in: the messages of a ballot, and the lead's heartbeats.
+Gives:    answers, and commands for this node's hands.
+
+Rule 1: a promise is given only when this node's workers are dead, so a generation that was
+        promised by a majority finds no majority of the last one running.
+Rule 2: whoever hears its lead promises nobody else: an agent that is cut off from the lead alone
+        must not end a healthy generation.
+Rule 3: what a lead orders counts for the generation it names, and for no other; and for nobody
+        who has promised a later one.
+Rule 4: what an agent has accepted is told apart from what it was told: only the first proves
+        what its predecessors knew.
+"""
+
+from typing import assert_never
+
+import msgspec
+
+from ftrun.ids import version
+from ftrun.membership.ballots import Vote
+from ftrun.membership.events import Adopted, Checked, PlanKept, Quiesced, RanksStuck
+from ftrun.monitor.node_fitness import Fitness, Outcome
+from ftrun.recovery.commands import (
+    Abandon,
+    Adopt,
+    AskLastSnapshot,
+    CheckAgain,
+    Checkpoint,
+    Command,
+    Commit,
+    EndRun,
+    ExamineRanks,
+    KeepPlan,
+    KillWorkers,
+    MovePeers,
+    Quiesce,
+    RunGeneration,
+    Send,
+    SetInterval,
+    SignalWorkers,
+    TakeFrom,
+)
+from ftrun.wire.cluster.generation import Edition, Identity, NodeCard, Plan, VersionPair
+from ftrun.wire.cluster.heartbeats import Beat, LeadBeat, beat
+from ftrun.wire.cluster.membership import Accepted, Announce, NotPromised, Prepare, Promise
+
+_LEFT_CODE = 128 + 15
+
+OwnNews = Quiesced | Adopted | PlanKept | Checked | RanksStuck
+"""What this node's hands have done or found."""
+
+
+class Follower:
+    """State of one agent as a voter and as a node of a generation."""
+
+    def __init__(self, me: NodeCard, kept: Plan | None, *, took_effect: bool) -> None:
+        self.me = me
+        self.vote = Vote()
+        self.plan: Plan | None = None
+        """The newest generation that is known to have taken effect."""
+        self.is_member = False
+        """This agent runs ranks of that generation."""
+        self.is_ended = False
+        self.heard, self.heard_s = 0, 0.0
+        """Number of the newest heartbeat of the lead that is followed."""
+        self._plan_s: float | None = None
+        """When the newest plan was known first, by heartbeats; None: an earlier agent knew it."""
+        self._dated: Plan | None = None
+        self._checked: Fitness | None = None
+        """Of this node's newest check; None: it makes none."""
+        self._stuck = ""
+        """Which ranks of this node do not die of SIGKILL; empty: none."""
+        self.committed: VersionPair | None = None
+        """The newest commit it has heard of."""
+        self.incidents = 0
+        """So many have been opened, by the lead's word."""
+        self._kept = kept
+        """The newest plan that an earlier agent of this node has accepted."""
+        self._quiesced: Quiesced | None = None
+        self._adopted: Adopted | None = None
+        self.agent_lost_s: float | None = None
+        """When the last agent of this node ended, where this one follows it in the same run."""
+        self._enrolled: Edition = (-1, 0)
+        """The newest roster whose acceptance was kept."""
+        self._prepare: tuple[str, Prepare] | None = None
+        self._checks_asked = 0
+        self._done = LeadBeat(generation=-1)
+        """What has been obeyed of the lead's orders, in the generation it names."""
+        if kept is not None:
+            # Nobody may be promised a number that the last life of this node may have promised.
+            self.vote.promised = kept.generation
+            if took_effect:
+                self._effective(kept)
+
+    @property
+    def generation(self) -> int:
+        return self.plan.generation if self.plan is not None else -1
+
+    @property
+    def edition(self) -> Edition:
+        return self.plan.edition if self.plan is not None else (-1, 0)
+
+    @property
+    def is_in_ballot(self) -> bool:
+        """It has promised a generation of which it does not know that it took effect."""
+        return self.vote.promised > self.generation
+
+    @property
+    def proposer_id(self) -> str:
+        """The node that this agent has promised its newest ballot to; empty: none in this life."""
+        return self.vote.proposer[0] if self.vote.proposer is not None else ""
+
+    @property
+    def fitness(self) -> Fitness | None:
+        """Of this node, as the leader is to see it."""
+        known = self._checked
+        if known is None or not self._stuck:
+            return known
+        problems = (self._stuck, *known.problems)
+        return msgspec.structs.replace(known, outcome=Outcome.FAIL, problems=problems)
+
+    @property
+    def knows(self) -> int:
+        """The newest generation that was accepted here, in this life or an earlier one."""
+        return max(
+            (plan.generation for plan in (self.vote.accepted, self._kept) if plan is not None),
+            default=-1,
+        )
+
+    @property
+    def newest_plan(self) -> Plan | None:
+        """The newest one that it knows, whether it took effect or may have."""
+        plans = [plan for plan in (self.plan, self.vote.accepted, self._kept) if plan is not None]
+        return max(plans, key=lambda plan: plan.edition, default=None)
+
+    def plan_since_s(self, *, now_s: float) -> float:
+        """Since when the newest plan is known, at least."""
+        return now_s if self._plan_s is None else self._plan_s
+
+    def begin_to_follow(self) -> None:
+        """Another lead counts its heartbeats anew."""
+        self.heard, self.heard_s = 0, 0.0
+
+    def has_happened(self, event: OwnNews) -> list[Command]:
+        """What this node's hands have done."""
+        match event:
+            case Quiesced():
+                return self.quiesced(event)
+            case Adopted():
+                return self.adopted(event)
+            case PlanKept():
+                return self.plan_kept(event)
+            case Checked():
+                self._checked = event.fitness  # the lead hears it with the next heartbeat
+                return []
+            case RanksStuck():
+                self._checked = self._checked or Fitness(Outcome.PASS)
+                self._stuck = event.reason
+                return []
+            case _:
+                assert_never(event)
+
+    def beat(self, here: Beat, number: int, *, now_s: float) -> Beat:
+        """What a node's hands say of it, with what its membership has to add."""
+        return beat(
+            here,
+            heard_s=self.heard_s,
+            sent_s=now_s,
+            number=number,
+            heard=self.heard,
+            promised=self.vote.promised,
+            fitness=self.fitness,
+        )
+
+    # --- a ballot ---------------------------------------------------------------------------
+
+    def prepare(
+        self, sender: str, body: Prepare, lead: NodeCard | None, *, hears_lead: bool
+    ) -> list[Command]:
+        """Promise, or say why not.
+
+        Args:
+            sender: the proposer's node id.
+            body: its wish.
+            lead: whom this agent follows.
+            hears_lead: the lead is there, and it is not the proposer.
+        """
+        proposer = body.card.identity
+        may = body.generation > self.generation and self.vote.may_promise(body.generation, proposer)
+        if hears_lead or not may:
+            promised = max(self.vote.promised, self.generation)
+            heard = lead if hears_lead else None
+            answer = NotPromised(body.generation, promised, heard, self.generation)
+            return [Send(sender, answer)]
+        is_new = body.generation > self.vote.promised or self._prepare is None
+        self.vote.promise(body.generation, proposer)
+        self._prepare = (sender, body)
+        if is_new:
+            self._quiesced = self._adopted = None
+            return [Quiesce(body.generation, body.why)]
+        return self._promise()
+
+    def quiesced(self, event: Quiesced) -> list[Command]:
+        if event.generation != self.vote.promised:
+            return []
+        self._quiesced = event
+        return self._promise()
+
+    def _promise(self) -> list[Command]:
+        if self._quiesced is None or self._prepare is None:
+            return []
+        sender, body = self._prepare
+        newest, plan = self.newest_plan, self.plan
+        maybe = newest is not None and newest.edition > self.edition
+        answer = Promise(
+            generation=body.generation,
+            card=self.me,
+            effective=plan if plan is not None and plan.edition > body.knows else None,
+            accepted=newest if maybe else None,
+            knows=self.knows,
+            committed=self.committed,
+            holdings=self._quiesced.holdings,
+            store_port=self._quiesced.store_port,
+            smp_port=self._quiesced.smp_port,
+            fitness=self.fitness,
+        )
+        return [Send(sender, answer)]
+
+    def announce(self, sender: str, body: Announce, proposer: Identity) -> list[Command]:
+        plan = body.plan
+        if self._adopted is not None and self._adopted.generation == plan.generation:
+            return self._accepted(sender)
+        if self.vote.accepted is not None and self.vote.accepted.generation == plan.generation:
+            return []  # it is being adopted
+        if plan.generation <= self.generation or not self.vote.accept(plan, proposer):
+            return []
+        return [Adopt(plan)]
+
+    def adopted(self, event: Adopted) -> list[Command]:
+        if event.generation != self.vote.promised or self._prepare is None:
+            return []
+        self._adopted = event
+        return self._accepted(self._prepare[0])
+
+    def _accepted(self, sender: str) -> list[Command]:
+        assert self._adopted is not None
+        event = self._adopted
+        answer = Accepted(
+            event.generation,
+            event.restored,
+            event.problem,
+            checkpoint=event.checkpoint,
+            rejected=event.rejected,
+            code=event.code,
+        )
+        return [Send(sender, answer)]
+
+    # --- a roster ---------------------------------------------------------------------------
+
+    def enrol(self, sender: str, plan: Plan, lead: Identity) -> list[Command]:
+        """The lead that is followed wants other spares to vote in the generation that runs."""
+        if self.plan is None or not plan.is_of(self.plan) or plan.edition <= self.edition:
+            return []
+        if not self.vote.enrol(plan, lead):
+            return []
+        if self._enrolled == plan.edition:
+            return [Send(sender, Accepted(plan.generation, None, roster=plan.roster))]
+        return [KeepPlan(plan, took_effect=False)]
+
+    def plan_kept(self, event: PlanKept) -> list[Command]:
+        """Whoever follows this agent on this node will know of it: it may be accepted."""
+        accepted = self.vote.accepted
+        if accepted is None or accepted.edition != event.edition or not accepted.roster:
+            return []
+        self._enrolled = accepted.edition
+        answer = Accepted(accepted.generation, None, roster=accepted.roster)
+        return [Send(accepted.lead, answer)]
+
+    def knows_of(self, body: LeadBeat) -> bool:
+        """What this heartbeat says to be in effect is in effect here, or was accepted."""
+        accepted, told = self.vote.accepted, (body.generation, body.roster)
+        return told <= self.edition or (accepted is not None and accepted.edition == told)
+
+    # --- a generation -----------------------------------------------------------------------
+
+    def obey(self, sender: str, body: LeadBeat, *, now_s: float = 0.0) -> list[Command]:
+        """Do what is new in the heartbeat of the lead that is followed."""
+        if body.number <= self.heard:
+            return []  # it is late, or came twice
+        self.heard, self.heard_s = body.number, now_s
+        if self.newest_plan is not self._dated:
+            self._dated, self._plan_s = self.newest_plan, now_s
+        self.incidents = max(self.incidents, body.incidents)
+        found = self._learn_of_effect(sender, body) + self._check_again(body)
+        if body.ended:
+            if not self.is_ended:
+                self.is_ended = True
+                is_ours = self.is_member and body.generation == self.generation
+                if is_ours and body.committed is not None:
+                    # It is what the last checkpoint is made of.
+                    found.append(Commit(version(*body.committed)))
+                found.append(EndRun(body.exit_code, body.why, body.cause, body.advice))
+            return found
+        if body.generation != self.generation:
+            return found
+        self.committed = body.committed or self.committed
+        if self.is_in_ballot:
+            return found
+        if self.me.node_id in body.leave and not self.is_member:
+            why = "this node was asked to leave; the run goes on without it"
+            return [*found, EndRun(_LEFT_CODE, why, goes_on=True)]
+        if self.is_member:
+            found += self._new_orders(body)
+        self._done = body
+        return found
+
+    def _check_again(self, body: LeadBeat) -> list[Command]:
+        """This node was set aside, and may come back if it is fit."""
+        wanted, known = body.checks.get(self.me.node_id, 0), self.fitness
+        if known is None or wanted <= max(known.number, self._checks_asked):
+            return []
+        self._checks_asked = wanted
+        return [CheckAgain(wanted)]
+
+    def _learn_of_effect(self, sender: str, body: LeadBeat) -> list[Command]:
+        accepted, told = self.vote.accepted, (body.generation, body.roster)
+        # Whoever leads in its proposer's stead wants another one.
+        if accepted is None or accepted.lead != sender or accepted.generation != body.generation:
+            return []
+        if accepted.generation > self.generation:
+            return self._took_effect(accepted)
+        return self._other_voters(accepted) if accepted.edition == told > self.edition else []
+
+    def _other_voters(self, plan: Plan) -> list[Command]:
+        self.plan = plan
+        return [KeepPlan(plan, took_effect=True)]
+
+    def _took_effect(self, plan: Plan) -> list[Command]:
+        self._effective(plan)
+        # Whoever has promised a later one meanwhile has ended its ranks, and starts none.
+        runs = self.is_member and not self.is_in_ballot
+        return [RunGeneration(plan)] if runs else []
+
+    def _effective(self, plan: Plan) -> None:
+        self.plan = plan
+        node = plan.member(self.me.node_id)
+        self.is_member = node is not None and node.card.incarnation == self.me.incarnation
+        self._done = LeadBeat(generation=plan.generation)
+
+    def _snapshot_orders(self, body: LeadBeat) -> list[Command]:
+        done = self._done
+        found: list[Command] = []
+        if body.take_from > done.take_from:
+            found.append(TakeFrom(body.take_from))
+        if body.committed is not None and body.committed != done.committed:
+            found.append(Commit(version(*body.committed)))
+        if body.checkpoint is not None and body.checkpoint != done.checkpoint:
+            found.append(Checkpoint(version(*body.checkpoint)))
+        if body.abandoned_step > done.abandoned_step:
+            found.append(Abandon(body.abandoned_step))
+        if body.every and (body.every, body.every_from_step) != (done.every, done.every_from_step):
+            found.append(SetInterval(body.every, body.every_from_step))
+        return found
+
+    def _new_orders(self, body: LeadBeat) -> list[Command]:
+        done = self._done
+        found = self._snapshot_orders(body)
+        if body.stop_after_step >= 0 and body.stop_after_step != done.stop_after_step:
+            found.append(AskLastSnapshot(body.why, body.stop_after_step))
+        if body.signal_count > done.signal_count:
+            found.append(SignalWorkers(body.signal, body.why))
+        if body.moved != done.moved:
+            found.append(MovePeers(body.moved))
+        if body.examine and not done.examine:
+            found.append(ExamineRanks())
+        if body.killed and not done.killed:
+            found.append(KillWorkers(body.why))
+        return found
+
+    def take_current(self, plan: Plan) -> list[Command]:
+        """A lead has taken us in beside a generation, or in one that we have accepted."""
+        if plan.edition <= self.edition:
+            return []
+        if self.plan is not None and plan.is_of(self.plan):
+            newest = self.newest_plan
+            if newest is None or newest.edition <= plan.edition:
+                return self._other_voters(plan)
+            self.plan = plan  # something newer was accepted, and stays what is kept
+            return []
+        if self.vote.accepted is not None and plan.is_of(self.vote.accepted):
+            return self._took_effect(plan)
+        found: list[Command] = []
+        if self.is_member:
+            found.append(KillWorkers(f"generation {plan.generation} has begun without this node"))
+        self._effective(plan)
+        return found

@@ -1,0 +1,99 @@
+"""What one agent knows of the outside witness: whether it is reached, and what it holds.
+
+Runs in:  every agent. Pure.
+Takes in: its answers, and that it gives none.
+Gives:    questions; how long it has been there or away; a line where that is news.
+Survives: the witness: training does not need it, see witness_rules.py.
+
+Rule 1: what it has confirmed counts from when it was asked, not from when it answered.
+Rule 2: it is out of reach from the first question that it does not answer.
+"""
+
+from ftrun.membership.events import WitnessSaid
+from ftrun.membership.witness import Register
+from ftrun.recovery.commands import AskWitness, Command, Note, Wish
+from ftrun.wire.cluster.generation import NodeCard, Plan
+
+_LONG_AGO_S = -1e9
+
+
+class Witness:
+    """One agent's view of it; of a run without one it is never reached."""
+
+    def __init__(self, *, is_used: bool = False) -> None:
+        self.is_used = is_used
+        self.lead: NodeCard | None = None
+        """Whose lease lives, by its newest answer."""
+        self.register: Register | None = None
+        """What it remembered then."""
+        self.why = ""
+        """It is out of reach: why; empty while it is not, or was not asked yet."""
+        self.since_s = 0.0
+        """Since when it has been reached, or been out of reach."""
+        self._is_reached = False
+        self._asked_s = self._held_s = _LONG_AGO_S
+
+    @property
+    def is_reached(self) -> bool:
+        return self._is_reached
+
+    @property
+    def life(self) -> int:
+        """Of its register; 0: none is known."""
+        return self.register.life if self.register is not None else 0
+
+    def ask(
+        self,
+        wish: Wish,
+        *,
+        generation: int = -1,
+        plan: Plan | None = None,
+        begins: bool = False,
+        now_s: float,
+    ) -> list[Command]:
+        """One question, where there is somebody to ask."""
+        return [AskWitness(wish, now_s, generation, plan, begins)] if self.is_used else []
+
+    def say_who_leads(self, plan: Plan, *, now_s: float) -> list[Command]:
+        """This agent leads this plan, which is in effect."""
+        known = self.register
+        is_told = known is not None and known.plan is not None
+        edition = known.plan.edition if known is not None and known.plan is not None else (-1, 0)
+        if is_told and edition >= plan.edition:
+            return self.ask(Wish.KEEP, generation=plan.generation, now_s=now_s)
+        return self.ask(Wish.TELL, generation=plan.generation, plan=plan, now_s=now_s)
+
+    def said(self, event: WitnessSaid, *, now_s: float) -> list[Command]:
+        """Take in an answer; a line for the operator where it went or came."""
+        if event.asked.asked_s < self._asked_s:
+            return []  # a later question was answered before
+        self._asked_s = event.asked.asked_s
+        if not event.is_reached:
+            is_news = self._is_reached or not self.why
+            self._is_reached, self.why = False, event.why
+            if not is_news:
+                return []
+            self.since_s = now_s
+            text = f"{event.why}; training goes on, and no tie is broken meanwhile"
+            return [Note("WitnessLost", text, say=True)]
+        self.register, self.lead = event.register, event.lead
+        if event.granted and event.asked.wish in (Wish.KEEP, Wish.PROMISE, Wish.TELL):
+            self._held_s = max(self._held_s, event.asked.asked_s)
+        if self._is_reached:
+            return []
+        was_away, away_s = self.why, now_s - self.since_s
+        self._is_reached, self.why, self.since_s = True, "", now_s
+        if not was_away:
+            return []
+        text = f"the witness is reached again, after {away_s:.1f} s"
+        return [Note("WitnessBack", text, say=True)]
+
+    def holds(self, life: int, limit_s: float, *, now_s: float) -> bool:
+        """It has promised nobody else anything since, and will not for as long as this."""
+        return life == self.life and now_s - self._held_s < limit_s
+
+    def has_been_there(self, for_s: float, *, now_s: float) -> bool:
+        return self._is_reached and now_s - self.since_s >= for_s
+
+    def has_been_away(self, for_s: float, *, now_s: float) -> bool:
+        return bool(self.why) and now_s - self.since_s >= for_s

@@ -1,0 +1,386 @@
+"""Who it is when a run makes no steps any more.
+
+Runs in:  the agent that leads. Pure.
+Takes in: `RankView`s of all ranks, taken at about one moment.
+Gives:    a `Verdict`, or nothing where nobody is silent for long enough.
+Source:   C4's syndromes (arXiv 2406.04594, papers read in docs/papers.md) and the design's list.
+
+Rule 1: a process that has left its code (stopped, ended, its GIL held) or stands still while
+        others wait for it is positive evidence. A process that computes is not, however long it
+        takes: it may be evaluating, or at a long last batch.
+Rule 2: what cannot be told is said to be so: several culprits, and `possible`.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from ftrun.monitor.deadlines import HangSettings
+from ftrun.monitor.evidence import COMPUTES, GroupView, RankView, function_of, short
+from ftrun.monitor.verdicts import Sure, Verdict, VerdictKind, ranks_in_words
+from ftrun.monitor.wait_graph import Mismatch, Waits, mismatches, waits_of
+
+_MANY = 3
+"""So many culprits at most are described one by one."""
+
+_A_MOMENT_S = 0.4
+"""From one look to the next: a rank may read a file with the lock held."""
+
+OWN_TIME = ("checkpoint", "compile", "data", "outside")
+"""By the stack: what may take long, and is not to be cut short on the first suspicion."""
+
+
+def find_hang(
+    views: Mapping[int, RankView],
+    node_of: Mapping[int, str],
+    settings: HangSettings,
+    *,
+    limit_s: float,
+) -> Verdict | None:
+    """Judge one look at all ranks.
+
+    Args:
+        views: by rank; also of ranks that have finished.
+        node_of: on which node each rank runs.
+        settings: of the run.
+        limit_s: a rank that is silent for less is not late.
+    """
+    late = [view for view in views.values() if is_late(view, limit_s)]
+    if not late:
+        return None
+    waits = waits_of(views)
+    if different := mismatches(views):
+        return _skipped(different[0], waits, node_of)
+    if waits.edges:
+        ends = waits.ends()
+        if ends & waits.unknown:
+            return None  # its node has not told yet
+        if not all(is_late(views[rank], limit_s) or views[rank].is_finished for rank in ends):
+            return None  # it makes steps, and will come
+        if ends:
+            return _not_entered([views[rank] for rank in sorted(ends)], waits, node_of, settings)
+        return _deadlock(waits, node_of, settings)
+    if waits.stuck:
+        return _not_left(waits, node_of)
+    alone = [view for view in late if view.rank not in waits.waiting]
+    if alone:
+        return _not_entered(alone, waits, node_of, settings)
+    return _all_receive(late, waits, node_of)
+
+
+def find_skipped(views: Mapping[int, RankView], node_of: Mapping[int, str]) -> Verdict | None:
+    """Whether ranks call different collectives under one number; also of ranks that have ended."""
+    different = mismatches(views)
+    return _skipped(different[0], waits_of(views), node_of) if different else None
+
+
+def is_late(view: RankView, limit_s: float) -> bool:
+    """Whether this rank should have made a step."""
+    return view.has_stepped and not view.is_finished and view.silent_s >= limit_s
+
+
+# --- who has not entered --------------------------------------------------------------------------
+
+
+def _not_entered(
+    culprits: Sequence[RankView],
+    waits: Waits,
+    node_of: Mapping[int, str],
+    settings: HangSettings,
+) -> Verdict:
+    ranks = tuple(view.rank for view in culprits)
+    victims = tuple(sorted(waits.waiting - set(ranks)))
+    kinds = [_kind_of(view, settings) for view in culprits]
+    kind = kinds[0][0]
+    # Nobody waits for it: it may be at something of its own.
+    acts_at_once = all(at_once for _, at_once in kinds) and bool(victims)
+    evidence, against = _of_waiting(waits, ranks), list[str]()
+    for view in culprits[:_MANY]:
+        evidence += _of_state(view, settings)
+        against += _against(view)
+    return Verdict(
+        kind=kind,
+        culprits=ranks,
+        nodes=_nodes(ranks, node_of),
+        victims=victims,
+        text=_sentence(culprits, kind, waits, node_of),
+        evidence=tuple(evidence),
+        against=tuple(against),
+        sure=Sure.CERTAIN if acts_at_once else Sure.LIKELY,
+        has_leave=any(_has_leave(view) for view in culprits),
+        acts_at_once=acts_at_once,
+        fingerprint=f"{kind.value} {function_of(culprits[0].place)}",
+    )
+
+
+def _has_leave(view: RankView) -> bool:
+    return view.has_said or view.activity in OWN_TIME
+
+
+def _kind_of(view: RankView, settings: HangSettings) -> tuple[VerdictKind, bool]:
+    """What is wrong with a rank that does not come, and whether that is positive evidence."""
+    if view.is_finished:
+        return VerdictKind.HANG_IN_COMPUTATION, True
+    if view.process in ("T", "t"):
+        return VerdictKind.FROZEN, True
+    if view.process == "D":
+        return VerdictKind.FROZEN, False
+    is_still = view.still_s >= settings.still_s
+    if view.holds_gil and view.process == "S" and view.still_s >= _A_MOMENT_S:
+        return VerdictKind.GIL_STUCK, is_still and not _has_leave(view)
+    if view.activity == "data":
+        return VerdictKind.INPUT_BOUND, "is stopped" in view.child
+    if view.spins_s >= settings.still_s and not _has_leave(view):
+        return VerdictKind.BUSY_LOOP, False
+    return VerdictKind.HANG_IN_COMPUTATION, is_still and not _has_leave(view)
+
+
+def _sentence(
+    culprits: Sequence[RankView], kind: VerdictKind, waits: Waits, node_of: Mapping[int, str]
+) -> str:
+    first = culprits[0]
+    if len(culprits) > 1:
+        who = ranks_in_words(view.rank for view in culprits)
+        does = {
+            VerdictKind.INPUT_BOUND: "wait for their data",
+            VerdictKind.FROZEN: "are frozen",
+        }.get(kind, "have stopped making progress")
+    else:
+        who = _who(first, node_of)
+        does = _does(first, kind)
+    others = sorted(waits.waiting - {view.rank for view in culprits})
+    if not others:
+        return f"{who} {does}; no other rank waits"
+    verb = "waits" if len(others) == 1 else "wait"
+    return f"{who} {does}, and {ranks_in_words(others)} {verb}{_in_what(waits)}"
+
+
+def _does(view: RankView, kind: VerdictKind) -> str:
+    at = f" at {short(view.place)}" if view.place else ""
+    if view.is_finished:
+        return "has finished"
+    match kind:
+        case VerdictKind.FROZEN if view.process == "D":
+            where = f" ({view.blocked_in})" if view.blocked_in else ""
+            return f"hangs in the kernel{where}{at}"
+        case VerdictKind.FROZEN:
+            return "is stopped (SIGSTOP)"
+        case VerdictKind.GIL_STUCK:
+            return f"holds the interpreter's lock and does nothing{at}"
+        case VerdictKind.BUSY_LOOP:
+            return f"runs in circles{at}"
+        case VerdictKind.INPUT_BOUND:
+            return f"waits for its data{at}"
+        case _ if view.cpu >= COMPUTES:
+            return f"is still computing{at}"
+        case _:
+            return f"has stopped making progress{at}"
+
+
+def _in_what(waits: Waits) -> str:
+    for view in waits.views.values():
+        for group in view.waiting:
+            return f" in {_call_of(group)}"
+    return " for it"
+
+
+def _of_waiting(waits: Waits, culprits: Sequence[int]) -> list[str]:
+    """Who waits in what, and how far the culprits have come there; each collective once."""
+    found: dict[tuple[str, int], tuple[GroupView, list[int]]] = {}
+    for rank, view in sorted(waits.views.items()):
+        for group in view.waiting:
+            found.setdefault((group.name, group.waits_seq), (group, []))[1].append(rank)
+    lines = []
+    for group, ranks in list(found.values())[:_MANY]:
+        longest_s = max(
+            one.waits_s
+            for rank in ranks
+            for one in waits.views[rank].waiting
+            if (one.name, one.waits_seq) == (group.name, group.waits_seq)
+        )
+        verb = "has" if len(ranks) == 1 else "have"
+        lines.append(
+            f"{ranks_in_words(ranks)} {verb} entered {_call_of(group)} and not left it for "
+            f"{longest_s:.1f} s"
+        )
+        for culprit in culprits[:_MANY]:
+            own = next((g for g in waits.views[culprit].groups if g.name == group.name), None)
+            if own is not None and own.entered < group.waits_seq:
+                lines.append(f"rank {culprit} has entered #{own.entered:,} of that group last")
+    return lines
+
+
+def _of_state(view: RankView, settings: HangSettings) -> list[str]:
+    who = f"rank {view.rank}"
+    if view.is_finished:
+        return [f"{who} ended with exit code 0 after step {view.step:,}"]
+    found = [f"{who} has made no step for {view.silent_s:.1f} s (step {view.step:,})"]
+    if view.process in ("T", "t"):
+        return [*found, f"{who}'s process is stopped (state {view.process})"]
+    if view.process == "D":
+        where = f" in {view.blocked_in}" if view.blocked_in else ""
+        found.append(f"{who}'s process is in an uninterruptible sleep (state D){where}")
+    if view.still_s >= settings.still_s:
+        found.append(
+            f"{who} has used no processor, read and written nothing, and not moved for "
+            f"{view.still_s:.1f} s"
+        )
+    elif view.spins_s >= settings.still_s:
+        found.append(
+            f"{who} has computed for {view.spins_s:.1f} s without leaving one function "
+            f"({view.cpu:.1f} cores)"
+        )
+    if view.holds_gil and view.process == "S":
+        found.append(f"{who}'s main thread holds the GIL and sleeps")
+    if view.child:
+        found.append(f"{who}: {view.child}")
+    if view.place:
+        found.append(f"{who} is at {short(view.place)}")
+    return found
+
+
+def _against(view: RankView) -> list[str]:
+    """What speaks for patience."""
+    if view.is_finished or view.process in ("T", "t"):
+        return []
+    found = []
+    if _has_leave(view):
+        found.append(f"rank {view.rank} is busy with {view.activity}, which may take long")
+    if view.cpu >= COMPUTES:
+        found.append(f"rank {view.rank} computes ({view.cpu:.1f} cores)")
+    elif not view.is_gil_known and view.process == "S":
+        found.append(
+            f"whether rank {view.rank} holds the interpreter's lock is not known: py-spy is "
+            "missing or may not look (ftrun check says which)"
+        )
+    return found
+
+
+# --- all have entered -------------------------------------------------------------------------
+
+
+def _not_left(waits: Waits, node_of: Mapping[int, str]) -> Verdict:
+    group, ranks = max(waits.stuck, key=lambda one: one[0].waits_s)
+    members = set(group.ranks or ranks)
+    left = sorted(members - set(ranks))
+    evidence = [
+        f"all {len(members)} ranks of {_group_name(group)} have entered {_call_of(group)}",
+        f"{ranks_in_words(ranks)} {'has' if len(ranks) == 1 else 'have'} not left it for "
+        f"{group.waits_s:.1f} s",
+    ]
+    if left:
+        evidence.append(f"{ranks_in_words(left)} {'has' if len(left) == 1 else 'have'} left it")
+    nodes = _nodes(tuple(members), node_of)
+    where = f"between nodes {', '.join(nodes)}" if len(nodes) > 1 else f"on node {nodes[0]}"
+    return Verdict(
+        kind=VerdictKind.HANG_IN_COMMUNICATION,
+        culprits=(),
+        nodes=nodes,
+        victims=tuple(sorted(waits.waiting)),
+        text=f"all ranks have entered {_call_of(group)} and {ranks_in_words(ranks)} cannot leave "
+        f"it: a connection {where} carries nothing",
+        evidence=tuple(evidence),
+        sure=Sure.LIKELY,
+        fingerprint=f"{VerdictKind.HANG_IN_COMMUNICATION.value} {' '.join(nodes)}",
+    )
+
+
+def _all_receive(late: Sequence[RankView], waits: Waits, node_of: Mapping[int, str]) -> Verdict:
+    """By their stacks all wait for a message, and the flight recorder knows of no collective."""
+    ranks = tuple(sorted(view.rank for view in late))
+    return Verdict(
+        kind=VerdictKind.HANG_IN_COMMUNICATION,
+        culprits=(),
+        nodes=_nodes(ranks, node_of),
+        victims=tuple(sorted(waits.waiting)),
+        text=f"{ranks_in_words(ranks)} wait for messages that do not come",
+        evidence=tuple(f"rank {view.rank} is at {short(view.place)}" for view in late[:_MANY]),
+        against=("a message from rank to rank is not recorded, so who owes it is not known",),
+        sure=Sure.POSSIBLE,
+        fingerprint=f"{VerdictKind.HANG_IN_COMMUNICATION.value} messages",
+    )
+
+
+# --- they do not agree ------------------------------------------------------------------------
+
+
+def _skipped(different: Mismatch, waits: Waits, node_of: Mapping[int, str]) -> Verdict:
+    sides = different.sides
+    fewest = next(iter(sides.values()))
+    is_clear = len(sides) == 2 and len(fewest) * 2 < len(different.calls)
+    if not is_clear:  # whoever has skipped one is ahead in everything else
+        ahead = max(waits.views[rank].step for rank in different.calls)
+        in_front = [rank for rank in different.calls if waits.views[rank].step == ahead]
+        is_clear = len(in_front) * 2 <= len(different.calls) and len(in_front) < len(
+            different.calls
+        )
+        fewest = in_front if is_clear else sorted(different.calls)
+    ranks = tuple(fewest)
+    evidence = [f"{ranks_in_words(side)}: {what}" for what, side in sides.items()]
+    verb = "calls" if len(ranks) == 1 else "call"
+    text = (
+        f"{ranks_in_words(ranks)} {verb} another collective than the others: #{different.seq:,} of "
+        f"{_group_name(different.group)} is {_sides(sides)}"
+    )
+    if is_clear and (frame := short(waits.views[ranks[0]].place)):
+        text += f"; rank {ranks[0]} is at {frame}"
+    return Verdict(
+        kind=VerdictKind.SKIPPED_COLLECTIVE,
+        culprits=ranks,
+        nodes=_nodes(ranks, node_of),
+        victims=tuple(sorted(set(different.calls) - set(ranks))),
+        text=text,
+        evidence=tuple(evidence),
+        against=() if is_clear else ("which of them is right cannot be told from outside",),
+        sure=Sure.CERTAIN if is_clear else Sure.POSSIBLE,
+        acts_at_once=True,
+        fingerprint=f"{VerdictKind.SKIPPED_COLLECTIVE.value} {_sides(sides)}",
+    )
+
+
+def _sides(sides: Mapping[str, Sequence[int]]) -> str:
+    return " and ".join(f"{what} on {ranks_in_words(ranks)}" for what, ranks in sides.items())
+
+
+def _deadlock(waits: Waits, node_of: Mapping[int, str], settings: HangSettings) -> Verdict:
+    ranks = tuple(sorted(waits.circle()))
+    are_still = all(waits.views[rank].still_s >= settings.still_s for rank in ranks)
+    evidence = [
+        f"rank {rank} waits in {_call_of(waits.views[rank].waiting[0])} for "
+        f"{ranks_in_words(waits.edges[rank])}"
+        for rank in ranks[: 2 * _MANY]
+    ]
+    return Verdict(
+        kind=VerdictKind.DEADLOCK,
+        culprits=ranks,
+        nodes=_nodes(ranks, node_of),
+        victims=tuple(sorted(waits.waiting - set(ranks))),
+        text=f"{ranks_in_words(ranks)} wait for one another: they call collectives of several "
+        "process groups in different orders",
+        evidence=tuple(evidence),
+        sure=Sure.CERTAIN if are_still else Sure.POSSIBLE,
+        acts_at_once=are_still,
+        fingerprint=f"{VerdictKind.DEADLOCK.value} {' '.join(str(rank) for rank in ranks)}",
+    )
+
+
+# --- words ------------------------------------------------------------------------------------
+
+
+def _call_of(group: GroupView) -> str:
+    call = group.call(group.waits_seq)
+    op = call.op if call is not None else "a collective"
+    return f"{op} #{group.waits_seq:,} of {_group_name(group)}"
+
+
+def _group_name(group: GroupView) -> str:
+    if group.desc in ("", "undefined"):
+        return f"group {group.name}"
+    return "the default group" if group.desc == "default_pg" else f"group {group.desc}"
+
+
+def _who(view: RankView, node_of: Mapping[int, str]) -> str:
+    node = node_of.get(view.rank, "")
+    return f"rank {view.rank} on {node}" if node else f"rank {view.rank}"
+
+
+def _nodes(ranks: Sequence[int], node_of: Mapping[int, str]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(node_of[rank] for rank in sorted(ranks) if rank in node_of))

@@ -1,0 +1,373 @@
+"""Which link, or which node's link, is slow: slow communication.
+
+Runs in:  the agent that leads. Pure.
+Takes in: `NodeLook`s of all nodes; what probes between agents have found.
+Gives:    a `Verdict`, the matrix for the report, and pairs that a probe should try.
+Source:   C4's delay matrix (arXiv 2406.04594): a hot cell is a link, a hot row what a node sends, a
+          hot column what it receives, both its link.
+
+A cell is judged against the quietest quarter of the others and against its own past, whichever is
+slower; with two nodes there is its past alone. What is much slower for several looks is named.
+What is somewhat slower is only suspected: a probe decides, as a rank that reads late makes its
+senders slow as well. A probe between agents does not wait for any rank.
+
+Rule 1: a cell that costs less than a twentieth of the time is left alone, however slow it is.
+Rule 2: a link that was mended gets well cell by cell, and its figures are taken over some looks;
+        what is left of a named place meanwhile is not another place.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from ftrun.monitor.slow.delay_matrix import Cell, DelayMatrix, NodeLook, Pair
+from ftrun.monitor.verdicts import Sure, Verdict, VerdictKind
+
+SUSPECT = 2.5
+"""So many times slower: a probe is asked for."""
+HOT = 8.0
+"""So many times slower: named without a probe."""
+COLD = 2.0
+"""Below it a cell speaks for its sender and its receiver; between this and hot it says nothing."""
+CONFIRMS = 2.0
+"""So many times slower than probes of other pairs is what a probe must be to agree."""
+RTT_FLOOR_S = 0.003
+"""Round trips shorter than this are the scheduler's."""
+RATE_FLOOR_S_PER_MB = 1e-5
+"""100 GB/s."""
+COST_SHARE = 0.05
+SUSTAINED = 2
+"""Of the last `LOOKS` looks."""
+LOOKS = 3
+COVER = 0.8
+"""Of the cells of a row or column that must be hot."""
+WELL_LOOKS = 16
+"""After a named place was last found whole: its cells get no other name before that."""
+PROBE_EVERY_S = 10.0
+"""For one pair, at the most."""
+PROBE_LASTS_S = 12.0
+"""One is asked for again before that; an older one may be of before the link was mended."""
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """What one agent has found by speaking with another over a connection of its own."""
+
+    sender: str
+    receiver: str
+    at_s: float
+    rtt_s: float
+    """The shortest of some."""
+    bytes_per_s: float
+    """Sent to the receiver; 0: it did not come to its end."""
+
+
+@dataclass(frozen=True, slots=True)
+class MatrixCell:
+    """One cell of the table for people."""
+
+    sender: str
+    receiver: str
+    s_per_mb: float | None
+    rtt_s: float
+    busy_share: float
+    times_slower: float
+    """Than what it is compared with; 1 where there is nothing to compare."""
+    is_hot: bool
+
+
+class Links:
+    """The links between the nodes of one generation."""
+
+    def __init__(self) -> None:
+        self.matrix = DelayMatrix()
+        self._ratios: dict[Pair, deque[float]] = {}
+        """Of the last looks."""
+        self._cells: dict[Pair, Cell] = {}
+        self._probes: dict[Pair, Probe] = {}
+        self._asked_s: dict[Pair, float] = {}
+        self._all_slow = 0
+        """Looks in a row at which all cells were slower than they have been."""
+        self._found: Verdict | None = None
+        """What the last look has found; it counts when the next one finds the same."""
+        self._verdict: Verdict | None = None
+        self._named = ""
+        """The place that was last told, for as long as Rule 2 asks for."""
+        self._named_cells: set[Pair] = set()
+        self._named_looks = 0
+        """Since it was last found whole."""
+
+    def look(
+        self, looks: Iterable[NodeLook], hosts: Mapping[str, str], *, now_s: float
+    ) -> Verdict | None:
+        """Take in one look at all nodes, and judge; see `DelayMatrix.look` for the arguments."""
+        self.matrix.look(looks, hosts)
+        cells = self.matrix.cells()
+        self._cells = {cell.pair: cell for cell in cells}
+        for cell in cells:
+            others = [one for one in cells if one.pair != cell.pair]
+            kept = self._ratios.setdefault(cell.pair, deque(maxlen=LOOKS))
+            kept.append(times_slower(cell, others) if cell.busy_share >= COST_SHARE else 1.0)
+        self._all_slow = self._all_slow + 1 if self._are_all_slower() else 0
+        self._probes = {
+            pair: one for pair, one in self._probes.items() if now_s - one.at_s <= PROBE_LASTS_S
+        }
+        hot = self._hot()
+        found = self._judge(hot)
+        if self._is_getting_well(found, hot):
+            return self._verdict
+        before, self._found = self._found, found
+        if _place(before) == _place(found) or found is None:
+            self._tell(found, hot)
+        return self._verdict
+
+    def table(self) -> list[MatrixCell]:
+        """The delay matrix, cell by cell, for the report."""
+        hot = self._hot()
+        return [
+            MatrixCell(
+                cell.sender,
+                cell.receiver,
+                cell.s_per_mb,
+                cell.rtt_s,
+                cell.busy_share,
+                self._ratios[pair][-1],
+                pair in hot,
+            )
+            for pair, cell in sorted(self._cells.items())
+        ]
+
+    # --- probes -------------------------------------------------------------------------------
+
+    def suspect_pairs(self, *, now_s: float) -> list[Pair]:
+        """Pairs to probe now, the most suspicious one first; at most one suspect and one other.
+
+        The other one is for comparison, and is of other nodes where there are any.
+        """
+        suspects = [pair for pair in self._cells if self._sustained(pair, SUSPECT)]
+        suspects.sort(key=lambda pair: -self._ratios[pair][-1])
+        wanted = [pair for pair in suspects if self._may_probe(pair, now_s)][:1]
+        for suspect in tuple(wanted):
+            quiet = [pair for pair in self._cells if not self._sustained(pair, SUSPECT)]
+            quiet.sort(key=lambda pair: len(set(pair) & set(suspect)))
+            wanted += [pair for pair in quiet if self._may_probe(pair, now_s)][:1]
+        for pair in wanted:
+            self._asked_s[pair] = now_s
+        return wanted
+
+    def probed(self, probe: Probe) -> None:
+        """A probe has ended. One that has not got as far as a round trip tells nothing."""
+        if probe.rtt_s <= 0:
+            return
+        self._probes[(probe.sender, probe.receiver)] = probe
+
+    def _may_probe(self, pair: Pair, now_s: float) -> bool:
+        return now_s - self._asked_s.get(pair, float("-inf")) >= PROBE_EVERY_S
+
+    def _agrees(self, pair: Pair) -> bool | None:
+        """Whether a probe has found this pair slow; None: nothing to tell by."""
+        mine = self._probes.get(pair)
+        quiet = (at for at in self._probes if at != pair and not self._sustained(at, SUSPECT))
+        others = [self._probes[at] for at in quiet]
+        if mine is None or not others:
+            return None
+        if mine.bytes_per_s == 0:
+            return True
+        rtt_s = max(RTT_FLOOR_S, median(one.rtt_s for one in others))
+        rate = median(one.bytes_per_s for one in others)
+        return mine.rtt_s > CONFIRMS * rtt_s or mine.bytes_per_s * CONFIRMS < rate
+
+    # --- judging ------------------------------------------------------------------------------
+
+    def _tell(self, found: Verdict | None, hot: Iterable[Pair]) -> None:
+        self._verdict = found
+        if found is not None:
+            is_same = self._named == found.fingerprint
+            self._named_cells = (self._named_cells if is_same else set()) | set(hot)
+            self._named = found.fingerprint
+
+    def _is_getting_well(self, found: Verdict | None, hot: Mapping[Pair, Cell]) -> bool:
+        """Whether what was found is only what is left of the place that was named; see Rule 2."""
+        self._named_looks = 0 if _place(found) == self._named else self._named_looks + 1
+        if self._named_looks > WELL_LOOKS:
+            self._named, self._named_cells = "", set()
+        is_other = found is not None and found.fingerprint != self._named
+        return is_other and bool(hot) and set(hot) <= self._named_cells
+
+    def _judge(self, hot: Mapping[Pair, Cell]) -> Verdict | None:
+        """Which link is slow now, if any."""
+        if hot:
+            return self._say(hot)
+        return self._say_all() if self._all_slow >= SUSTAINED else None
+
+    def _telling(self) -> set[Pair]:
+        """Pairs that are quick, and send enough for a slow link to have cost something."""
+        cells = self._cells.items()
+        busy = {pair for pair, cell in cells if cell.busy_share >= COST_SHARE}
+        return {pair for pair in busy if max(self._ratios[pair]) < COLD}
+
+    def _sustained(self, pair: Pair, factor: float) -> bool:
+        return sum(one >= factor for one in self._ratios[pair]) >= SUSTAINED
+
+    def _hot(self) -> dict[Pair, Cell]:
+        found = {}
+        for pair, cell in self._cells.items():
+            agrees = self._agrees(pair)
+            factor = SUSPECT if agrees else HOT
+            # Of a link that was mended the cells become quick one after the other.
+            if self._sustained(pair, factor) and self._ratios[pair][-1] >= COLD:
+                found[pair] = cell
+        return found
+
+    def _are_all_slower(self) -> bool:
+        """All cells against their own past: there is nobody to compare with."""
+        slower = [
+            cell.busy_share >= COST_SHARE and _against_past(cell) >= HOT
+            for cell in self._cells.values()
+        ]
+        return len({node for pair in self._cells for node in pair}) > 2 and all(slower)
+
+    # --- saying -------------------------------------------------------------------------------
+
+    def _say(self, hot: Mapping[Pair, Cell]) -> Verdict:
+        where, nodes = place_of(set(hot), self._telling() | set(hot))
+        worst = max(hot.values(), key=lambda cell: self._ratios[cell.pair][-1])
+        found = [self._agrees(pair) for pair in hot]
+        sure = Sure.CERTAIN if True in found else Sure.LIKELY
+        against: tuple[str, ...] = ()
+        ratio = self._ratios[worst.pair][-1]
+        if False in found and True not in found:
+            sure = Sure.POSSIBLE
+            against = ("a probe between the agents found this link as quick as others",)
+        elif _against_past(worst) < SUSPECT:
+            sure = Sure.LIKELY if True in found else Sure.POSSIBLE
+            against = ("it has been so since the first steps: the network may be built so",)
+        return Verdict(
+            kind=VerdictKind.SLOW_COMMUNICATION,
+            culprits=(),
+            nodes=nodes,
+            text=(
+                f"{where} is slow: {_figures(worst)}, {ratio:.0f} times as long as others"
+                + (", and as at first" if _against_past(worst) >= SUSPECT else "")
+            ),
+            evidence=tuple(self._evidence(cell) for _, cell in sorted(hot.items())),
+            against=against,
+            sure=sure,
+            fingerprint=f"slow communication {where}",
+        )
+
+    def _say_all(self) -> Verdict:
+        nodes = tuple(sorted({node for pair in self._cells for node in pair}))
+        worst = max(self._cells.values(), key=_against_past)
+        return Verdict(
+            kind=VerdictKind.SLOW_COMMUNICATION,
+            culprits=(),
+            nodes=nodes,
+            text=(
+                "the network between all nodes is slow: "
+                f"{_figures(worst)}, {_against_past(worst):.0f} times what it had at first"
+            ),
+            evidence=tuple(self._evidence(cell) for _, cell in sorted(self._cells.items())),
+            against=("all cells are slow alike: it may be a switch, or other traffic",),
+            sure=Sure.POSSIBLE,
+            fingerprint="slow communication everywhere",
+        )
+
+    def _evidence(self, cell: Cell) -> str:
+        before = _figures_of(cell.past_s_per_mb, cell.past_rtt_s or 0.0)
+        text = f"{cell.sender} to {cell.receiver}: {_figures(cell)}; at first {before}"
+        if cell.retransmits:
+            text += f"; {cell.retransmits} segments sent again"
+        probe = self._probes.get(cell.pair)
+        if probe is not None:
+            rate = f"{probe.bytes_per_s / 1e6:.1f} MB/s" if probe.bytes_per_s else "no end"
+            text += f"; a probe: {rate}, round trip {_ms(probe.rtt_s)}"
+        return text
+
+
+def times_slower(cell: Cell, others: Sequence[Cell]) -> float:
+    """How much slower a cell is than the quietest quarter of the others, and than its own past.
+
+    The lower of the two; 1 where its past is not known yet.
+    """
+    if cell.past_rtt_s is None:
+        return 1.0
+    if cell.s_per_mb is not None and cell.past_s_per_mb is not None:
+        now = [one.s_per_mb for one in others if one.s_per_mb is not None]
+        before = [one.past_s_per_mb for one in others if one.past_s_per_mb is not None]
+        usual = _usual(cell.past_s_per_mb, now, before)
+        return cell.s_per_mb / max(RATE_FLOOR_S_PER_MB, usual)
+    now = [one.rtt_s for one in others]
+    before = [one.past_rtt_s for one in others if one.past_rtt_s is not None]
+    return cell.rtt_s / max(RTT_FLOOR_S, _usual(cell.past_rtt_s, now, before))
+
+
+def _usual(past: float, now: Sequence[float], before: Sequence[float]) -> float:
+    """What a figure should be, by its own past and by that of others, now and before."""
+    if len(now) < 2:
+        return past
+    # Who has been slow from the beginning has no past that could excuse it. Of three nodes one
+    # that is slow spoils four of the six cells: the quick ones tell what is usual.
+    own = min(past, 2 * _low(before)) if before else past
+    return max(own, _low(now))
+
+
+def _low(figures: Sequence[float]) -> float:
+    """The quickest quarter's slowest."""
+    return sorted(figures)[len(figures) // 4]
+
+
+def _against_past(cell: Cell) -> float:
+    if cell.past_rtt_s is None:
+        return 1.0
+    if cell.s_per_mb is not None and cell.past_s_per_mb is not None:
+        return cell.s_per_mb / max(RATE_FLOOR_S_PER_MB, cell.past_s_per_mb)
+    return cell.rtt_s / max(RTT_FLOOR_S, cell.past_rtt_s)
+
+
+def _place(verdict: Verdict | None) -> str:
+    return "" if verdict is None else verdict.fingerprint
+
+
+def place_of(hot: set[Pair], known: set[Pair]) -> tuple[str, tuple[str, ...]]:
+    """What the hot cells have in common, in words, and the nodes it concerns.
+
+    Args:
+        hot: slow cells; at least one.
+        known: those, and the cells that are quick.
+    """
+    if len(hot) == 1:
+        sender, receiver = next(iter(hot))
+        return f"the link from node {sender} to node {receiver}", (sender, receiver)
+    if len({frozenset(pair) for pair in hot}) == 1:
+        one, other = sorted(next(iter(hot)))
+        return f"the link between nodes {one} and {other}", (one, other)
+    best: tuple[tuple[float, int], str, str] | None = None
+    for node in sorted({node for pair in hot for node in pair}):
+        row = {pair for pair in known if pair[0] == node}
+        column = {pair for pair in known if pair[1] == node}
+        what = ((row, "what node {} sends"), (column, "what node {} receives"))
+        for cells, text in (*what, (row | column, "the link of node {}")):
+            part = len(hot & cells) / len(cells) if cells else 0.0
+            if part >= COVER and len(hot & cells) >= COVER * len(hot):
+                rank = (part * len(hot & cells) / len(hot), -len(cells))
+                if best is None or rank > best[0]:
+                    best = (rank, text.format(node), node)
+    if best is not None:
+        return best[1], (best[2],)
+    nodes = tuple(sorted({node for pair in hot for node in pair}))
+    return f"the network between nodes {', '.join(nodes)}", nodes
+
+
+def _figures(cell: Cell) -> str:
+    return _figures_of(cell.s_per_mb, cell.rtt_s)
+
+
+def _figures_of(s_per_mb: float | None, rtt_s: float) -> str:
+    rate = "" if s_per_mb is None else f"{_ms(s_per_mb)} for a megabyte, "
+    return f"{rate}round trip {_ms(rtt_s)}"
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1000:.1f} ms"

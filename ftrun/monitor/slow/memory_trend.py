@@ -1,0 +1,98 @@
+"""Whether memory runs out before the run ends: a rank that grows, and a node that fills.
+
+Runs in:  the agent that leads. Pure.
+Takes in: of each node, about once a second: what each rank holds, and what is left.
+Gives:    a `Verdict` while there is time to act: what is left is used up within `SOON_S`.
+
+A training grows for its first steps and then stays; only growth that goes on for long counts.
+"""
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from statistics import median
+
+from ftrun.monitor.slow.samples import NodeSample
+from ftrun.monitor.verdicts import Sure, Verdict, VerdictKind
+
+SOON_S = 600.0
+WATCHED_S = 60.0
+"""So long must it have grown, and grown in each half."""
+
+LEAST_BYTES = 256 << 20
+"""Less growth than this in all is nothing."""
+
+EVERY_S = 5.0
+
+
+@dataclass
+class _Track:
+    points: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=64))
+
+    def add(self, at_s: float, value: int) -> None:
+        if not self.points or at_s - self.points[-1][0] >= EVERY_S:
+            self.points.append((at_s, value))
+
+    def rate(self) -> float:
+        """Bytes per second, where it has grown in both halves of the time; else 0."""
+        if len(self.points) < 4 or self.points[-1][0] - self.points[0][0] < WATCHED_S:
+            return 0.0
+        (begun_s, first), (end_s, last) = self.points[0], self.points[-1]
+        middle = self.points[len(self.points) // 2]
+        if last - first < LEAST_BYTES or not first < middle[1] < last:
+            return 0.0
+        steps = [
+            (b[1] - a[1]) / (b[0] - a[0])
+            for a, b in zip(self.points, list(self.points)[1:], strict=False)
+        ]
+        # The median: one large allocation is no trend.
+        return min((last - first) / (end_s - begun_s), max(0.0, median(steps)))
+
+
+class MemoryTrend:
+    """Over one generation."""
+
+    def __init__(self) -> None:
+        self._ranks: dict[int, _Track] = {}
+        self._told: set[str] = set()
+
+    def look(self, samples: Iterable[tuple[str, NodeSample]]) -> Verdict | None:
+        """Take in the newest sample of each node; something only once for each."""
+        found: Verdict | None = None
+        for node, sample in samples:
+            for rank in sample.ranks:
+                track = self._ranks.setdefault(rank.rank, _Track())
+                track.add(sample.at_s, rank.resident_bytes)
+            if node in self._told or not sample.available_bytes:
+                continue
+            rates = {one.rank: self._ranks[one.rank].rate() for one in sample.ranks}
+            total = sum(rates.values())
+            if total > 0 and sample.available_bytes / total < SOON_S:
+                self._told.add(node)
+                found = _verdict(node, sample, rates)
+        return found
+
+
+def _verdict(node: str, sample: NodeSample, rates: dict[int, float]) -> Verdict:
+    rank = max(rates, key=lambda one: rates[one])
+    held = next(one.resident_bytes for one in sample.ranks if one.rank == rank)
+    left_s = sample.available_bytes / sum(rates.values())
+    return Verdict(
+        kind=VerdictKind.MEMORY_CREEPING,
+        culprits=(rank,),
+        nodes=(node,),
+        text=f"rank {rank} on {node} grows by {_mb(rates[rank] * 60)} MB a minute; memory is used "
+        f"up in about {max(1, round(left_s / 60))} min",
+        evidence=(
+            f"rank {rank} holds {_mb(held)} MB",
+            f"{_mb(sample.available_bytes)} MB are left on {node}",
+            *(f"rank {one}: {_mb(rate * 60)} MB a minute" for one, rate in rates.items() if rate),
+        ),
+        against=("growth may stop by itself, as a cache that fills does",),
+        sure=Sure.LIKELY,
+        fingerprint=f"memory {node}",
+    )
+
+
+def _mb(num_bytes: float) -> str:
+    return f"{num_bytes / 1e6:,.0f}"

@@ -1,0 +1,156 @@
+"""Whose fault dead and slow roads are: the fewest places that explain them.
+
+Runs in:  the agent that leads. Pure.
+Takes in: the roads of one rail, and which of them are bad.
+Gives:    `Place`s: the whole rail, what one node sends or receives over it, or one road.
+
+As in C4's delay matrix (arXiv 2406.04594) a row is what a node sends, a column what it receives.
+A row or a column is to blame when nearly all of it is bad. The one that explains most is named
+first, and the others are looked at again without its roads: of two nodes that only ever spoke
+with a slow one, none is called slow for it.
+"""
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from heapq import heapify, heappop, heapreplace
+from statistics import median
+
+from ftrun.network.detect.localization import is_inside
+from ftrun.network.detect.probe_schedule import Road
+
+COVER = 0.8
+"""Of a row or column must be dead for it to be dead."""
+SLOW = 0.5
+"""A pace below it is slow."""
+SLOW_BETWEEN = 0.125
+"""Likewise of a single road between leaves: how many probes share an uplink in a round is not
+known, so the paces of such roads differ by themselves."""
+SLOW_RAIL = 1 / 3
+"""Of another rail's rate: a rail below it is slow as a whole. On a shared processor short probes
+of two rails that are alike differ by 2 to 3 times."""
+QUICK = 0.8
+"""A place with a road of this pace is not slow."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Place:
+    """Where a fault lies on one rail."""
+
+    node: str = ""
+    """Whose interface; empty: it is the whole rail's, or one road's."""
+    direction: str = ""
+    """`out` or `in` where only what the node sends, or receives, is bad."""
+    road: Road | None = None
+
+
+Side = tuple[str, str]
+"""A node, and `out` or `in`."""
+
+
+def sides_of(road: Road) -> tuple[Side, Side]:
+    """The row and the column that a road lies in."""
+    return (road.source, "out"), (road.destination, "in")
+
+
+def by_side(roads: Iterable[Road]) -> dict[Side, list[Road]]:
+    """Rows and columns."""
+    found: dict[Side, list[Road]] = {}
+    for road in roads:
+        for side in sides_of(road):
+            found.setdefault(side, []).append(road)
+    return found
+
+
+def blame_dead(roads: Collection[Road], dead: Collection[Road]) -> list[Place]:
+    """Places that explain the dead roads of one rail.
+
+    Args:
+        roads: all that were probed on it, in order.
+        dead: of those.
+    """
+    dead = set(dead)
+    if len(dead) == len(roads) > 1:
+        return [Place()]
+    known = by_side(roads)
+    sides = {side: set(of) & dead for side, of in by_side(dead).items()}
+    likely = {
+        side: of
+        for side, of in sides.items()
+        if len(of) > 1 and len(of) >= COVER * len(known[side])
+    }
+    blamed: list[Side] = []
+    left = set(dead)
+
+    def weight(side: Side) -> int:
+        # What is dead both ways is one interface's, and is named before what it does to others.
+        return sum(len(likely[one] & left) for one in (side, _other(side)) if one in likely)
+
+    # The heaviest first. Weights only fall: one that is looked at again and stays is the heaviest.
+    heap = [(-weight(side), place, side) for place, side in enumerate(sorted(likely)[::-1])]
+    heapify(heap)
+    while heap:
+        before, place, side = heap[0]
+        if side not in likely:
+            heappop(heap)
+            continue
+        if weight(side) < -before:
+            heapreplace(heap, (-weight(side), place, side))
+            continue
+        for one in (side, _other(side)):
+            explained = likely.pop(one, set())
+            if len(explained & left) > 1:
+                blamed.append(one)
+                left -= explained
+    return [*_as_places(blamed), *(Place(road=road) for road in sorted(left))]
+
+
+def blame_slow(paces: Mapping[Road, float], leaves: Mapping[str, str]) -> list[Place]:
+    """Places that explain the slow roads of one rail; see `RoadRates` for paces."""
+    known = by_side(paces)
+    blamed: list[Side] = []
+    nodes: set[str] = set()
+    gone: set[Road] = set()
+    likely = {side for side, of in known.items() if _is_slow(of, paces, leaves)}
+    whole = {
+        node: median(paces[road] for way in ("out", "in") for road in known.get((node, way), ()))
+        for node, _ in likely
+    }
+    for side in sorted(likely, key=lambda side: (whole[side[0]], side)):
+        # What both rows and columns of slow nodes share is explained by one of them already.
+        of = [road for road in known[side] if road not in gone or side[0] in nodes]
+        if _is_slow(of, paces, leaves):
+            blamed.append(side)
+            nodes.add(side[0])
+            gone.update(known[side])
+    left = [
+        Place(road=road)
+        for road, pace in sorted(paces.items())
+        if road not in gone and is_slow(road, pace, leaves)
+    ]
+    return [*_as_places(blamed), *left]
+
+
+def is_slow(road: Road, pace: float, leaves: Mapping[str, str]) -> bool:
+    """A single road, by its pace."""
+    return pace < (SLOW if is_inside(road, leaves) else SLOW_BETWEEN)
+
+
+def _is_slow(
+    roads: Collection[Road], paces: Mapping[Road, float], leaves: Mapping[str, str]
+) -> bool:
+    """A row or column: by roads inside the leaf, where a narrow uplink hides nothing."""
+    inside = [paces[road] for road in roads if is_inside(road, leaves)]
+    telling = inside if len(inside) > 1 else [paces[road] for road in roads]
+    return len(telling) > 1 and median(telling) < SLOW and max(telling) < QUICK
+
+
+def _other(side: Side) -> Side:
+    return side[0], "in" if side[1] == "out" else "out"
+
+
+def _as_places(sides: Collection[Side]) -> list[Place]:
+    """What is bad both ways is one place."""
+    found: dict[Place, None] = {}
+    for node, way in sides:
+        found[Place(node, "" if _other((node, way)) in sides else way)] = None
+    return list(found)

@@ -1,0 +1,418 @@
+"""What is wrong with which way between nodes, and where the fault lies.
+
+Runs in:  the agent that leads. Pure.
+Takes in: the rails of each node; what probes have found; the leaf switches, where they are known.
+Gives:    `Findings`: rates and round trips, and what is dead, slow or mismatched, each with the
+          place that is to blame: one road, one node's interface, or a whole rail.
+
+Rule 1: a road is slow beside what is usual for its own kind (see `road_rates`): a narrow uplink
+        is no node's fault.
+Rule 2: a place is named once, for all the roads that it explains (see `culprits`).
+Rule 3: what a driver says of an interface's speed is a finding by itself; where the rates say the
+        same, they are told with it.
+Rule 4: a long round trip is told as that, in milliseconds, and changes no rate and no choice. What
+        is slow by its rate is not told again for its round trips.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from statistics import median
+
+from ftrun.network.detect.culprits import (
+    SLOW_RAIL,
+    Place,
+    Side,
+    blame_dead,
+    blame_slow,
+    by_side,
+    is_slow,
+)
+from ftrun.network.detect.localization import RoadRates, is_inside, rate_roads
+from ftrun.network.detect.probe_schedule import Road
+from ftrun.network.detect.rails import RunRails, match_rails
+from ftrun.wire.cluster.rails import Rail, RoadFound
+
+MANY = 0.1
+"""Of a rail's roads: so many slow ones, without a place that explains them, are told as one."""
+NOMINAL_MBIT = (10, 100, 1_000, 2_500, 5_000, 10_000, 25_000, 40_000, 50_000, 100_000, 200_000)
+"""What links are made for."""
+PAYLOAD = (0.7, 1.0)
+"""Of that, what a transfer has; 0.96 over TCP in frames of 1,500 bytes."""
+
+
+class FindingKind(Enum):
+    """What can be wrong."""
+
+    DEAD = "dead"
+    SLOW = "slow"
+    SPEED = "speed"
+    """By the driver's word an interface is slower than others on its rail."""
+    DUPLEX = "duplex"
+    UPLINK = "uplink"
+    """Roads that no interface explains: something between switches is narrow."""
+
+
+_WORST_FIRST = list(FindingKind)
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that is wrong, and where."""
+
+    kind: FindingKind
+    rail: str
+    nodes: tuple[str, ...]
+    """None: the whole rail (of an uplink: none to blame); one: this node's interface; two: the
+    road from the first to the second."""
+    culprit: str
+    """The same in words."""
+    sentence: str
+    direction: str = ""
+    """Of one node's interface: `out` or `in` where only what it sends or receives is bad."""
+    pace: float = 0.0
+    """Of what is slow: its rate by the usual one. Of what is late: likewise of round trips."""
+    is_late: bool = False
+    """It is slow by its round trips alone: they say nothing of what it carries."""
+
+
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """All that probes tell."""
+
+    rails: RunRails = field(default_factory=dict)
+    rates: Mapping[Road, float] = field(default_factory=dict)
+    """Bytes per second."""
+    rtts: Mapping[Road, float] = field(default_factory=dict)
+    """Seconds."""
+    dead: frozenset[Road] = frozenset()
+    paces: Mapping[Road, float] = field(default_factory=dict)
+    """Rate of each road by the usual one of its kind; of roads that are not dead."""
+    late: frozenset[Road] = frozenset()
+    """Whose round trips are long; roads that are slow by their rate may be among them."""
+    usual: Mapping[str, float] = field(default_factory=dict)
+    """Usual rate inside a leaf, by rail; of all roads where no leaf is known."""
+    usual_between: Mapping[str, float] = field(default_factory=dict)
+    """Likewise between leaves; only where leaves are known."""
+    found: tuple[Finding, ...] = ()
+    """The worst kind first."""
+
+    def of_rail(self, rail: str) -> list[Finding]:
+        return [one for one in self.found if one.rail == rail]
+
+
+def judge(
+    rails: Mapping[str, Sequence[Rail]],
+    found: Iterable[RoadFound],
+    leaves: Mapping[str, str] | None = None,
+) -> Findings:
+    """What is wrong, from one survey.
+
+    Args:
+        rails: of each node.
+        found: by the probes; of a road that was probed twice the last one counts.
+        leaves: leaf switch by node id; None or empty: roads are not told apart by them.
+    """
+    matched = match_rails(rails)
+    roads = rate_roads(found, leaves or {})
+    one_by_one: list[Finding] = []
+    for rail, on in matched.items():
+        by_word = list(_by_driver(rail, on))
+        one_by_one += _Rail(rail, roads, leaves or {}).findings(by_word)
+    one_by_one += _slow_rails(roads)
+    one_by_one.sort(key=lambda one: (_WORST_FIRST.index(one.kind), len(one.nodes)))
+    return Findings(
+        rails=matched,
+        rates=roads.rates,
+        rtts=roads.rtts,
+        dead=frozenset(roads.dead),
+        paces=roads.paces,
+        late=frozenset(
+            road for road, pace in roads.rtt_paces.items() if is_slow(road, pace, leaves or {})
+        ),
+        usual=roads.usual,
+        usual_between=roads.usual_between,
+        found=tuple(one_by_one),
+    )
+
+
+def rate_words(bytes_per_s: float) -> str:
+    """A rate for people: `118 MB/s`."""
+    mb = bytes_per_s / 1e6
+    return f"{mb:,.0f} MB/s" if mb >= 10 else f"{mb:.2g} MB/s"
+
+
+def trip_words(rtt_s: float) -> str:
+    """A round trip for people: `15 ms`."""
+    ms = 1000 * rtt_s
+    return f"{ms:,.0f} ms" if ms >= 10 else f"{ms:.2g} ms"
+
+
+# --- by the drivers' word -------------------------------------------------------------------------
+
+
+def _by_driver(rail: str, on: Mapping[str, Rail]) -> Iterator[Finding]:
+    speeds = Counter(one.speed_mbit for one in on.values() if one.speed_mbit > 0)
+    usual = max(speeds, key=lambda speed: (speeds[speed], speed), default=0)
+    for node, one in on.items():
+        name = interface_words(node, one, rail)
+        if 0 < one.speed_mbit < usual:
+            yield Finding(
+                FindingKind.SPEED,
+                rail,
+                (node,),
+                name,
+                f"{name} runs at {one.speed_mbit:,} Mbit/s, by its driver, and "
+                f"{speeds[usual]} of {len(on)} interfaces on {rail} at {usual:,} Mbit/s.",
+                pace=one.speed_mbit / usual,
+            )
+        if one.duplex == "half":
+            others = sum(other.duplex == "full" for other in on.values())
+            yield Finding(
+                FindingKind.DUPLEX,
+                rail,
+                (node,),
+                name,
+                f"{name} is half duplex, by its driver: it cannot send and receive at once. "
+                f"{others} of {len(on)} interfaces on {rail} are full duplex.",
+            )
+
+
+def interface_words(node: str, one: Rail, rail: str) -> str:
+    """`eth0 of n3`, with what the run calls it where that is another name."""
+    return f"{one.name} of {node}" + (f" ({rail} of the run)" if one.name != rail else "")
+
+
+# --- by the probes --------------------------------------------------------------------------------
+
+
+class _Rail:
+    """What probes tell of one rail."""
+
+    def __init__(self, rail: str, roads: RoadRates, leaves: Mapping[str, str]) -> None:
+        self._rail = rail
+        self._roads = roads
+        self._leaves = leaves
+        self._dead = [road for road in roads.dead if road.rail == rail]
+        self._paces = {road: pace for road, pace in roads.paces.items() if road.rail == rail}
+        self._known = sorted({*self._dead, *self._paces})
+        self._known_by_side = by_side(self._known)
+        self._paced_by_side = by_side(self._paces)
+
+    def findings(self, by_driver: Sequence[Finding]) -> list[Finding]:
+        """All of this rail, with those that come from drivers."""
+        found = [self._say_dead(place) for place in blame_dead(self._known, self._dead)]
+        slow = blame_slow(self._paces, self._leaves)
+        alone = [place.road for place in slow if place.road is not None]
+        if len(alone) > max(2, MANY * len(self._paces)):
+            found.append(self._say_many(alone))
+        else:
+            found += [self._say_road(road) for road in alone]
+        left = {(one.kind, one.nodes): one for one in by_driver}
+        for place in slow:
+            if place.node:
+                one = self._say_slow(place, left.pop((FindingKind.SPEED, (place.node,)), None))
+                found.append(one)
+        found += self._late(slow)
+        return [*found, *left.values()]
+
+    def _late(self, slow: Sequence[Place]) -> Iterator[Finding]:
+        """What has long round trips, where no low rate explains it."""
+        told = {place.road for place in slow}
+        for place in slow:
+            told.update(_of_place(place, self._paced_by_side) if place.node else ())
+        paces = {
+            road: pace
+            for road, pace in self._roads.rtt_paces.items()
+            if road.rail == self._rail and road not in told
+        }
+        late = blame_slow(paces, self._leaves)
+        alone = [place.road for place in late if place.road is not None]
+        if len(alone) > max(2, MANY * len(paces)):
+            yield self._say_late(Place(), alone, paces)
+            late = [place for place in late if place.node]
+        late_by_side = by_side(paces)
+        for place in late:
+            roads = [place.road] if place.road is not None else _of_place(place, late_by_side)
+            yield self._say_late(place, roads, paces)
+
+    def _say_late(
+        self, place: Place, roads: Sequence[Road], paces: Mapping[Road, float]
+    ) -> Finding:
+        """Of one road, of a node's interface, or of many roads that no interface explains."""
+        rail, node = self._rail, place.node
+        mine = median(self._roads.rtts[road] for road in roads)
+        usual = median(self._roads.usual_rtts[road] for road in roads)
+        nodes: tuple[str, ...] = (node,) if node else ()
+        culprit = f"{rail} of {node}" if node else f"what lies between nodes on {rail}"
+        way = {"": "between {} and others", "out": "from {}", "in": "to {}"}[place.direction]
+        takes = (
+            f"A round trip {way.format(node)} over {rail} takes {trip_words(mine)} in the median"
+        )
+        if place.road is not None:
+            nodes = (place.road.source, place.road.destination)
+            culprit = f"the road from {nodes[0]} to {nodes[1]} over {rail}"
+            takes = (
+                f"A round trip from {nodes[0]} to {nodes[1]} over {rail} takes {trip_words(mine)}"
+            )
+        elif not node:
+            takes = (
+                f"{len(roads)} of {len(paces)} roads over {rail} have long round trips, and no "
+                f"interface explains them: one takes {trip_words(mine)} in the median"
+            )
+        return Finding(
+            FindingKind.SLOW if nodes else FindingKind.UPLINK,
+            rail,
+            nodes,
+            culprit,
+            f"{takes}, where {trip_words(usual)} is usual{self._where(roads)}.",
+            place.direction,
+            median(paces[road] for road in roads),
+            is_late=True,
+        )
+
+    def _say_dead(self, place: Place) -> Finding:
+        rail = self._rail
+        if place.road is not None:
+            one, other = place.road.source, place.road.destination
+            why = self._roads.dead[place.road].rstrip(".")
+            return Finding(
+                FindingKind.DEAD,
+                rail,
+                (one, other),
+                f"the road from {one} to {other} over {rail}",
+                f"{one} does not reach {other} over {rail}: {why}.",
+            )
+        if not place.node:
+            return Finding(
+                FindingKind.DEAD,
+                rail,
+                (),
+                f"rail {rail}",
+                f"Rail {rail} is dead: none of {len(self._dead)} roads was passed.",
+            )
+        roads = _of_place(place, self._known_by_side)
+        dead = sum(road in self._roads.dead for road in roads)
+        verb = {"": "neither reaches others nor is reached", "out": "reaches nobody"}
+        what = verb.get(place.direction, "is reached by nobody")
+        if dead < len(roads):
+            what = what.replace("nobody", "hardly anybody").replace("neither", "hardly")
+            what = what.replace("nor", "or")
+        return Finding(
+            FindingKind.DEAD,
+            rail,
+            (place.node,),
+            f"{rail} of {place.node}",
+            f"{place.node} {what} over {rail}: {dead} of {len(roads)} roads are dead.",
+            place.direction,
+        )
+
+    def _say_slow(self, place: Place, by_driver: Finding | None) -> Finding:
+        roads = _of_place(place, self._paced_by_side)
+        inside = [road for road in roads if is_inside(road, self._leaves)]
+        telling = inside if len(inside) > 1 else roads
+        mine = median(self._roads.rates.get(road, 0.0) for road in telling)
+        others = median(self._usual_of(road) for road in telling)
+        pace = median(self._paces[road] for road in telling)
+        what = {"": "sends and receives", "out": "sends", "in": "receives"}[place.direction]
+        text = (
+            f"{place.node} {what} {rate_words(mine) if mine else 'nothing'} over {self._rail} in "
+            f"the median{self._usual_words(others, telling)}"
+        )
+        if (nominal := _nominal(mine, others)) and by_driver is None:
+            text += f": as a link of {nominal:,} Mbit/s would"
+        if not self._leaves:
+            text += "; no leaf switch is known, so the cause may lie before its interface"
+        return Finding(
+            FindingKind.SLOW if by_driver is None else FindingKind.SPEED,
+            self._rail,
+            (place.node,),
+            f"{self._rail} of {place.node}",
+            f"{text}." if by_driver is None else f"{by_driver.sentence} Probes agree: {text}.",
+            place.direction,
+            pace,
+        )
+
+    def _say_road(self, road: Road) -> Finding:
+        rate = self._roads.rates.get(road, 0.0)
+        usual = self._usual_of(road)
+        words = f"has {rate_words(rate)}" if rate else "ended no transfer"
+        text = (
+            f"The road from {road.source} to {road.destination} over {self._rail} {words}"
+            f"{self._usual_words(usual, [road])}"
+        )
+        return Finding(
+            FindingKind.SLOW,
+            self._rail,
+            (road.source, road.destination),
+            f"the road from {road.source} to {road.destination} over {self._rail}",
+            f"{text}.",
+            pace=self._paces[road],
+        )
+
+    def _say_many(self, roads: Sequence[Road]) -> Finding:
+        worst = min(roads, key=lambda road: self._paces[road])
+        rates = [self._roads.rates.get(road, 0.0) for road in (*roads, worst)]
+        return Finding(
+            FindingKind.UPLINK,
+            self._rail,
+            (),
+            f"what lies between nodes on {self._rail}",
+            f"{len(roads)} of {len(self._paces)} roads over {self._rail} are slow, with "
+            f"{rate_words(median(rates[:-1]))} in the median, and no interface explains them: a "
+            f"narrow uplink between switches would. The slowest is {worst.source} to "
+            f"{worst.destination}, with {rate_words(rates[-1])}.",
+            pace=median(self._paces[road] for road in roads),
+        )
+
+    def _usual_of(self, road: Road) -> float:
+        """As the road's pace has it; of one without a rate, that of its kind; 0: not known."""
+        of_kind = self._roads.usual_of(road, self._leaves)
+        return self._roads.usual_rates.get(road, of_kind)
+
+    def _usual_words(self, usual: float, roads: Sequence[Road]) -> str:
+        """Nothing where no road of the kind has a rate."""
+        return f", where {rate_words(usual)} is usual{self._where(roads)}" if usual else ""
+
+    def _where(self, roads: Sequence[Road]) -> str:
+        if not self._leaves:
+            return ""
+        inside = all(is_inside(road, self._leaves) for road in roads)
+        return " inside a leaf" if inside else " between leaves"
+
+
+def _of_place(place: Place, roads: Mapping[Side, Sequence[Road]]) -> list[Road]:
+    """The roads of a node's interface, in the directions that the place has."""
+    ways = ("out", "in") if not place.direction else (place.direction,)
+    return [road for way in ways for road in roads.get((place.node, way), ())]
+
+
+def _nominal(mine: float, others: float) -> int:
+    """The speed of a link that would give this rate, and not the others'; 0: none."""
+    low, high = PAYLOAD
+    mbit = mine * 8 / 1e6
+    fits = [one for one in NOMINAL_MBIT if low * one <= mbit <= high * one]
+    return fits[0] if fits and others * 8 / 1e6 > fits[0] else 0
+
+
+def _slow_rails(roads: RoadRates) -> Iterator[Finding]:
+    """Rails that are slow as a whole beside the best one: by what is usual, and on most roads."""
+    by_rail: dict[str, dict[tuple[str, str], float]] = {}
+    for road, rate in roads.rates.items():
+        by_rail.setdefault(road.rail, {})[road.source, road.destination] = rate
+    best = max(roads.usual, key=lambda rail: roads.usual[rail], default="")
+    for rail, rate in roads.usual.items():
+        pace = rate / roads.usual[best]
+        ends = by_rail[rail].keys() & by_rail[best].keys()
+        both = [by_rail[rail][one] / by_rail[best][one] for one in ends] or [pace]
+        if pace < SLOW_RAIL and median(both) < SLOW_RAIL:
+            yield Finding(
+                FindingKind.SLOW,
+                rail,
+                (),
+                f"rail {rail}",
+                f"Rail {rail} is slow: {rate_words(rate)} is usual on it, and "
+                f"{rate_words(roads.usual[best])} on {best}.",
+                pace=pace,
+            )

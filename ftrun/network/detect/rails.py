@@ -1,0 +1,107 @@
+"""Which interfaces of different nodes are one rail of the run.
+
+Runs in:  every agent. Pure; the same answer for the same cards, whoever computes it.
+Takes in: the `Rail`s of each node.
+Gives:    `RunRails`: each rail of the run by name, with the interface that each node has on it.
+
+Rule 1: interfaces in one network (address and prefix) are one rail, whatever they are called; it
+        has the name that most nodes have for it. A node with two in one network keeps them apart
+        by their names.
+Rule 2: where networks do not tell, as with a network for each cable, interfaces of one name are
+        one rail.
+Rule 3: a name that one node alone has stands for the rail at the same place that it lacks.
+"""
+
+import ipaddress
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from functools import lru_cache
+
+from ftrun.wire.cluster.rails import Rail
+
+RunRails = dict[str, dict[str, Rail]]
+"""By the name that the run has for a rail: each node's interface on it, by node id."""
+
+
+def match_rails(rails: Mapping[str, Sequence[Rail]]) -> RunRails:
+    """The rails of the run, in the order in which nodes have them.
+
+    Args:
+        rails: of each node, the first one being that which its card's address lies on. A node
+            names none twice.
+    """
+    names = _Names(rails)
+    matched: RunRails = {name: {} for name in names.ordered}
+    for node, of_node in rails.items():
+        for name, rail in names.chosen(of_node).items():
+            matched[name][node] = rail
+    return {name: of_nodes for name, of_nodes in matched.items() if of_nodes}
+
+
+def rails_of_node(matched: RunRails, node: str) -> dict[str, Rail]:
+    """The interfaces of a node by the names that the run has for its rails."""
+    return {name: of_nodes[node] for name, of_nodes in matched.items() if node in of_nodes}
+
+
+class _Names:
+    """What interfaces are called, over all nodes."""
+
+    def __init__(self, rails: Mapping[str, Sequence[Rail]]) -> None:
+        self.total: Counter[str] = Counter()
+        self.by_network: dict[str, Counter[str]] = {}
+        places: dict[str, int] = {}
+        for of_node in rails.values():
+            for place, rail in enumerate(of_node):
+                self.total[rail.name] += 1
+                places[rail.name] = min(place, places.get(rail.name, place))
+                self.by_network.setdefault(_network(rail), Counter())[rail.name] += 1
+        self.by_network.pop("", None)
+        self.ordered = sorted(places, key=lambda name: (places[name], -self.total[name], name))
+
+    def chosen(self, of_node: Sequence[Rail]) -> dict[str, Rail]:
+        """The interfaces of one node by rail; one for which no name is left is in none."""
+        found = {rail.name: rail for rail in of_node if self._keeps_its_name(rail)}
+        mine = {rail.name for rail in of_node}
+        for rail in of_node:
+            if found.get(rail.name) is rail:
+                continue
+            wanted = [*self._others(rail, mine), rail.name]
+            name = next((name for name in wanted if name not in found), None)
+            if name is not None:
+                found[name] = rail
+        return found
+
+    def _keeps_its_name(self, rail: Rail) -> bool:
+        of_network = self._of_network(rail)
+        if of_network:
+            return of_network[rail.name] > 1 or of_network.most_common(1)[0][0] == rail.name
+        return self.total[rail.name] > 1
+
+    def _others(self, rail: Rail, mine: Collection[str]) -> list[str]:
+        """Names that it may stand for, the likeliest first; not those that its node alone has."""
+        of_network = self._of_network(rail)
+        if of_network:
+            common = of_network.most_common()
+            return [name for name, count in common if count > 1 or name not in mine]
+        return [name for name in self.ordered if self.total[name] > 1]
+
+    def _of_network(self, rail: Rail) -> Counter[str]:
+        """Names in its network; none where it is alone there."""
+        of_network = self.by_network.get(_network(rail), Counter())
+        return of_network if of_network.total() > 1 else Counter()
+
+
+def _network(rail: Rail) -> str:
+    """The network that a rail lies in; empty where its prefix is not known."""
+    return _network_of(rail.host, rail.prefix_bits) if rail.prefix_bits > 0 else ""
+
+
+@lru_cache(maxsize=1 << 15)
+def _network_of(host: str, prefix_bits: int) -> str:
+    """Kept, as thousands of nodes are matched again and again. Empty for what is no address."""
+    try:
+        address = ipaddress.ip_address(host)
+        others = address.max_prefixlen - prefix_bits
+        return f"{address.version}:{int(address) >> others}/{prefix_bits}"
+    except ValueError:
+        return ""

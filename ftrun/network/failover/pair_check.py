@@ -1,0 +1,109 @@
+"""Which members cannot connect to each other, found out while ranks are silent.
+
+Runs in:  the agent that leads. Pure.
+Takes in: the plan, whether ranks are silent, the members' answers, time.
+Gives:    probes to ask for (`AskRoad`, short); pairs of which neither end reaches the other.
+
+Rule 1: a pair counts as cut after two surveys in a row in which neither end got a connection. Only
+        the kernels take part in that, so a slow agent does not count as a cut link.
+Rule 2: while ranks make no steps the pairs that are cut are tried again; where there is none, all
+        pairs, each time after twice the pause.
+"""
+
+from collections.abc import Collection
+
+from ftrun.network.detect.probe_schedule import Road, pack, schedule
+from ftrun.network.failover.survey import Round, Survey, most_rounds
+from ftrun.recovery.commands import Send
+from ftrun.recovery.lost_links import Pair
+from ftrun.wire.cluster.generation import Plan
+from ftrun.wire.cluster.messages import RoadTried
+from ftrun.wire.cluster.rails import Rail, RoadFound
+
+LIMIT_S = 20.0
+"""Of one survey."""
+MOST_ROUNDS = 120
+"""Up to 60 members every pair is tried, of more a part."""
+AGAIN_S = 2.0
+"""Between two surveys of pairs that are cut."""
+ALL_AGAIN_S, LONGEST_S = 10.0, 320.0
+"""Between two surveys of all pairs."""
+_BETWEEN = "agents"
+"""All members' agents are on one rail: at the addresses by which they are known."""
+
+
+class PairCheck:
+    """Over one generation."""
+
+    def __init__(self) -> None:
+        self.cut: frozenset[Pair] = frozenset()
+        """In the order of the plan's members."""
+        self._suspects: frozenset[Pair] = frozenset()
+        self._survey: Survey | None = None
+        self._number = 0
+        self._due_s, self._pause_s = 0.0, ALL_AGAIN_S
+
+    def begin(self) -> None:
+        """Another generation runs, or the ranks make steps."""
+        self._survey, self._suspects, self.cut = None, frozenset(), frozenset()
+        self._due_s, self._pause_s = 0.0, ALL_AGAIN_S
+
+    def look(self, plan: Plan, *, now_s: float) -> list[Send]:
+        """What to ask for; called while ranks make no steps."""
+        if self._survey is not None:
+            found = self._survey.look(now_s=now_s)
+            self._take_result(plan, now_s)
+            return found
+        if now_s < self._due_s:
+            return []
+        if self._suspects:
+            rounds = tuple(pack(_both_ways(self._suspects)))
+        else:
+            members = [node.node_id for node in plan.members]
+            most = most_rounds(len(members), 1, MOST_ROUNDS)
+            rounds = schedule(members, {_BETWEEN: members}, most_rounds=most).rounds
+        return self._begin_survey(plan, rounds, now_s)
+
+    def tried(self, sender: str, body: RoadTried, *, now_s: float) -> list[Send]:
+        """A member has tried to connect to another one."""
+        return self._survey.tried(sender, body, now_s=now_s) if self._survey is not None else []
+
+    def _begin_survey(self, plan: Plan, rounds: Collection[Round], now_s: float) -> list[Send]:
+        cards = [node.card for node in plan.members]
+        rails = {_BETWEEN: {card.node_id: Rail("", card.host, port=card.port) for card in cards}}
+        self._number -= 1  # the surveys of roads count upwards
+        self._survey = Survey(
+            self._number, [*rounds], rails, limit_s=LIMIT_S, now_s=now_s, is_short=True
+        )
+        return self._survey.look(now_s=now_s)
+
+    def _take_result(self, plan: Plan, now_s: float) -> None:
+        survey = self._survey
+        if survey is None or not survey.is_over:
+            return
+        self._survey = None
+        members = [node.node_id for node in plan.members]
+        failed = frozenset(
+            (one, other)
+            for at, one in enumerate(members)
+            for other in members[at + 1 :]
+            if all(_is_cut(survey.found.get(road)) for road in _both_ways([(one, other)]))
+        )
+        self.cut, self._suspects = failed & self._suspects, failed
+        if failed:
+            self._due_s = now_s + (AGAIN_S if failed == self.cut else 0.0)
+        else:
+            self._due_s = now_s + self._pause_s
+            self._pause_s = min(2 * self._pause_s, LONGEST_S)
+
+
+def _both_ways(pairs: Collection[Pair]) -> list[Road]:
+    return [
+        Road(source, destination, _BETWEEN)
+        for one, other in sorted(pairs)
+        for source, destination in ((one, other), (other, one))
+    ]
+
+
+def _is_cut(found: RoadFound | None) -> bool:
+    return found is not None and found.is_unreached

@@ -1,0 +1,204 @@
+"""What the lead knows of roads: rails, what every survey has found, what that says.
+
+Runs in:  the agent that leads. Pure.
+Takes in: the nodes' cards, surveys that have ended.
+Gives:    findings and leaf switches, situations to plan for, `Note`s of what is new, a part of the
+          status document.
+Survives: nothing. The next lead probes where it has a reason to (road_watch.py).
+
+Rule 1: of a road the newest try counts, but one that measured no rate takes none away.
+Rule 2: of an interface that answers nobody any more nothing holds that was found before.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from ftrun.errors import UsageError
+from ftrun.network.detect.findings import FindingKind, Findings
+from ftrun.network.detect.leaves import (
+    Leaves,
+    leaves_from_file,
+    leaves_from_labels,
+    leaves_from_slurm,
+)
+from ftrun.network.detect.probe_schedule import Road
+from ftrun.network.detect.rails import RunRails, match_rails
+from ftrun.network.failover.survey import End, Survey, most_kept, newer, worst
+from ftrun.network.plan.planner import Situation, survey_of
+from ftrun.recovery.commands import Note
+from ftrun.recovery.settings import NetworkSettings
+from ftrun.wire.cluster.generation import NodeCard
+from ftrun.wire.cluster.rails import Rail, RoadFound, RoadsPlan
+
+MOST_TOLD = 1000
+"""Roads in the status document: the worst ones."""
+
+
+class RoadMap:
+    """One lead's."""
+
+    def __init__(self, settings: NetworkSettings) -> None:
+        self.cards: dict[str, NodeCard] = {}
+        """Of the nodes that have rails, by node id."""
+        self.rails: dict[str, list[Rail]] = {}
+        self.matched: RunRails = {}
+        self.dead: set[End] = set()
+        """Nodes' rails that answered nobody in the newest survey of them."""
+        self.coverage = 1.0
+        """The part of all roads that the newest survey before a generation has probed."""
+        self.findings = Findings()
+        self._settings = settings
+        self._found: dict[Road, RoadFound] = {}
+        """By age, the oldest first."""
+        self._num_surveys = 0
+        """That have ended."""
+        self._judged: tuple[tuple[object, ...], tuple[Findings, Leaves]] | None = None
+        """What was said of which nodes after which survey."""
+        self._probed_s = self._at_s = 0.0
+        self._told: set[tuple[FindingKind, str]] = set()
+        self._mended: set[str] = set()
+        """Nodes with a rail that answers again, of which no rate is known yet."""
+
+    # --- who is there -------------------------------------------------------------------------
+
+    def meet(self, cards: Sequence[NodeCard]) -> None:
+        """These nodes are here, and no others."""
+        self.cards = {card.node_id: card for card in cards if card.rails}
+        rails = {node_id: self._wanted(card) for node_id, card in self.cards.items()}
+        if rails != self.rails:
+            self.matched = match_rails(rails)
+        self.rails = rails
+
+    def _wanted(self, card: NodeCard) -> list[Rail]:
+        """The rails of a node, or those of them that the user has named."""
+        named = self._settings.rails
+        return [rail for rail in card.rails if not named or rail.name in named] or card.rails[:1]
+
+    def lost(self, node_id: str) -> None:
+        """This node is; and of a rail with one node left on it nothing can be told."""
+        left = {rail for rail, on in self.matched.items() if len(on.keys() - {node_id}) > 1}
+        self.dead = {end for end in self.dead if end[0] != node_id and end[1] in left}
+
+    # --- what was found -----------------------------------------------------------------------
+
+    def keep(self, survey: Survey, previous: RoadsPlan | None, *, now_s: float) -> list[Note]:
+        """Take in a survey that has ended; what is new.
+
+        Args:
+            survey: new.
+            previous: the plan of the generation before.
+            now_s: the time.
+        """
+        assert survey.ended_s is not None
+        given_up = survey.given_up
+        dead = (self.dead - survey.reached) | given_up
+        if survey.is_short:
+            self._mended.update(node for node, _ in self.dead - dead)
+        self.dead = dead
+        found = {
+            road: one
+            for road, one in self._found.items()
+            if road not in survey.found
+            and (road.source, road.rail) not in given_up
+            and (road.destination, road.rail) not in given_up
+        } | newer(survey.found, self._found)
+        most = most_kept(len(self.rails), len(self.matched))
+        self._found = dict([*found.items()][-max(most, len(survey.found)) :])
+        self._num_surveys += 1
+        self._probed_s, self._at_s = survey.ended_s - survey.begun_s, now_s
+        return self._news(len(survey.found), previous)
+
+    def take_mended(self) -> list[str]:
+        """Nodes whose rails have no rate, and answer; told once."""
+        nodes = [one for one in self.rails if one in self._mended]
+        self._mended.clear()
+        return nodes
+
+    def _news(self, count: int, previous: RoadsPlan | None) -> list[Note]:
+        ids = list(self.rails)
+        self.findings = found = self.judge(self.situation(ids, previous=previous))[0]
+        text = f"{count} roads between {len(ids)} nodes probed in {self._probed_s:.2f} s"
+        fields: dict[str, object] = {
+            "coverage": round(self.coverage, 4),
+            "findings": len(found.found),
+        }
+        notes = [Note("RoadsProbed", text, fields)]
+        for one in found.found:
+            if (one.kind, one.culprit) not in self._told:
+                about: dict[str, object] = {"about": one.culprit, "finding": one.kind.value}
+                says = one.kind is not FindingKind.SLOW and not one.is_late
+                notes.append(Note("RoadFinding", one.sentence, about, say=says))
+        self._told = {(one.kind, one.culprit) for one in found.found}
+        return notes
+
+    # --- what it says -------------------------------------------------------------------------
+
+    def situation(
+        self,
+        ids: Sequence[str],
+        *,
+        suspects: dict[str, str] | None = None,
+        keep_order: str = "",
+        previous: RoadsPlan | None = None,
+    ) -> Situation:
+        """What a plan for some of the nodes is to be made from.
+
+        Args:
+            ids: of the nodes, in their order.
+            suspects: rails that the monitor finds slow, and its words.
+            keep_order: why the order stays; empty: it need not.
+            previous: the plan of the generation before.
+        """
+        here = {one: self.rails[one] for one in ids}
+        found = [
+            one for one in self._found.values() if one.source in here and one.destination in here
+        ]
+        return Situation(
+            nodes=ids,
+            rails=here,
+            found=found,
+            leaves=self._leaves(ids),
+            user_env=self._settings.user_env,
+            suspects=suspects or {},
+            keep_order=keep_order,
+            previous=previous,
+        )
+
+    def judge(self, situation: Situation) -> tuple[Findings, Leaves]:
+        """What probes tell; said again where nothing has come since."""
+        before = situation.previous
+        of = (self._num_surveys, situation.rails, situation.leaves, before and before.leaves)
+        if self._judged is None or self._judged[0] != of:
+            self._judged = (of, survey_of(situation))
+        return self._judged[1]
+
+    def _leaves(self, ids: Sequence[str]) -> Leaves:
+        settings = self._settings
+        try:
+            if settings.topology is not None:
+                return leaves_from_file(settings.topology, ids)
+            if settings.slurm_topology:
+                return leaves_from_slurm(settings.slurm_topology, {one: one for one in ids})
+        except UsageError as error:
+            return Leaves(words=f"The topology cannot be used: {error}")
+        switches = {one: self.cards[one].switch for one in ids if self.cards[one].switch}
+        if len(switches) == len(ids):
+            return Leaves(switches, "slurm", words="Leaf switches are those that Slurm tells.")
+        return leaves_from_labels({one: self.cards[one].domain for one in ids})
+
+    def status(self, *, now_s: float) -> dict[str, Any]:
+        """In plain values. Docs: operations.md."""
+        return {
+            "probed_s": round(self._probed_s, 3),
+            "at_s_ago": round(now_s - self._at_s, 1) if self._at_s else None,
+            "coverage": round(self.coverage, 4),
+            "rails": msgspec.to_builtins(self.rails),
+            "roads": msgspec.to_builtins(worst(MOST_TOLD, self._found.values())),
+            "num_roads": len(self._found),
+            "findings": [
+                {"kind": one.kind.value, "culprit": one.culprit, "sentence": one.sentence}
+                for one in self.findings.found
+            ],
+        }

@@ -1,0 +1,382 @@
+"""The lead's knowledge of roads: when they are probed, what is planned, when another plan is due.
+
+Runs in:  the agent that leads. Pure.
+Takes in: the nodes' cards, answers to probes, words that a rail has fallen silent, verdicts; what
+          road_map.py keeps of it.
+Gives:    probes to ask for; a `RoadsPlan` for a generation; the reason to begin another one;
+          `Note`s; a part of the status document.
+Survives: nothing. The next lead goes on with the plan of the generation that runs, and probes
+          where it has a reason to.
+
+Rule 1: with `--network-plan on` every road is probed before the first generation, as far as there
+        is time. Where the plan is only told nothing waits for it: roads are probed while the ranks
+        of the first generation start. Later nothing ever waits: a restart is not slower for it.
+Rule 2: beside a running generation only the roads of nodes that have joined or are suspected are
+        probed, a round at a time.
+Rule 3: what is planned takes effect with `--network-plan on` only; else it is told.
+Rule 4: a bug in here costs the plan, never the run (`road_guard.py`).
+Rule 5: without a measured rate nothing is planned anew: of the plan that there is what is dead is
+        left, and nothing else.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import msgspec
+
+from ftrun.network.detect.findings import FindingKind
+from ftrun.network.detect.localization import slowest_medians
+from ftrun.network.detect.probe_schedule import Road, Schedule, pack, schedule, schedule_for
+from ftrun.network.detect.rail_variables import env_for
+from ftrun.network.detect.rails import RunRails, rails_of_node
+from ftrun.network.failover.path_map import RoadMap
+from ftrun.network.failover.survey import Survey, most_rounds, roads_to
+from ftrun.network.plan.planner import plan_roads
+from ftrun.network.plan.rails_kept import choices_of, keep_rails
+from ftrun.recovery.commands import Command, Note
+from ftrun.recovery.settings import NetworkSettings
+from ftrun.recovery.slow_watch import SlowWatch
+from ftrun.wire.cluster.generation import Identity, NodeCard, Plan
+from ftrun.wire.cluster.messages import RoadSilent, RoadTried
+from ftrun.wire.cluster.rails import RoadsPlan
+
+LIMIT_S = 3.0
+"""Of the survey before the first generation."""
+MOST_ROUNDS = 40
+"""Of it: 8 nodes with 2 rails take 28, at some 10 to 40 ms each. Of many nodes fewer are made."""
+BESIDE_LIMIT_S, BESIDE_PAUSE_S = 30.0, 0.25
+"""Of a survey beside a running generation."""
+BESIDE_MOST_ROUNDS = 24
+SILENT_AGAIN_S = 5.0
+"""A rail of a node that was found alive is not suspected again before that."""
+DEAD_AGAIN_S, DEAD_LONGEST_S = 30.0, 600.0
+"""Between two looks at what is dead: each pause is twice as long as the one before."""
+SLOW_FOR_S = 2.0
+"""A verdict of slow communication has lasted so long before rails are compared."""
+SLOW_AGAIN_S = 15.0
+"""For one verdict they are compared again after so long."""
+BETTER = 3.0
+"""More than so many times quicker another rail must be to leave one that the monitor finds slow."""
+_STAYS = "ranks stay where they are within a run"
+_NUMBERED = "the user has numbered the nodes"
+
+
+class NodesHere(Protocol):
+    """The nodes that the leader is connected to."""
+
+    @property
+    def here(self) -> list[NodeCard]: ...
+
+    def is_heard(self, node_id: str, *, now_s: float) -> bool: ...
+
+
+class Roads:
+    """One lead's."""
+
+    def __init__(self, me: str, settings: NetworkSettings, peers: NodesHere) -> None:
+        self.plan: RoadsPlan | None = None
+        """The newest that was made, whether it takes effect or not."""
+        self._me = me
+        self._settings = settings
+        self._peers = peers
+        self._map = RoadMap(settings)
+        self._previous: RoadsPlan | None = None
+        """Of the generation before."""
+        self._survey: Survey | None = None
+        self._number = 0
+        self._known: set[Identity] = set()
+        """Whose roads were probed, or need not be."""
+        self._notes: list[Note] = []
+        self._silent: dict[tuple[str, str], tuple[float, str]] = {}
+        """Node and run's rail that fell silent: when that was said last, and by whom."""
+        self._dead_s, self._dead_pause_s = 0.0, DEAD_AGAIN_S
+        self._looked_s: dict[tuple[str, str], float] = {}
+        self._slow_seen: dict[str, float] = {}
+        """Verdicts by their fingerprints: when rails were compared for them."""
+        self._suspects: dict[str, str] = {}
+        self._urgent = ""
+        self.wish = ""
+        """Why another generation is to begin at the next boundary; empty: it need not."""
+
+    @property
+    def is_on(self) -> bool:
+        """Plans take effect."""
+        return self._settings.plan == "on"
+
+    def _is_off(self, cards: Sequence[NodeCard]) -> bool:
+        return self._settings.plan == "off" or len(cards) < 2 or not all(c.rails for c in cards)
+
+    # --- in a ballot --------------------------------------------------------------------------
+
+    def hold_up(
+        self, cards: Sequence[NodeCard], previous: Plan | None, *, now_s: float
+    ) -> list[Command] | None:
+        """What is to be asked before a plan is made; None: nothing is waited for.
+
+        Args:
+            cards: of all who have promised.
+            previous: the newest generation.
+            now_s: the time.
+        """
+        if previous is not None:
+            self._survey = None  # it was beside a generation that is over
+        if previous is not None or not self.is_on or self._is_off(cards):
+            return None
+        self._map.meet(cards)
+        if self._survey is None:
+            self._survey = self._begin_first(now_s)
+        found = self._survey.look(now_s=now_s) if self._survey is not None else []
+        return None if self._is_done(now_s) else [*found]
+
+    def decide(
+        self, members: Sequence[NodeCard], spares: Sequence[NodeCard], previous: Plan | None
+    ) -> RoadsPlan | None:
+        """The plan that is to take effect, with the order of the members; None: there is none."""
+        if not self.is_on or self._is_off(members):
+            return None
+        self._map.meet((*members, *spares))
+        keep = _STAYS if previous is not None else ""
+        if any(card.node_rank >= 0 for card in members):
+            keep = keep or _NUMBERED
+        ids = [card.node_id for card in members]
+        self._previous = previous.roads if previous is not None else None
+        made = self._make(ids, keep, self._previous)
+        assert sorted(made.order) == sorted(ids)
+        self._keep(made)
+        return made
+
+    def _keep(self, made: RoadsPlan) -> None:
+        before, self.plan = self.plan, made
+        if before is None or choices_of(before) != choices_of(made):
+            self._notes.append(_note_of(made, is_on=self.is_on))
+
+    def begin(self) -> None:
+        """Another generation has taken effect."""
+        self._urgent = self.wish = ""
+        self._silent.clear()
+        self._slow_seen.clear()
+
+    # --- answers ------------------------------------------------------------------------------
+
+    def told(self, sender: str, body: RoadTried | RoadSilent, *, now_s: float) -> list[Command]:
+        """A node has tried a road, or hears another one no more over one rail."""
+        if isinstance(body, RoadSilent):
+            self._silent[(body.source, body.rail)] = (now_s, sender)
+            return []
+        survey = self._survey
+        return [*survey.tried(sender, body, now_s=now_s)] if survey is not None else []
+
+    def lost(self, node_id: str) -> None:
+        if self._survey is not None:
+            self._survey.lost(node_id)
+        self._silent = {at: one for at, one in self._silent.items() if at[0] != node_id}
+        self._map.lost(node_id)
+
+    # --- beside a generation ------------------------------------------------------------------
+
+    def look(self, plan: Plan, slow: SlowWatch, *, now_s: float) -> list[Command]:
+        """What is to be probed while a generation runs."""
+        cards = self._peers.here
+        if self._is_off(cards):
+            return []
+        if self._survey is not None:
+            found = self._survey.look(now_s=now_s)
+            if self._is_done(now_s):
+                self._follow(plan)
+            return [*found]
+        self._map.meet(cards)
+        self._survey = (
+            self._begin_silent(now_s)
+            or self._begin_slow(plan, slow, now_s)
+            or (self._begin_new(now_s) if self._known else self._begin_first(now_s))
+            or self._begin_dead(now_s)
+            or self._begin_mended(now_s)
+        )
+        return [*self._survey.look(now_s=now_s)] if self._survey is not None else []
+
+    def take_urgent(self) -> str:
+        """Why another generation is to begin at once; empty: it need not."""
+        why, self._urgent = self._urgent, ""
+        return why
+
+    def take_notes(self) -> list[Note]:
+        notes, self._notes = self._notes, []
+        return notes
+
+    def know(self, cards: Sequence[NodeCard]) -> None:
+        """These were there before this lead, and are not probed for being new to it."""
+        self._known.update(card.identity for card in cards)
+
+    # --- surveys ------------------------------------------------------------------------------
+
+    def _new(self) -> list[str]:
+        return [one for one, card in self._map.cards.items() if card.identity not in self._known]
+
+    def _begin_first(self, now_s: float) -> Survey | None:
+        """Of all roads; where the first ballot has begun again, of those of new nodes."""
+        new = self._new()
+        if not new:
+            return None
+        self._known.update(card.identity for card in self._map.cards.values())
+        matched = self._map.matched
+        names = list(self._map.rails)
+        if len(new) == len(names):
+            most = most_rounds(len(names), len(matched), MOST_ROUNDS)
+            rounds = schedule(names, matched, most_rounds=most)
+        else:
+            most = most_rounds(2 * len(new), len(matched), MOST_ROUNDS)
+            rounds = schedule_for(new, names, matched, most_rounds=most)
+        self._map.coverage = rounds.coverage
+        return self._new_survey(rounds, matched, now_s, limit_s=LIMIT_S)
+
+    def _begin_new(self, now_s: float) -> Survey | None:
+        new = self._new()
+        self._known.update(self._map.cards[one].identity for one in new)
+        return self._beside(new, now_s) if new else None
+
+    def _begin_dead(self, now_s: float) -> Survey | None:
+        """Find out now and then whether what was dead is mended, for the next generation."""
+        if now_s - self._dead_s < self._dead_pause_s:
+            return None
+        rounds = tuple(pack(roads_to(self._map.dead, self._map.matched)))
+        if not rounds:
+            return None
+        self._dead_s, self._dead_pause_s = now_s, min(2 * self._dead_pause_s, DEAD_LONGEST_S)
+        limits = {"limit_s": BESIDE_LIMIT_S, "pause_s": BESIDE_PAUSE_S}
+        return self._new_survey(
+            Schedule(rounds, 0.0, ""), self._map.matched, now_s, is_short=True, **limits
+        )
+
+    def _begin_mended(self, now_s: float) -> Survey | None:
+        """What answers again is measured: without a rate no plan could use it."""
+        nodes = self._map.take_mended()
+        return self._beside(nodes, now_s) if nodes else None
+
+    def _begin_slow(self, plan: Plan, slow: SlowWatch, now_s: float) -> Survey | None:
+        """Compare rails where the monitor finds communication slow."""
+        if not self.is_on or plan.roads is None or len(self._map.matched) < 2:
+            return None
+        for verdict in slow.slow_links(SLOW_FOR_S, now_s=now_s):
+            if now_s - self._slow_seen.get(verdict.fingerprint, -1e9) >= SLOW_AGAIN_S:
+                self._slow_seen[verdict.fingerprint] = now_s
+                self._suspects = dict.fromkeys(plan.roads.rails[:1], verdict.text)
+                return self._beside([*verdict.nodes] or list(self._map.rails), now_s, pause_s=0.0)
+        return None
+
+    def _begin_silent(self, now_s: float) -> Survey | None:
+        """Find out whose rail has fallen silent; not of a node that is not heard at all."""
+        for (node_id, rail), (said_s, by) in list(self._silent.items()):
+            if (
+                now_s - said_s > 1.0
+                or now_s - self._looked_s.get((node_id, rail), -1e9) < SILENT_AGAIN_S
+            ):
+                del self._silent[(node_id, rail)]
+                continue
+            matched = self._map.matched
+            there = matched.get(rail, {})
+            if {(node_id, rail), (by, rail)} & self._map.dead:
+                continue
+            if not (self._peers.is_heard(node_id, now_s=now_s) and {node_id, by} <= there.keys()):
+                continue
+            self._looked_s[(node_id, rail)] = now_s
+            del self._silent[(node_id, rail)]
+            third = [one for one in there if one not in (node_id, by)][:1]
+            roads = [Road(node_id, by, rail), *(Road(one, node_id, rail) for one in third)]
+            roads += [Road(by, one, rail) for one in third] or [Road(by, node_id, rail)]
+            rounds = tuple((road,) for road in roads)
+            return self._new_survey(
+                Schedule(rounds, 0.0, ""), matched, now_s, limit_s=LIMIT_S, is_short=True
+            )
+        return None
+
+    def _beside(
+        self, some: Sequence[str], now_s: float, *, pause_s: float = BESIDE_PAUSE_S
+    ) -> Survey:
+        matched = self._map.matched
+        most = most_rounds(2 * len(some), len(matched), BESIDE_MOST_ROUNDS)
+        rounds = schedule_for(some, list(self._map.rails), matched, most_rounds=most)
+        return self._new_survey(rounds, matched, now_s, limit_s=BESIDE_LIMIT_S, pause_s=pause_s)
+
+    def _new_survey(self, rounds: Schedule, rails: RunRails, now_s: float, **more: Any) -> Survey:
+        self._number += 1
+        return Survey(self._number, rounds.rounds, rails, now_s=now_s, **more)
+
+    def _is_done(self, now_s: float) -> bool:
+        """Whether the survey has come to its end; what it has found is kept."""
+        survey = self._survey
+        if survey is None or survey.ended_s is None:
+            return survey is None
+        self._survey, dead = None, self._map.dead
+        self._notes += self._map.keep(survey, self._previous, now_s=now_s)
+        if self._map.dead != dead:
+            self._dead_s, self._dead_pause_s = now_s, DEAD_AGAIN_S
+        return True
+
+    # --- what follows -------------------------------------------------------------------------
+
+    def _make(self, ids: Sequence[str], keep_order: str, before: RoadsPlan | None) -> RoadsPlan:
+        situation = self._map.situation(
+            ids, suspects=self._suspects, keep_order=keep_order, previous=self._previous
+        )
+        judged = self._map.judge(situation)
+        if before is None or judged[0].rates:
+            return plan_roads(situation, judged)
+        dead = [one for one in judged[0].found if one.kind is FindingKind.DEAD]
+        return keep_rails(before, ids, judged[0].rails, {one.rail: one.sentence for one in dead})
+
+    def _follow(self, plan: Plan) -> None:
+        """After a survey beside a generation."""
+        members = [node.node_id for node in plan.members]
+        if not all(one in self._map.rails for one in members):
+            return
+        if plan.roads is not None:
+            self._reconsider(plan.roads, members)
+        elif not self.is_on:
+            self._keep(self._make(members, "", None))
+
+    def _reconsider(self, before: RoadsPlan, members: Sequence[str]) -> None:
+        """Find out whether the generation has to leave a rail."""
+        self._keep_suspects(members)
+        made = self._make(members, _STAYS, before)
+        if not made.rails or set(before.rails) <= set(made.rails):
+            return
+        mine = rails_of_node(self._map.matched, self._me)
+        variables = [env_for(one, mine, self._settings.user_env) for one in (before, made)]
+        if variables[0] == variables[1]:
+            return
+        left = [one for one in before.rails if one not in made.rails]
+        dead = {road.rail for road in self._map.findings.dead}
+        over = ", ".join(made.rails)
+        why = "; ".join(made.dropped.get(one, "it is slow") for one in left)
+        text = f"the run leaves rail {', '.join(left)} and goes on over {over}: {why}"
+        if dead.intersection(left):
+            self._urgent = text
+        else:
+            self.wish = text
+
+    def _keep_suspects(self, members: Sequence[str]) -> None:
+        """Of rails that the monitor finds slow those that probes find slower than another one."""
+        slowest = slowest_medians(self._map.findings.rates, members)
+        best = max(slowest.values(), default=0.0)
+        self._suspects = {
+            rail: why
+            for rail, why in self._suspects.items()
+            if slowest.get(rail, best) * BETTER < best
+        }
+
+    def status(self, plan: Plan | None, *, now_s: float) -> dict[str, Any] | None:
+        """In plain values; None where nothing is probed. Docs: operations.md."""
+        if self._settings.plan == "off" or len(self._map.rails) < 2:
+            return None
+        return {
+            "mode": self._settings.plan,
+            **self._map.status(now_s=now_s),
+            "plan": msgspec.to_builtins(self.plan),
+            "in_effect": plan is not None and plan.roads is not None,
+        }
+
+
+def _note_of(plan: RoadsPlan, *, is_on: bool) -> Note:
+    text = " ".join(plan.words) or f"rails {', '.join(plan.rails)}"
+    fields = {"in_effect": is_on, "order": plan.order, "rails": plan.rails}
+    return Note("RoadsPlan", text, fields)

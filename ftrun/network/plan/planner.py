@@ -1,0 +1,159 @@
+"""Which ways nodes use in one generation, and why: the plan of roads.
+
+Runs in:  the agent that leads. Pure; the same plan for the same situation.
+Takes in: a `Situation`: nodes, their rails, what probes found, leaf switches, the user's wishes.
+Gives:    a `RoadsPlan`, with a sentence for each choice.
+
+A plan changes nothing by itself: with `--network-plan report` it is shown and no more.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ftrun.network.detect.findings import Findings, judge
+from ftrun.network.detect.leaf_switches import leaves_from_probes
+from ftrun.network.detect.leaves import Leaves
+from ftrun.network.detect.rail_variables import VARIABLES, rails_named
+from ftrun.network.plan.loads import Network
+from ftrun.network.plan.node_order import Ordering, order_nodes
+from ftrun.network.plan.rail_choice import choose_rails, choose_snapshot_way
+from ftrun.wire.cluster.rails import Rail, RoadFound, RoadsPlan
+
+NAMED_NODES = 16
+"""So many are named in a sentence; of more the number is told."""
+
+
+@dataclass(frozen=True, slots=True)
+class Situation:
+    """All that a plan is made from."""
+
+    nodes: Sequence[str]
+    """Members, in the order they would have without a plan: that of the generation before, where
+    there is one."""
+    rails: Mapping[str, Sequence[Rail]]
+    """Of each of them; the first is that which agents speak over."""
+    found: Sequence[RoadFound] = ()
+    """By the last survey, with what was probed again since."""
+    leaves: Leaves = field(default_factory=Leaves)
+    """By labels, a file or Slurm; not known: the probes are asked."""
+    user_env: Mapping[str, str] = field(default_factory=dict)
+    """What the user has set; other variables than a plan's are not looked at."""
+    suspects: Mapping[str, str] = field(default_factory=dict)
+    """Rails that the monitor found slow in the run, by the run's name, each with the reason."""
+    keep_order: str = ""
+    """Why nodes are to stay in the order they have, such as `the user has numbered the nodes`."""
+    snapshot_rail: str = ""
+    """The user's choice; empty: the plan chooses."""
+    previous: RoadsPlan | None = None
+    """Of the generation before: leaves that its probes told are kept where new ones do not."""
+
+
+def plan_roads(situation: Situation, surveyed: tuple[Findings, Leaves] | None = None) -> RoadsPlan:
+    """The plan for one generation.
+
+    Args:
+        situation: all that it is made from.
+        surveyed: what `survey_of` has said of the same nodes, rails, probes and leaves; None: it
+            is asked.
+    """
+    nodes = situation.nodes
+    findings, leaves = surveyed or survey_of(situation)
+    if len(nodes) < 2:
+        return RoadsPlan(order=list(nodes), words=["One node: there is no road to plan."])
+    choice = choose_rails(nodes, findings, situation.suspects)
+    env = situation.user_env
+    busy = {rail for name in env for rail in rails_named(name, env[name], findings.rails)}
+    snapshots = choose_snapshot_way(
+        choice, findings, nodes, wish=situation.snapshot_rail, busy=busy
+    )
+    network = Network(leaves.of, leaves.above, road_rates=_bad_roads(findings, choice.rails))
+    ordering = order_nodes(nodes, network)
+    order = list(nodes if situation.keep_order else ordering.order)
+    return RoadsPlan(
+        order=order,
+        rails=list(choice.rails),
+        dropped=dict(choice.dropped),
+        snapshot_rail=snapshots.rail,
+        snapshot_bytes_per_s=snapshots.bytes_per_s,
+        leaves={node: leaves.of[node] for node in nodes if node in leaves.of},
+        leaves_from=leaves.source,
+        words=[
+            *choice.words,
+            *_user_words(env, findings, choice.dropped),
+            leaves.words,
+            _order_words(ordering, leaves, situation.keep_order),
+            *_group_words(nodes, leaves),
+            snapshots.words,
+        ],
+    )
+
+
+def survey_of(situation: Situation) -> tuple[Findings, Leaves]:
+    """What probes have found, and the leaves: those that were given, else those they tell."""
+    leaves = situation.leaves
+    if not leaves.is_known:
+        leaves = leaves_from_probes(situation.nodes, situation.found)
+    before = situation.previous
+    if not leaves.is_known and before is not None and before.leaves_from == "probes":
+        of = {node: before.leaves[node] for node in situation.nodes if node in before.leaves}
+        text = f"Leaf switches of {len(of)} of {len(situation.nodes)} nodes are those found before."
+        leaves = Leaves(of, "probes" if of else "", words=text)
+    return judge(situation.rails, situation.found, leaves.of), leaves
+
+
+def _bad_roads(findings: Findings, rails: Sequence[str]) -> dict[tuple[str, str], float]:
+    """Single roads over these rails that an order should not use, with their pace."""
+    bad: dict[tuple[str, str], float] = {}
+    for one in findings.found:
+        if one.rail in rails and len(one.nodes) == 2 and not one.is_late:
+            source, destination = one.nodes
+            bad[source, destination] = min(one.pace, bad.get((source, destination), 1.0))
+    for road in findings.dead:
+        if road.rail in rails:
+            bad[road.source, road.destination] = 0.0
+    return bad
+
+
+def _order_words(ordering: Ordering, leaves: Leaves, keep: str) -> str:
+    gain = (
+        f"the busiest link of a ring carries {ordering.cost.ring:.2f} times the bytes of an "
+        f"all-reduce, and {ordering.naive.ring:.2f} times in the order there was"
+    )
+    if keep:
+        text = f"Nodes stay in their order, because {keep}"
+        return f"{text}; another one would do better: {gain}." if ordering.moves else f"{text}."
+    if not ordering.moves:
+        return "Nodes stay in their order: no other that was tried loads a link less."
+    moved = f"{ordering.moves} of {len(ordering.order)} nodes change places: {gain}."
+    if len(ordering.order) > NAMED_NODES or not leaves.is_known:
+        return moved
+    of_leaf: dict[str, list[str]] = {}
+    for node in ordering.order:
+        of_leaf.setdefault(leaves.of.get(node, "unknown"), []).append(node)
+    told = "; ".join(f"{leaf}: {', '.join(of)}" for leaf, of in of_leaf.items())
+    return f"{moved} By leaf switch: {told}."
+
+
+def _group_words(nodes: Sequence[str], leaves: Leaves) -> list[str]:
+    switches = {leaves.of[node] for node in nodes if node in leaves.of}
+    if len(switches) < 2:
+        return []
+    return [
+        f"Erasure groups are spread over the {len(switches)} leaf switches, unless labels say what "
+        "fails as one."
+    ]
+
+
+def _user_words(
+    env: Mapping[str, str], findings: Findings, dropped: Mapping[str, str]
+) -> list[str]:
+    words = []
+    for name in VARIABLES:
+        if name not in env:
+            continue
+        out = [rail for rail in rails_named(name, env[name], findings.rails) if rail in dropped]
+        text = f"{name}={env[name]} is the user's and stays as it is"
+        if out:
+            text += f", though the plan leaves {' and '.join(sorted(out))} out"
+        words.append(f"{text}.")
+    return words

@@ -1,0 +1,220 @@
+"""Which rails training uses, and which one snapshots go over.
+
+Runs in:  the agent that leads. Pure.
+Takes in: `Findings`; which rails the monitor suspects; the user's wishes.
+Gives:    a `RailChoice` and a `SnapshotWay`, each with sentences for people.
+
+Rule 1: a rail that training uses is one that every node lies on and no road of which is dead:
+        gloo connects all with all, and takes turns among the rails.
+Rule 2: a rail is left for its rate only where short probes prove it slow: below a third of the
+        best one, by the medians of many roads. Turns wait for the slowest rail, but a lesser
+        difference may be the processor's.
+Rule 3: with no rail left, the least bad one is used, and it is said so.
+Rule 4: snapshots go over a rail that training leaves alone if it is quick enough, else they are
+        held to a share of what is usual on one that training uses: never of one road's rate, nor
+        of one node's.
+Rule 5: round trips choose nothing.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from ftrun.network.detect.culprits import SLOW_RAIL
+from ftrun.network.detect.findings import Finding, FindingKind, Findings, rate_words
+
+SNAPSHOT_LEAST = 0.1
+"""Of the training rails' rate: a rail slower than that is too slow for snapshots."""
+SNAPSHOT_SHARE = 0.2
+"""Of a training rail that snapshots may take."""
+
+
+@dataclass(frozen=True, slots=True)
+class RailChoice:
+    """Rails for training."""
+
+    rails: tuple[str, ...]
+    """In the order that nodes name them in; none: the libraries choose by themselves."""
+    dropped: Mapping[str, str]
+    """All others, each with the reason."""
+    rates: Mapping[str, float]
+    """What each rail carries at its slowest node, in bytes per second, where it is known."""
+    words: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotWay:
+    """How snapshots go from node to node."""
+
+    rail: str
+    """Empty: as agents speak."""
+    bytes_per_s: int
+    """That a node is held to; 0: nothing."""
+    words: str
+
+
+def choose_rails(
+    nodes: Sequence[str], findings: Findings, suspects: Mapping[str, str]
+) -> RailChoice:
+    """The rails for training.
+
+    Args:
+        nodes: members, at least two.
+        findings: of the last survey.
+        suspects: rails that were found slow in the run, each with the reason.
+    """
+    wrong = {rail: _wrong(rail, nodes, findings, suspects) for rail in findings.rails}
+    whole = [rail for rail, why in wrong.items() if not why]
+    if not findings.rates and not findings.dead:
+        return _unprobed(whole, wrong)
+    rates = {rail: _rate(rail, findings) for rail in findings.rails if rail in findings.usual}
+    if not any(rail in rates for rail in whole):
+        return _least_bad(nodes, findings, wrong, rates)
+    dropped = {rail: why for rail, why in wrong.items() if why}
+    dropped |= {rail: "none of its roads was probed" for rail in whole if rail not in rates}
+    whole = [rail for rail in whole if rail in rates]
+    best = max(whole, key=lambda rail: rates[rail])
+    used = [rail for rail in whole if not _is_behind(rail, rates[rail] / rates[best], findings)]
+    for rail in whole:
+        if rail not in used:
+            dropped[rail] = (
+                f"{_slowest(rail, findings)}{rate_words(rates[rail])} at its slowest node, where "
+                f"{best} has {rate_words(rates[best])}: training would wait for it"
+            )
+    told = " and ".join(f"{rail} ({rate_words(rates[rail])})" for rail in used)
+    words = [f"Training uses {told}; the rate is that of the slowest node."]
+    words += [f"Rail {rail} is left out: {why.rstrip('.')}." for rail, why in dropped.items()]
+    return RailChoice(tuple(used), dropped, rates, tuple(words))
+
+
+def choose_snapshot_way(
+    choice: RailChoice,
+    findings: Findings,
+    nodes: Sequence[str],
+    *,
+    wish: str,
+    busy: Collection[str],
+) -> SnapshotWay:
+    """How snapshots go.
+
+    Args:
+        choice: of rails for training.
+        findings: of the last survey.
+        nodes: members.
+        wish: the rail that the user wants; empty: none.
+        busy: rails that the user's own variables give to training.
+    """
+    used = {*choice.rails, *busy}
+    note = ""
+    if wish and wish not in findings.rails:
+        note = f"Rail {wish}, which snapshots are to use, is none of this run. "
+    elif wish and wish not in used:
+        return SnapshotWay(wish, 0, f"Snapshots go over {wish}, as was wished.")
+    elif wish:
+        return _paced(wish, choice, findings, f"Snapshots go over {wish}, as was wished, ")
+    needed = SNAPSHOT_LEAST * max((choice.rates.get(rail, 0.0) for rail in used), default=0.0)
+    free = [
+        rail
+        for rail, on in findings.rails.items()
+        if rail not in used
+        and all(node in on for node in nodes)
+        and not any(one.kind is FindingKind.DEAD for one in findings.of_rail(rail))
+        and choice.rates.get(rail, 0.0) >= max(needed, 1.0)
+    ]
+    if free:
+        best = max(free, key=lambda rail: choice.rates[rail])
+        rate = rate_words(choice.rates[best])
+        text = f"Snapshots go over {best} ({rate}), which training does not use."
+        return SnapshotWay(best, 0, note + text)
+    if not choice.rails:
+        return SnapshotWay("", 0, f"{note}Snapshots go as agents speak, and are held to nothing.")
+    last = choice.rails[-1]
+    return _paced(last, choice, findings, f"{note}Snapshots share {last} with training")
+
+
+def _paced(rail: str, choice: RailChoice, findings: Findings, text: str) -> SnapshotWay:
+    """On a rail that training uses; by roads between leaves where those are slower."""
+    rate = findings.usual.get(rail, 0.0)
+    between = findings.usual_between.get(rail, rate)
+    allowed = int(SNAPSHOT_SHARE * min(rate, between))
+    if not allowed:
+        return SnapshotWay(
+            rail, 0, f"{text.rstrip(', ')}, and are held to nothing: its rate is not known."
+        )
+    narrow = " between leaves" if between < rate else ""
+    return SnapshotWay(
+        rail,
+        allowed,
+        f"{text.rstrip(', ')}, and each node's are held to {rate_words(allowed)}: "
+        f"{SNAPSHOT_SHARE:.0%} of what it carries{narrow}.",
+    )
+
+
+def _wrong(rail: str, nodes: Sequence[str], findings: Findings, suspects: Mapping[str, str]) -> str:
+    """Why training cannot use a rail, whatever its rate; empty: it can."""
+    on = findings.rails[rail]
+    away = [node for node in nodes if node not in on]
+    if away:
+        if len(away) == 1:
+            return f"{away[0]} has no interface on it"
+        return f"{away[0]} and {len(away) - 1} more of {len(nodes)} nodes have no interface on it"
+    dead = [one for one in findings.of_rail(rail) if one.kind is FindingKind.DEAD]
+    if dead:
+        more = f"{len(dead) - 1} more places are" if len(dead) > 2 else "1 more place is"
+        return dead[0].sentence.rstrip(".") + (f" ({more} dead)" if len(dead) > 1 else "")
+    return suspects.get(rail, "")
+
+
+def _rate(rail: str, findings: Findings) -> float:
+    """What a rail carries at its slowest node."""
+    slowest = _slow_places(rail, findings)
+    return findings.usual[rail] * min([1.0, *(one.pace for one in slowest)])
+
+
+def _slow_places(rail: str, findings: Findings) -> list[Finding]:
+    kinds = (FindingKind.SLOW, FindingKind.SPEED)
+    by_rate = [one for one in findings.of_rail(rail) if not one.is_late]
+    return [one for one in by_rate if one.kind in kinds and len(one.nodes) == 1]
+
+
+def _slowest(rail: str, findings: Findings) -> str:
+    slow = min(_slow_places(rail, findings), key=lambda one: one.pace, default=None)
+    return f"{slow.culprit} is slow: " if slow else ""
+
+
+def _is_behind(rail: str, share: float, findings: Findings) -> bool:
+    """Probes prove a rail slow, which has such a share of what the best one carries."""
+    whole = [
+        one for one in findings.of_rail(rail) if one.kind is FindingKind.SLOW and not one.nodes
+    ]
+    paces = [one.pace for one in (*whole, *_slow_places(rail, findings))]
+    return share < SLOW_RAIL and min(paces, default=1.0) < SLOW_RAIL
+
+
+def _unprobed(whole: Sequence[str], wrong: Mapping[str, str]) -> RailChoice:
+    """No road was probed: all keep to the first rail, which agents are known to speak over."""
+    used = tuple(whole[:1])
+    dropped = {rail: why or "no road was probed" for rail, why in wrong.items() if rail not in used}
+    text = f"No road was probed: training keeps to {used[0]}." if used else _NO_RAIL
+    return RailChoice(used, dropped, {}, (text,))
+
+
+def _least_bad(
+    nodes: Sequence[str], findings: Findings, wrong: Mapping[str, str], rates: Mapping[str, float]
+) -> RailChoice:
+    """Each rail has something wrong with it."""
+    dead = {rail: sum(road.rail == rail for road in findings.dead) for rail in wrong}
+    there = [
+        rail
+        for rail in wrong
+        if rail in rates and all(node in findings.rails[rail] for node in nodes)
+    ]
+    if not there:
+        return RailChoice((), dict(wrong), rates, (_NO_RAIL,))
+    best = min(there, key=lambda rail: (dead[rail], -rates[rail]))
+    dropped = {rail: why for rail, why in wrong.items() if rail != best}
+    words = [f"No rail is whole; {best} is the least bad one: {wrong[best].rstrip('.')}."]
+    words += [f"Rail {rail} is left out: {why.rstrip('.')}." for rail, why in dropped.items()]
+    return RailChoice((best,), dropped, rates, tuple(words))
+
+
+_NO_RAIL = "No rail connects all nodes: the libraries choose interfaces by themselves."

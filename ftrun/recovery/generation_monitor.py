@@ -1,0 +1,500 @@
+"""The lead's view of a running generation: what all nodes report, put before the supervisor.
+
+Runs in:  the agent that leads. Pure.
+Takes in: heartbeats of the members, lost nodes.
+Gives:    the supervisor's commands; the orders that stand in the lead's own heartbeat.
+Survives: the lead: `History` goes into each plan, and the next lead begins from it.
+
+Rule 1: what a heartbeat says counts for the generation it names.
+Rule 2: ranks that failed by an exception wait a moment for the failure it may have followed from:
+        a killed peer, or a node that is only found lost when it does not answer.
+Rule 3: a version is committed when every member says that it holds and protects just that one.
+        What was committed once in a generation is never followed by an older version.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import assert_never
+
+import msgspec
+
+from ftrun.errors import ExitCode
+from ftrun.events import (
+    AllAtBoundary,
+    Event,
+    GenerationStarted,
+    Kind,
+    Progress,
+    StopAsked,
+    Tick,
+    WorkerExit,
+    WorkersExited,
+)
+from ftrun.ids import Generation, Rank, version
+from ftrun.monitor.verdicts import Verdict
+from ftrun.recovery.alignment import Alignment
+from ftrun.recovery.commands import (
+    AskLastSnapshot,
+    EndRun,
+    KillWorkers,
+    Send,
+    SignalWorkers,
+    StartGeneration,
+    SupervisorCommand,
+)
+from ftrun.recovery.first_cause import may_be_a_consequence
+from ftrun.recovery.health import Watching
+from ftrun.recovery.incidents import Incidents
+from ftrun.recovery.lost_links import PairFinder
+from ftrun.recovery.node_failures import NodeFailures
+from ftrun.recovery.past import Past
+from ftrun.recovery.settings import ClusterSettings
+from ftrun.recovery.snapshot_coordination import Reports
+from ftrun.recovery.supervisor import Policy, State, Supervisor
+from ftrun.wire.cluster.generation import Edition, History, Plan
+from ftrun.wire.cluster.heartbeats import Beat, LeadBeat
+
+CAUSE_WAIT_S = 0.15
+"""A peer's death and the exceptions it leads to are reported within this of each other."""
+
+EXAMINE_WAIT_S = 0.6
+"""Nodes that are asked what their ranks called last answer within this, if at all."""
+
+EVERY_AHEAD_STEPS = 64
+"""A new interval takes effect so many steps ahead, further than ranks drift apart."""
+
+_ENDS_ITSELF = (Kind.EXCEPTION, Kind.EXIT_CODE)
+_NODE_LOST_CODE = 76
+_SIGTERM = 15
+
+
+class Oversight:
+    """One run, as its lead sees it."""
+
+    def __init__(
+        self, policy: Policy, settings: ClusterSettings, me: str = "", *, pairs: PairFinder
+    ) -> None:
+        self.supervisor = Supervisor(policy, world_size=0)
+        self.orders = LeadBeat(generation=-1)
+        self.stop_signal = 0
+        """The signal by which somebody wants the run to end; 0 while nobody does."""
+        self.past = Past()
+        self.reports = Reports()
+        self.watching = Watching(settings, policy.bad_numbers, me, pairs)
+        self.num_spares = 0
+        """Nodes that could take the place of a member."""
+        self.asked_to_leave: frozenset[str] = frozenset()
+        """Nodes that got SIGTERM."""
+        self.awaits_notices = False
+        """It is not clear yet whether they leave or the run is to stop: nobody is started again."""
+        self._settings = settings
+        self._alignment = Alignment()
+        self._plan: Plan | None = None
+        self._told = self.orders
+        self._exits: dict[Rank, WorkerExit] = {}
+        self._waiting: list[WorkerExit] = []
+        self._waits_until_s = 0.0
+        self._stops_handled = 0
+        self._failures = NodeFailures(settings.failures_per_hour)
+        self._problems: set[str] = set()
+        self._at_boundary_told = False
+        self._rate = self._checkpoint_s = 0.0
+        self._rate_from: tuple[float, int] | None = None
+
+    @property
+    def incidents(self) -> Incidents:
+        return self.watching.incidents
+
+    @property
+    def beats(self) -> dict[str, Beat]:
+        """The newest heartbeat of every node."""
+        return self.reports.beats
+
+    def succeed(self, history: History, *, now_s: float, known_s: float) -> None:
+        """Go on from what the last lead knew, since `known_s`; again, where a later one is found.
+
+        Ages that count towards a limit count from now, which is strict.
+        """
+        self.past.succeed(history.past_restarts, history.gone, known_s=known_s)
+        self.supervisor.succeed(history, now_s=now_s)
+        self.incidents.succeed(history.incidents)
+        self.watching.hung.succeed(history.hung_nodes, history.longest_start_s)
+        self._failures.succeed(history.node_failures, history.barred, now_s=now_s)
+
+    def history(self, *, now_s: float) -> History:
+        known = self.supervisor.history(now_s=now_s)
+        return msgspec.structs.replace(
+            known,
+            node_failures=self._failures.ages_s(now_s=now_s),
+            barred=self._failures.barred_ages_s(now_s=now_s),
+            incidents=self.incidents.count,
+            hung_nodes=[*self.watching.hung.nodes],
+            longest_start_s=self.watching.hung.longest_s,
+            spoiled=self.watching.spoiled,
+            skip_to=self.watching.skip_to,
+            past_restarts=self.past.past_restarts(now_s=now_s),
+            gone=self.past.gone_nodes(now_s=now_s),
+        )
+
+    def note_failure(self, node_id: str, *, now_s: float, fault_s: float | None = None) -> None:
+        """This node is gone; its last sign of life was at `fault_s`, where that is known."""
+        if fault_s is not None and self._plan is not None and self._plan.member(node_id):
+            self.incidents.sign(fault_s)
+        if not self.past.was_asked_to_leave(node_id):  # else it is no failure
+            self._failures.note(node_id, now_s=now_s)
+        self.reports.forget(node_id)
+
+    def set_aside(self, *, now_s: float) -> set[str]:
+        """Nodes that were lost too often to be believed again."""
+        return self._failures.set_aside(now_s=now_s)
+
+    def bar(self, node_ids: Iterable[str], *, now_s: float) -> None:
+        """Give these nodes no ranks for an hour."""
+        for node_id in node_ids:
+            self._failures.bar(node_id, now_s=now_s)
+
+    def evict(self, verdict: Verdict, node_id: str, why: str, *, now_s: float) -> None:
+        """This node is not to run ranks any more, though it is there."""
+        self._failures.bar(node_id, now_s=now_s)
+        self.incidents.found(verdict, (), self.progress(), now_s=now_s)
+        self.incidents.acted("evict", why)
+
+    # --- a generation's life ------------------------------------------------------------------
+
+    def take_over(self, plan: Plan, *, since_s: float) -> None:
+        """This generation ran under another lead, and is about to be replaced."""
+        self.past.begins(plan, now_s=since_s)
+        self._plan = plan
+        self.reports.begin(plan)
+        self.supervisor.world_size = plan.world_size
+
+    def begin(self, plan: Plan, *, now_s: float) -> list[SupervisorCommand]:
+        """This generation has taken effect."""
+        self.take_over(plan, since_s=now_s)
+        self.orders = LeadBeat(generation=plan.generation)
+        self._exits.clear()
+        self._waiting.clear()
+        self._problems.clear()
+        self._at_boundary_told = False
+        self._rate_from = None
+        self._checkpoint_s = now_s
+        self.watching.begin(plan)
+        restored = version(*plan.restore) if plan.restore is not None else None
+        return self._ask(GenerationStarted(Generation(plan.generation), restored), now_s)
+
+    def note(self, node_id: str, beat: Beat) -> None:
+        """Keep a heartbeat of a time in which no generation runs."""
+        self.reports.take(node_id, beat)
+        if beat.stops:
+            self.stop_signal = beat.stop_signal or _SIGTERM
+
+    def beat(self, node_id: str, beat: Beat, *, now_s: float) -> list[SupervisorCommand]:
+        """Take in how things are on one node; `passing` decides what it leads to."""
+        is_current = self.reports.take(node_id, beat)
+        took_s = self.incidents.stepped(node_id, beat.restart if is_current else None, now_s=now_s)
+        if took_s is not None:
+            self.past.measured(beat.generation, took_s)
+        found: list[SupervisorCommand] = []
+        while self._stops_handled < beat.stops:
+            self._stops_handled += 1
+            number = beat.stop_signal or _SIGTERM
+            found += self.stop(number, f"a signal on {node_id}", now_s=now_s)
+        plan = self._plan
+        if plan is None or not is_current:
+            return found
+        self._note_rate(now_s)
+        self._commit(beat)
+        self._look_at_checkpoint(now_s)
+        self._note_port(plan, node_id, beat.smp_port)
+        if beat.problem and node_id not in self._problems:
+            self._problems.add(node_id)
+            self._take_restore_failure(node_id, beat, now_s)
+        if beat.exits:
+            self._take_exits(beat.exits, now_s)
+        if self.reports.all_at_boundary and not self._at_boundary_told:
+            self._at_boundary_told = True
+            found += self._ask(AllAtBoundary(), now_s)
+        return found
+
+    def stop(self, number: int, by: str, *, now_s: float) -> list[SupervisorCommand]:
+        """Somebody wants the run to end, by this signal."""
+        self.stop_signal = number
+        self._at_boundary_told = False  # they may wait there already, to take nodes in
+        return self._ask(StopAsked(number, by, self.reports.attached), now_s)
+
+    def lost(self, nodes: Mapping[str, str], *, now_s: float) -> list[SupervisorCommand]:
+        """Members of the running generation are gone, and their ranks with them.
+
+        Args:
+            nodes: why, by node id.
+            now_s: the time.
+        """
+        if not nodes:
+            return []
+        for node_id, why in sorted(nodes.items()):
+            node = self.reports.member(node_id)
+            text = f"node {node_id} is lost: {why}"
+            mark = f"node {node_id}"
+            ranks = [Rank(rank) for rank in node.ranks] if node is not None else []
+            self._take_exits(
+                [
+                    WorkerExit(rank, Kind.NODE_LOST, _NODE_LOST_CODE, text, fingerprint=mark)
+                    for rank in ranks
+                    if rank not in self._exits
+                ],
+                now_s,
+            )
+        return self.passing(now_s=now_s)
+
+    def passing(self, *, now_s: float) -> list[SupervisorCommand]:
+        """Decide about what has waited long enough; let the supervisor see the time."""
+        found: list[SupervisorCommand] = []
+        self._watch(now_s)
+        is_late = now_s >= self._waits_until_s
+        is_free = bool(self._waiting) and not self.awaits_notices
+        if is_free and (is_late or not self.waits_for_cause or self._is_examined()):
+            exits = self._decided_on(now_s)
+            found += self._ask(WorkersExited(exits, self.progress()), now_s)
+        return found + self._ask(Tick(), now_s)
+
+    @property
+    def waits_for_cause(self) -> bool:
+        """Ranks have failed in a way that may have followed from another failure."""
+        failed = [one for one in self._waiting if one.kind is not Kind.FINISHED]
+        return bool(failed) and all(_may_follow(one) for one in failed)
+
+    def progress(self) -> Progress:
+        return self.reports.progress
+
+    @property
+    def is_steady(self) -> bool:
+        """All ranks run, and nothing is wrong or under way."""
+        is_running = self.supervisor.state is State.RUNNING
+        return is_running and self.reports.all_run and not self._exits
+
+    @property
+    def is_stopping(self) -> bool:
+        return self.supervisor.state in (State.LAST_SNAPSHOT, State.SIGNALLED, State.KILLED)
+
+    # --- orders -------------------------------------------------------------------------------
+
+    def heartbeat(self, edition: Edition, number: int, *, is_held: bool) -> LeadBeat:
+        """What the lead has to say now.
+
+        Args:
+            edition: the newest that is known to have taken effect.
+            number: of the heartbeat.
+            is_held: the ranks of all nodes are to wait.
+        """
+        self._told = body = self.orders
+        generation, roster = edition
+        if body.generation != generation and not body.ended:
+            body = LeadBeat(generation=generation)
+        count = self.incidents.count
+        return msgspec.structs.replace(
+            body, roster=roster, number=number, is_held=is_held, incidents=count
+        )
+
+    def has_new_orders(self) -> bool:
+        """Something is ordered that no heartbeat has said."""
+        return self._told is not self.orders
+
+    def stands_for(self, commands: Sequence[SupervisorCommand]) -> list[StartGeneration | EndRun]:
+        """Put what all nodes are to do into the orders; what is left is the lead's own to do."""
+        left: list[StartGeneration | EndRun] = []
+        for index, command in enumerate(commands):
+            match command:
+                case KillWorkers():
+                    follows = commands[index + 1 :]
+                    if not any(isinstance(one, StartGeneration | EndRun) for one in follows):
+                        self._order(killed=True, why=command.why)
+                case AskLastSnapshot():
+                    self.stop_at_boundary(command.why)
+                case SignalWorkers():
+                    count = self.orders.signal_count + 1
+                    self._order(signal=command.signal, signal_count=count, why=command.why)
+                case StartGeneration() | EndRun():
+                    left.append(command)
+                case _:
+                    assert_never(command)
+        return left
+
+    def stop_at_boundary(self, why: str) -> int:
+        """Have all ranks take a snapshot at one boundary and wait there; at which one.
+
+        Where they do so already it stays that one: they would wait for a later one for ever.
+        """
+        boundary = self.orders.stop_after_step
+        if boundary < 0:
+            boundary = self.progress().step + self._ahead(1)
+        self._order(stop_after_step=boundary, why=why)
+        return boundary
+
+    def look_at_interval(self) -> None:
+        """Agree on the longest interval that any rank wishes for, named ahead of time."""
+        wished = self.reports.wished_every()
+        step = self.progress().step
+        is_settled = step > self.orders.every_from_step
+        if wished and is_settled and wished != self.orders.every:
+            self._order(every=wished, every_from_step=step + self._ahead(EVERY_AHEAD_STEPS))
+
+    def end(self, command: EndRun, *, now_s: float) -> None:
+        """From now on the lead's heartbeat says that it is over."""
+        is_done = command.exit_code == ExitCode.DONE
+        self.incidents.ended(command.why, self.progress(), is_done=is_done, now_s=now_s)
+        self._order(
+            ended=True,
+            exit_code=int(command.exit_code),
+            why=command.why,
+            advice=command.advice,
+            cause=command.cause,
+        )
+
+    def stopped(self) -> EndRun:
+        """It was asked for while no rank ran."""
+        return EndRun(128 + self.stop_signal, "stopped while no generation was running")
+
+    # --- what is wrong ------------------------------------------------------------------------
+
+    def _watch(self, now_s: float) -> None:
+        has_failed = any(one.kind is not Kind.FINISHED for one in self._exits.values())
+        if self._plan is None or has_failed or self.supervisor.state is not State.RUNNING:
+            return
+        is_elastic = len(self._plan.members) > self._settings.wishes.min_nodes
+        self.watching.can_replace = can_replace = self.num_spares > 0 or is_elastic
+        try:
+            found = self.watching.look(self._plan, self.reports, now_s=now_s)
+        except Exception as error:  # noqa: BLE001 - who looks must not end what is looked at
+            self.watching.went_wrong(error)
+            return
+        node_id, self.watching.unwanted = self.watching.unwanted, ""
+        if node_id and can_replace:
+            self._failures.bar(node_id, now_s=now_s)
+            self.incidents.acted("evict", f"node {node_id} is replaced")
+        self._take_exits(found, now_s)
+
+    def _is_examined(self) -> bool:
+        """Every node has said what its ranks called last."""
+        current = self.reports.current
+        is_whole = self._plan is not None and len(current) == len(self._plan.members)
+        return self.orders.examine and is_whole and all(beat.views for beat in current)
+
+    def _decided_on(self, now_s: float) -> tuple[WorkerExit, ...]:
+        """Ranks that have ended, as the supervisor is to see them."""
+        waiting, self._waiting = tuple(self._waiting), []
+        if self._plan is None or self.supervisor.state is not State.RUNNING:
+            return waiting
+        ended = list(self._exits.values())
+        try:
+            exits = self.watching.with_hidden_cause(
+                waiting, ended, self._plan, self.reports, now_s=now_s
+            )
+            self.watching.failed(exits, self._plan, self.reports, now_s=now_s)
+        except Exception as error:  # noqa: BLE001 - see above
+            self.watching.went_wrong(error)
+            return waiting
+        return exits
+
+    def probes(self, *, now_s: float) -> list[Send]:
+        """Links that are to be tried."""
+        is_running = self._plan is not None and self.supervisor.state is State.RUNNING
+        return self.watching.probes(self._plan, now_s=now_s) if self._plan and is_running else []
+
+    # --- details ------------------------------------------------------------------------------
+
+    def _take_exits(self, exits: Sequence[WorkerExit], now_s: float) -> None:
+        new = [one for one in exits if one.rank not in self._exits]
+        if any(one.kind is not Kind.FINISHED for one in new):
+            self.incidents.sign(now_s)
+        if new and not self._waiting:
+            # On one node all are seen together, but for those that a broken connection ends.
+            is_alone = self._plan is not None and len(self._plan.members) == 1
+            self._waits_until_s = now_s + (0.0 if is_alone else CAUSE_WAIT_S)
+        if not self.orders.examine and any(may_be_a_consequence(one) for one in new):
+            self._waits_until_s = now_s + EXAMINE_WAIT_S
+            self._order(examine=True)
+        for one in new:
+            self._exits[one.rank] = one
+            self._waiting.append(one)
+
+    def _take_restore_failure(self, node_id: str, beat: Beat, now_s: float) -> None:
+        """Its ranks end by an exception for it: the failure stands in the place of one of those."""
+        node = self.reports.member(node_id)
+        assert node is not None
+        waiting = {one.rank for one in self._waiting}
+        ranks = [Rank(rank) for rank in node.ranks]
+        rank = next((one for one in ranks if one not in self._exits or one in waiting), None)
+        if rank is None:
+            return  # the supervisor has decided about them all
+        self._waiting = [one for one in self._waiting if one.rank != rank]
+        self._exits.pop(rank, None)
+        text = f"node {node_id} could not get its state back: {beat.problem}"
+        mark = f"restore {node_id}"
+        kind, code = Kind.RESTORE_FAILED, ExitCode.STATE_LOST
+        if beat.problem_is_link:
+            kind, code = Kind.LINK_LOST, ExitCode.TRY_AGAIN
+        self._take_exits([WorkerExit(rank, kind, code, text, fingerprint=mark)], now_s)
+
+    def _commit(self, beat: Beat) -> None:
+        ready, committed = self.reports.ready_with(beat), self.orders.committed
+        known = self.reports.committed
+        if known is not None and known[0] == beat.generation and (ready is None or ready < known):
+            ready = known  # the leader before this one has ordered it; not every node has heard
+        if ready is not None and (committed is None or ready > committed):
+            take_from = self._alignment.after_commit(self.orders.take_from, self.reports.step)
+            self._order(committed=ready, take_from=take_from)
+        skipped = max(self.reports.abandoned_step, self.reports.missed_step(beat))
+        if skipped > self.orders.abandoned_step:
+            take_from = self._alignment.after_skip(
+                self.orders.take_from, skipped, self.reports.step
+            )
+            self._order(abandoned_step=skipped, take_from=take_from)
+
+    def name_checkpoint(self, *, now_s: float) -> None:
+        """Have the newest committed version go to disk, where there is a place for it."""
+        committed = self.orders.committed
+        is_wished = self._settings.checkpoint_every_s > 0
+        if is_wished and committed is not None and committed != self.orders.checkpoint:
+            self._checkpoint_s = now_s
+            self._order(checkpoint=committed)
+
+    def _look_at_checkpoint(self, now_s: float) -> None:
+        if now_s - self._checkpoint_s >= self._settings.checkpoint_every_s:
+            self.name_checkpoint(now_s=now_s)
+
+    def _note_port(self, plan: Plan, node_id: str, port: int) -> None:
+        known = self.orders.moved.get(node_id) or plan.smp_ports.get(node_id)
+        if port and port != known:
+            self._order(moved={**self.orders.moved, node_id: port})
+
+    def _ahead(self, steps: int) -> int:
+        """So many steps, and those that are made before every node has heard of it."""
+        if self._plan is None or len(self._plan.members) == 1:
+            return steps
+        return steps + math.ceil(self._rate * self._settings.same_boundary_s)
+
+    def _note_rate(self, now_s: float) -> None:
+        step = self.progress().step
+        if self._rate_from is None:
+            self._rate_from = (now_s, step)
+        since_s, first = self._rate_from
+        if now_s - since_s >= self._settings.heartbeat_s:
+            self._rate = max(0.0, (step - first) / (now_s - since_s))
+            self._rate_from = (now_s, step)
+            self.look_at_interval()
+
+    def _order(self, **changes: object) -> None:
+        self.orders = msgspec.structs.replace(self.orders, **changes)
+
+    def _ask(self, event: Event, now_s: float) -> list[SupervisorCommand]:
+        found = self.supervisor.handle(event, now_s=now_s)
+        for command in found:
+            if isinstance(command, KillWorkers):
+                self.incidents.acted("kill", command.why)
+            elif isinstance(command, StartGeneration):
+                self.incidents.acted("respawn", command.why)
+        return found
+
+
+def _may_follow(end: WorkerExit) -> bool:
+    return end.kind in _ENDS_ITSELF or may_be_a_consequence(end)

@@ -1,0 +1,285 @@
+"""All that is looked at while a generation runs: hangs, numbers, what is slow; what follows.
+
+Runs in:  the agent that leads, inside `Oversight`. Pure.
+Takes in: the newest heartbeats, ranks that have ended.
+Gives:    incidents; failures of ranks that have not ended by themselves.
+
+Rule 1: what only costs time is reported. What makes a run worthless, or stops it, is acted on, by
+        way of a failure like any other: one budget, one count of causes, one way to restart.
+"""
+
+from collections.abc import Sequence
+
+import msgspec
+
+from ftrun.errors import ExitCode
+from ftrun.events import Kind, Progress, WorkerExit
+from ftrun.ids import Rank
+from ftrun.monitor.evidence import RankView
+from ftrun.monitor.numerics import NumberWatch, RankNumbers
+from ftrun.monitor.verdicts import Sure, Verdict, VerdictKind, ranks_in_words
+from ftrun.recovery.commands import Send
+from ftrun.recovery.first_cause import first_cause, hidden_cause
+from ftrun.recovery.incidents import Incidents
+from ftrun.recovery.lost_links import HungLinks, PairFinder
+from ftrun.recovery.settings import ClusterSettings
+from ftrun.recovery.slow_watch import SlowWatch
+from ftrun.recovery.snapshot_coordination import Reports
+from ftrun.recovery.suspicions import HangWatch
+from ftrun.wire.cluster.generation import Plan, VersionPair
+
+_BACK = (
+    ". It is only reported: numbers.policy=rollback would go back to a version from before it, and "
+    "skip-data leave the data out too"
+)
+_STOP = ". It is only reported: numbers.policy=stop would end the run"
+
+
+class Watching:
+    """Of one run, by one lead."""
+
+    def __init__(
+        self, settings: ClusterSettings, bad_numbers: str, me: str, pairs: PairFinder
+    ) -> None:
+        self.incidents = Incidents()
+        self.slow = SlowWatch()
+        self.spoiled: VersionPair | None = None
+        """From this version on they hold bad numbers; until the next generation."""
+        self.skip_to = -1
+        """With which step the data that led to bad numbers end, where they are to be left out."""
+        self.unwanted = ""
+        """The node to be replaced for a hang: see `HungLinks`, and `hang.action: evict`."""
+        self.can_replace = False
+        """The run could do without one of its nodes."""
+        self.hung = HungLinks(settings.hang)
+        self.pairs = pairs
+        self._first_step_s = settings.hang.suspect_s
+        self._evicts_hung = settings.hang.action == "evict"
+        self._bad_numbers = bad_numbers
+        self._me = me
+        self._hangs = HangWatch(settings.hang)
+        self._numbers = NumberWatch()
+        self._is_blind = self._has_told_of_replicas = self._is_stuck = False
+        self._due_s = 0.0
+        self._every_s = settings.heartbeat_s / 2
+
+    def begin(self, plan: Plan) -> None:
+        """This generation has taken effect."""
+        self.spoiled = None
+        self.skip_to = -1
+        self.unwanted = ""
+        self._is_blind = self._has_told_of_replicas = self._is_stuck = False
+        self._hangs.begin()
+        self.hung.begin()
+        self.pairs.begin()
+        self._numbers.begin()
+        self.slow.begin()
+        self.incidents.generation_begins(plan)
+
+    def look(self, plan: Plan, reports: Reports, *, now_s: float) -> list[WorkerExit]:
+        """How far all ranks are; why, where they get no further; ranks to act on."""
+        if now_s < self._due_s or self._is_blind:
+            return []
+        self._due_s = now_s + self._every_s
+        progress = reports.progress
+        self.incidents.progress(reports.current, progress, now_s=now_s)
+        found = self._look_at_numbers(plan, reports, now_s)
+        if found:
+            return found
+        self._look_at_replicas(plan, reports, now_s)
+        self._look_at_what_is_slow(plan, reports, now_s)
+        found = self._look_at_first_step(plan, reports, progress, now_s)
+        return found or self._look_at_silence(plan, reports, progress, now_s)
+
+    def went_wrong(self, error: Exception) -> None:
+        """A bug of ftrun's: nothing is looked at any more in this generation, and it is told."""
+        if not self._is_blind:
+            self._is_blind = True
+            self.incidents.tell_bug(f"{type(error).__name__}: {error}")
+
+    def probes(self, plan: Plan, *, now_s: float) -> list[Send]:
+        """Links to try: slow ones, and all between the members while ranks make no steps."""
+        return [
+            *self.slow.probes(plan, self._me, now_s=now_s),
+            *(self.pairs.look(plan, now_s=now_s) if self._is_stuck else []),
+        ]
+
+    def _look_at_first_step(
+        self, plan: Plan, reports: Reports, progress: Progress, now_s: float
+    ) -> list[WorkerExit]:
+        """Ranks to act on because a lost link lets none of them make a first step."""
+        verdict = self.hung.look(
+            plan,
+            reports,
+            progress,
+            cut=self.pairs.cut,
+            can_replace=self.can_replace,
+            now_s=now_s,
+        )
+        if verdict is None:
+            return []
+        self.incidents.found(verdict, (), progress, now_s=now_s)
+        self.unwanted = self.hung.node_out(verdict, plan, reports, self.pairs.cut)
+        return [_hung(verdict, ())]
+
+    def _look_at_silence(
+        self, plan: Plan, reports: Reports, progress: Progress, now_s: float
+    ) -> list[WorkerExit]:
+        finding = self._hangs.look(
+            reports.beats, plan, cut=self.pairs.cut, can_replace=self.can_replace
+        )
+        self._look_whether_stuck(progress, now_s)
+        if finding is None:
+            if not self._hangs.is_suspicious:
+                self.incidents.cleared(progress, now_s=now_s)
+            return []
+        if not self.incidents.is_suspected:
+            self.incidents.suspected(finding, progress, now_s=now_s)
+        if finding.verdict is None:
+            return []
+        verdict = _with_troubles(finding.verdict, reports)
+        self.incidents.named(verdict, finding.views, now_s=now_s)
+        if not finding.acts:
+            return []
+        if self._evicts_hung and len(verdict.nodes) == 1:
+            self.unwanted = verdict.nodes[0]
+        if verdict.kind is VerdictKind.HANG_IN_COMMUNICATION:
+            node_out = self.hung.node_out(verdict, plan, reports, self.pairs.cut)
+            self.unwanted = node_out or self.unwanted
+        return [_hung(verdict, finding.views)]
+
+    def _look_whether_stuck(self, progress: Progress, now_s: float) -> None:
+        """Whether no steps are made, and links may be the reason."""
+        makes_steps = progress.attached or bool(self.hung.nodes)
+        has_none = makes_steps and progress.steps_here == 0
+        is_late = has_none and self.hung.for_s(now_s=now_s) >= self._first_step_s
+        was_stuck, self._is_stuck = self._is_stuck, self._hangs.is_silent or is_late
+        if was_stuck and not self._is_stuck:
+            self.pairs.begin()
+
+    def _look_at_numbers(self, plan: Plan, reports: Reports, now_s: float) -> list[WorkerExit]:
+        ranks = [
+            RankNumbers(one.rank, one.step, one.loss, one.bad_step)
+            for beat in reports.current
+            for one in beat.ranks
+        ]
+        verdict = self._numbers.look(ranks, node_of(plan), now_s=now_s)
+        if verdict is None:
+            return []
+        if self._bad_numbers == "report" or not verdict.acts_at_once:
+            remedy = _BACK if reports.progress.attached else _STOP
+            told = verdict.text + (remedy if verdict.acts_at_once else "")
+            verdict = msgspec.structs.replace(verdict, text=told)
+            self.incidents.reported(verdict, reports.progress, now_s=now_s)
+            return []
+        self.incidents.found(verdict, (), reports.progress, now_s=now_s)
+        # What spreads from step to step was looked at in one place only: one step more is given up.
+        first = max(0, self._numbers.bad_since - 1)
+        has_come_along = plan.restore is not None and first <= plan.restore[1]
+        self.spoiled = plan.restore if has_come_along else (plan.generation, first)
+        self.skip_to = self._numbers.bad_since if self._bad_numbers == "skip-data" else -1
+        rank = Rank((*verdict.culprits, *verdict.victims, 0)[0])
+        text = f"{verdict.kind.value}: {verdict.text}"
+        code = ExitCode.DO_NOT_RESTART
+        return [WorkerExit(rank, Kind.BAD_NUMBERS, code, text, fingerprint=verdict.fingerprint)]
+
+    def _look_at_replicas(self, plan: Plan, reports: Reports, now_s: float) -> None:
+        told = next((beat for beat in reports.current if beat.differs), None)
+        if told is None or self._has_told_of_replicas:
+            return
+        self._has_told_of_replicas = True
+        ranks, places = told.differing_ranks, node_of(plan)
+        nodes = tuple(sorted({places[rank] for rank in ranks if rank in places}))
+        is_vote = 0 < len(ranks) < plan.world_size / 2
+        who = f"{ranks_in_words(ranks)} on {', '.join(nodes)}"
+        verdict = Verdict(
+            kind=VerdictKind.REPLICAS_DIFFER,
+            culprits=ranks if is_vote else (),
+            victims=() if is_vote else ranks,
+            nodes=nodes if is_vote else (),
+            text=f"what {who} hold as replicas is not what the others hold"
+            if is_vote
+            else f"{who} held the same, and do no more; which of them is right cannot be told",
+            evidence=(told.differs,),
+            against=("a script that trains something for itself on one rank does the same",),
+            sure=Sure.LIKELY if is_vote else Sure.POSSIBLE,
+            fingerprint=f"replicas {' '.join(map(str, ranks))}",
+        )
+        self.incidents.reported(verdict, reports.progress, now_s=now_s)
+
+    def _look_at_what_is_slow(self, plan: Plan, reports: Reports, now_s: float) -> None:
+        for verdict in self.slow.look(reports.beats, plan, self._me, now_s=now_s):
+            matrix = self.slow.matrix()
+            known = _with_troubles(verdict, reports)
+            self.incidents.reported(known, reports.progress, matrix=matrix, now_s=now_s)
+
+    # --- ranks that have ended ----------------------------------------------------------------
+
+    def with_hidden_cause(
+        self,
+        waiting: Sequence[WorkerExit],
+        ended: Sequence[WorkerExit],
+        plan: Plan,
+        reports: Reports,
+        *,
+        now_s: float,
+    ) -> tuple[WorkerExit, ...]:
+        """Those that are about to be decided on, with the one behind them, if it is none of them.
+
+        Args:
+            waiting: nothing was decided about these yet.
+            ended: all of this generation.
+            plan: the generation.
+            reports: what is known of it.
+            now_s: the time.
+        """
+        views = {view.rank: view for beat in reports.current for view in beat.views}
+        hidden = hidden_cause(ended, views, node_of(plan))
+        if hidden is None:
+            return tuple(waiting)
+        cause, verdict = hidden
+        if verdict is not None:
+            self.incidents.found(verdict, list(views.values()), reports.progress, now_s=now_s)
+        return (*(one for one in waiting if one.rank != cause.rank), cause)
+
+    def failed(
+        self, exits: Sequence[WorkerExit], plan: Plan, reports: Reports, *, now_s: float
+    ) -> None:
+        """The supervisor is about to decide on these."""
+        failed = [one for one in exits if one.kind is not Kind.FINISHED]
+        if failed:
+            cause = first_cause(failed)
+            nodes = [node.node_id for node in plan.members if cause.rank in node.ranks]
+            self.incidents.failed(cause, nodes, reports.progress, now_s=now_s)
+
+
+def node_of(plan: Plan) -> dict[int, str]:
+    """On which node each rank runs."""
+    return {rank: node.node_id for node in plan.members for rank in node.ranks}
+
+
+def _with_troubles(verdict: Verdict, reports: Reports) -> Verdict:
+    """With what network cards and GPUs of the nodes it names have counted lately."""
+    told = [
+        f"{node_id}: {text}"
+        for node_id in verdict.nodes
+        if node_id in reports.beats
+        for text in reports.beats[node_id].troubles
+    ]
+    return msgspec.structs.replace(verdict, evidence=(*verdict.evidence, *told))
+
+
+def _hung(verdict: Verdict, views: Sequence[RankView]) -> WorkerExit:
+    """The failure of a rank that has not ended by itself."""
+    ended = {view.rank for view in views if view.is_finished}
+    candidates = [rank for rank in (*verdict.culprits, *verdict.victims) if rank not in ended]
+    rank = (*candidates, 0)[0]
+    stack = next((view.stack for view in views if view.rank == rank), ())
+    return WorkerExit(
+        Rank(rank),
+        Kind.HUNG,
+        ExitCode.TRY_AGAIN,
+        f"{verdict.kind.value}: {verdict.text}",
+        detail="\n".join(f"  {frame}" for frame in stack),
+        fingerprint=verdict.fingerprint,
+    )

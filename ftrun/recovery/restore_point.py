@@ -1,0 +1,303 @@
+"""The version that a run over several nodes resumes from, and where its shards come from.
+
+Runs in:  the agent that leads. Pure.
+Takes in: what every reachable node holds: sealed slots, and parts of protections.
+Gives:    a `Choice`: the newest version from which every rank can be had; or what is missing.
+Survives: the loss of up to m nodes of each protection group, as that is what m means.
+
+Rule 1: it is chosen from what is there, not from a record that could be lost or wrong.
+Rule 2: a version that a later generation has left behind never comes back: one of an older
+        generation counts only where the newest generation has come from it.
+Rule 3: parts of a protection fit together only where version, generation of the protection,
+        members and parity are equal. Parity of another step is no parity.
+Rule 4: a version that was not committed, and has lost a rank, counts only where it is protected as
+        well as the last committed one. What is protected less is not relied on: nodes keep the
+        protection of the last commit until what they go on from is committed itself.
+Rule 5: of several protections the one is relied on that bears most; nodes keep that one, and
+        overwrite the others. Of equals one that was committed: nodes that are not here hold
+        their parts of it as well, and may come back. Of another one nobody knows what they hold.
+Rule 6: a version that a leader may have committed before it was cut off is missed like a commit
+        while nodes that may hold it are not here. The next leader cannot know that it was not.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ftrun.ids import Version, version
+from ftrun.wire.cluster.generation import Plan, Source, VersionPair
+from ftrun.wire.messages.protected import Protected
+from ftrun.wire.messages.smp import Inventory
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What to resume from; no version means that there is none."""
+
+    version: Version | None
+    why: str
+    world_size: int = 0
+    """Of the version; ranks of another world size are put together anew."""
+    sources: tuple[Source, ...] = ()
+    wanted: Version | None = None
+    """The newest version that was committed, or may have been, where that cannot be had."""
+    committed: Version | None = None
+    """The newest one that is known to be committed; what counts as that after a loss."""
+    holders: frozenset[str] = frozenset()
+    """Nodes that are not here, and may hold what is missing."""
+
+
+Slots = dict[int, set[str]]
+"""Nodes that hold a sealed slot, by rank."""
+
+
+@dataclass
+class _Group:
+    """One protection, with the parts of it that are reachable."""
+
+    name: Protected
+    parts: dict[str, Protected] = field(default_factory=dict)
+
+    def missing(self, slots: Slots) -> list[str]:
+        """Members whose state, or whose part in the protection, is not here."""
+        return [
+            member.node_id
+            for member in self.name.members
+            if not (
+                member.node_id in self.parts
+                and self.parts[member.node_id].is_complete
+                and all(member.node_id in slots.get(rank, ()) for rank in member.ranks)
+            )
+        ]
+
+    def bears_what_is_missing(self, slots: Slots) -> bool:
+        return len(self.missing(slots)) <= self.name.parity
+
+    @property
+    def is_committed(self) -> bool:
+        """All of its nodes held their parts, also those that are not here now."""
+        return any(part.is_committed for part in self.parts.values())
+
+    def has_mirror_of(self, rank: int) -> bool:
+        owner = next((m.node_id for m in self.name.members if rank in m.ranks), None)
+        return any(owner in part.mirrors for part in self.parts.values())
+
+    @property
+    def ranks(self) -> list[int]:
+        return [rank for member in self.name.members for rank in member.ranks]
+
+    @property
+    def source(self) -> Source:
+        members = self.name.members
+        return Source(
+            [member.node_id for member in members],
+            [list(member.ranks) for member in members],
+            self.name.parity,
+            self.name.protected_in,
+        )
+
+
+def _worth(part: Protected) -> tuple[bool, bool, int]:
+    return (part.is_complete, part.is_committed, len(part.mirrors))
+
+
+@dataclass
+class _Held:
+    """All that is here of one version."""
+
+    version: Version
+    world_size: int
+    slots: Slots = field(default_factory=dict)
+    groups: dict[str, _Group] = field(default_factory=dict)
+    is_committed: bool = False
+
+    def add_part(self, node_id: str, part: Protected) -> None:
+        members = ";".join(f"{member.node_id}:{member.ranks}" for member in part.members)
+        name = f"{part.protected_in}/{part.parity}/{members}"
+        parts = self.groups.setdefault(name, _Group(part)).parts
+        # A node that fills its part once more has two of it: what it holds whole counts.
+        parts[node_id] = max((parts.get(node_id, part), part), key=_worth)
+        self.is_committed |= part.is_committed
+
+    @property
+    def may_be_committed(self) -> bool:
+        """No node that is here contradicts it: each part of one protection is complete."""
+        complete: dict[int, bool] = {}
+        for group in self.groups.values():
+            at = group.name.protected_in
+            has_all = all(part.is_complete for part in group.parts.values())
+            complete[at] = complete.get(at, True) and has_all
+        return any(complete.values())
+
+    def holders(self) -> set[str]:
+        return {member.node_id for group in self.groups.values() for member in group.name.members}
+
+    def sources(self, committed: "_Held | None") -> list[Source] | str:
+        """Where shards are fetched from; or why not all ranks can be had, in words.
+
+        Args:
+            committed: the newest version that was committed, which may be this one.
+        """
+        groups = self._covering()
+        lost = [rank for rank in range(self.world_size) if not self.slots.get(rank)]
+        is_protected = self.margin >= 0 and (
+            committed is None or self.is_committed or self.margin >= committed.margin
+        )
+        if is_protected and all(self._has_mirror(rank, groups) for rank in lost):
+            return [group.source for group in groups]
+        return self._what_is_missing(lost, groups) if lost else self._bare_sources()
+
+    @property
+    def margin(self) -> int:
+        """So many more nodes of any group may go; below zero where not all ranks are protected."""
+        groups = self._covering()
+        if len({rank for group in groups for rank in group.ranks}) < self.world_size:
+            return -1
+        return min(group.name.parity - len(group.missing(self.slots)) for group in groups)
+
+    def rating(self) -> tuple[Version, int, bool, int]:
+        """Highest for what is to be tried first; of equals what was committed and protected last.
+
+        The lead has promised what that protection bears, and an older one may have been spoilt
+        since without a word: nobody has looked at it.
+        """
+        groups = self._covering()
+        last = max((group.name.protected_in for group in groups), default=-1)
+        is_committed = all(group.is_committed for group in groups)
+        return (self.version, self.margin, is_committed, last)
+
+    def _covering(self) -> list[_Group]:
+        """The protections that bear most, until each rank is in one."""
+        covered: set[int] = set()
+        chosen = []
+        for group in sorted(self.groups.values(), key=self._badness):
+            if not covered.issuperset(group.ranks):
+                chosen.append(group)
+                covered.update(group.ranks)
+        return chosen
+
+    @staticmethod
+    def _has_mirror(rank: int, groups: Iterable[_Group]) -> bool:
+        return any(group.has_mirror_of(rank) for group in groups)
+
+    def _bare_sources(self) -> list[Source]:
+        """The nodes that hold the slots; what protects them is not relied on."""
+        held: dict[str, list[int]] = {}
+        for rank in range(self.world_size):
+            held.setdefault(min(self.slots[rank]), []).append(rank)
+        return [Source([node_id], [some], 0, -1) for node_id, some in held.items()]
+
+    def _badness(self, group: _Group) -> tuple[int, bool, int]:
+        """Lowest for the protection that bears most; of equals the newest that was committed."""
+        margin = group.name.parity - len(group.missing(self.slots))
+        return (-margin, not group.is_committed, -group.name.protected_in)
+
+    def _what_is_missing(self, lost: Sequence[int], groups: Sequence[_Group]) -> str:
+        names = ", ".join(str(one) for one in lost)
+        ranks, are, it = ("rank", "is", "it") if len(lost) == 1 else ("ranks", "are", "them")
+        group = next((one for one in groups if lost[0] in one.ranks), None)
+        if group is None:
+            return f"{ranks} {names} {are} held by no node that is here, and nothing protects {it}"
+        if group.bears_what_is_missing(self.slots):
+            return f"{ranks} {names} cannot be rebuilt: not all nodes have protected this version"
+        gone = group.missing(self.slots)
+        members = ", ".join(member.node_id for member in group.name.members)
+        return (
+            f"{ranks} {names} cannot be rebuilt: of the group {members}, {', '.join(gone)} are "
+            f"missing, and only {group.name.parity} may be"
+        )
+
+
+def choose(
+    holdings: Mapping[str, Inventory],
+    newest_plan: Plan | None,
+    *,
+    committed: Iterable[VersionPair] = (),
+    spoiled: VersionPair | None = None,
+) -> Choice:
+    """The newest version that can be had whole.
+
+    Args:
+        holdings: by node id.
+        newest_plan: the newest generation that has taken effect, or may have.
+        committed: versions that somebody has heard a commit of.
+        spoiled: from this version on none is gone on from.
+    """
+    bad = version(*spoiled) if spoiled is not None else None
+
+    def counts(one: Version) -> bool:
+        return is_valid(one, newest_plan) and (bad is None or one < bad)
+
+    held = {at: one for at, one in _collect(holdings).items() if counts(at[1])}
+    told = {version(*pair) for pair in committed}
+    if newest_plan is not None and newest_plan.committed is not None:
+        told.add(version(*newest_plan.committed))
+    known = {one for one in told if counts(one)}
+    known |= {one.version for one in held.values() if one.is_committed}
+    wanted = max(known, default=None)
+    holders = {node_id for one in held.values() for node_id in one.holders()}
+    if newest_plan is not None:
+        holders |= {node.node_id for node in newest_plan.members}
+    away = frozenset(holders - holdings.keys())
+    of_wanted = [one for one in held.values() if one.version == wanted]
+    newest_committed = max(of_wanted, key=lambda one: one.margin, default=None)
+    problems: list[str] = []
+    missed = None
+    # After a change of the number of nodes one version may lie here in the shards of two worlds.
+    for one in sorted(held.values(), key=_Held.rating, reverse=True):
+        name, size = one.version, one.world_size
+        found = one.sources(newest_committed)
+        if isinstance(found, str):
+            problems.append(f"{name}: {found}")
+            if missed is None and away and one.may_be_committed:
+                missed = name
+            continue
+        why = f"{name}: every rank can be had"
+        if wanted is not None and name < wanted:
+            why += f"; {wanted}, which was committed, is lost: {'; '.join(problems[:2])}"
+            return Choice(name, why, size, tuple(found), wanted, committed=name, holders=away)
+        if missed is not None:
+            why += f"; {missed}, which may have been committed, is lost: {'; '.join(problems[:2])}"
+            return Choice(name, why, size, tuple(found), missed, committed=wanted, holders=away)
+        return Choice(name, why, size, tuple(found), committed=wanted)
+    why = "; ".join(problems[:2]) or "nothing is offered"
+    newest = missed if wanted is None or (missed is not None and missed > wanted) else wanted
+    return Choice(None, why, wanted=newest, committed=wanted, holders=away)
+
+
+def is_valid(held: Version, newest_plan: Plan | None) -> bool:
+    """Whether the newest generation has come from this version, or has made it."""
+    if newest_plan is None or held.generation >= newest_plan.generation:
+        return True
+    last_step = dict(newest_plan.ancestry).get(held.generation, -1)
+    return held.step <= last_step
+
+
+def ancestry(restored: Version | None, previous: Plan | None) -> list[VersionPair]:
+    """What a new generation comes from: of each generation before it the last step that counts.
+
+    Args:
+        restored: what it starts from.
+        previous: the newest generation before it.
+    """
+    if restored is None:
+        return []
+    before = [] if previous is None else previous.ancestry
+    older = [(at, step) for at, step in before if at < restored.generation]
+    return [*older[-_MAX_ANCESTORS:], (int(restored.generation), int(restored.step))]
+
+
+_MAX_ANCESTORS = 15
+"""Slots hold two versions, so nothing from further back is ever met."""
+
+
+def _collect(holdings: Mapping[str, Inventory]) -> dict[tuple[int, Version], _Held]:
+    found: dict[tuple[int, Version], _Held] = {}
+    for node_id, inventory in sorted(holdings.items()):
+        for offer in inventory.offers:
+            at = (offer.world_size, version(offer.generation, offer.step))
+            held = found.setdefault(at, _Held(at[1], at[0]))
+            held.slots.setdefault(offer.rank, set()).add(node_id)
+        for part in inventory.protected:
+            at = (part.world_size, version(part.generation, part.step))
+            found.setdefault(at, _Held(at[1], at[0])).add_part(node_id, part)
+    return found

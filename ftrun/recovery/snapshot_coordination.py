@@ -1,0 +1,141 @@
+"""What the members of a generation report, summed up as it comes.
+
+Runs in:  the agent that leads. Pure.
+Takes in: heartbeats.
+Gives:    the furthest step, the version all are ready with, whether all wait at a boundary.
+
+One heartbeat costs the same however many nodes there are: sums are kept, not made. Only what is
+rarely asked for, the longest wished interval, is looked up among all.
+"""
+
+from collections import Counter
+
+from ftrun.events import Progress
+from ftrun.ids import Step
+from ftrun.wire.cluster.generation import Plan, PlanNode, VersionPair
+from ftrun.wire.cluster.heartbeats import Beat
+
+
+class Reports:
+    """The newest heartbeat of every node, and sums over those of the running generation."""
+
+    def __init__(self) -> None:
+        self.beats: dict[str, Beat] = {}
+        """By node, whatever generation they name."""
+        self.step = 0
+        """The largest step boundary that any rank has passed."""
+        self.steps_here = 0
+        self.attached = False
+        self.abandoned_step = -1
+        self.sealed_step = -1
+        """The newest step that any rank has sealed."""
+        self.committed: VersionPair | None = None
+        """The newest version that any node knows to be committed."""
+        self._generation = -1
+        self._members: dict[str, PlanNode] = {}
+        self._current: set[str] = set()
+        self._ready: Counter[VersionPair] = Counter()
+        self._num_at_boundary = 0
+
+    def begin(self, plan: Plan) -> None:
+        """Sum up for this generation from now on."""
+        self._generation = plan.generation
+        self._members = {node.node_id: node for node in plan.members}
+        self._current.clear()
+        self._ready.clear()
+        self.step = self.steps_here = self._num_at_boundary = 0
+        self.attached = False
+        self.abandoned_step = self.sealed_step = -1
+        self.committed = None
+        for node_id, beat in self.beats.items():
+            self._count(node_id, beat)
+
+    def member(self, node_id: str) -> PlanNode | None:
+        return self._members.get(node_id)
+
+    def take(self, node_id: str, beat: Beat) -> bool:
+        """Whether this heartbeat is of a member and of the running generation."""
+        before = self.beats.get(node_id)
+        if before is not None and node_id in self._current:
+            self._current.discard(node_id)
+            self._num_at_boundary -= before.at_boundary
+            if (ready := _ready(before)) is not None:
+                self._ready[ready] -= 1
+        self.beats[node_id] = beat
+        return self._count(node_id, beat)
+
+    def forget(self, node_id: str) -> None:
+        """This node is lost."""
+        if node_id in self.beats:
+            self.take(node_id, Beat(generation=-1))
+            del self.beats[node_id]
+
+    def _count(self, node_id: str, beat: Beat) -> bool:
+        if beat.generation != self._generation or node_id not in self._members:
+            return False
+        self._current.add(node_id)
+        self._num_at_boundary += beat.at_boundary
+        if (ready := _ready(beat)) is not None:
+            self._ready[ready] += 1
+        self.step = max(self.step, beat.step)
+        self.steps_here = max(self.steps_here, beat.steps_here)
+        self.attached |= beat.attached
+        self.abandoned_step = max(self.abandoned_step, beat.abandoned_step)
+        if beat.sealed is not None:
+            self.sealed_step = max(self.sealed_step, beat.sealed[1])
+        if beat.committed is not None:
+            self.committed = max(self.committed or beat.committed, beat.committed)
+        return True
+
+    @property
+    def current(self) -> list[Beat]:
+        """The newest heartbeats of the running generation."""
+        return [self.beats[node_id] for node_id in sorted(self._current)]
+
+    # --- of all members -----------------------------------------------------------------------
+
+    @property
+    def progress(self) -> Progress:
+        return Progress(Step(self.step), self.steps_here, self.attached)
+
+    @property
+    def all_run(self) -> bool:
+        """Every member has reported its ranks of this generation."""
+        return len(self._current) == len(self._members) > 0
+
+    @property
+    def all_at_boundary(self) -> bool:
+        return self._num_at_boundary == len(self._members) > 0
+
+    def ready_with(self, beat: Beat) -> VersionPair | None:
+        """The version that every member is ready with, if it is the one of this heartbeat."""
+        ready = _ready(beat)
+        if ready is None or self._ready[ready] != len(self._members):
+            return None
+        return ready
+
+    def missed_step(self, beat: Beat) -> int:
+        """Up to which step nothing can be committed any more, seen from this node's seals; or -1.
+
+        A rank here holds an uncommitted version, and another rank has sealed a later one. That one
+        has passed the step without a snapshot, because it heard late of a new interval: a rank
+        holds one version beyond the committed one. Its node does not say that it has skipped it.
+        """
+        if beat.sealed is None or beat.sealed[0] >= self.sealed_step:
+            return -1
+        pending = (beat.generation, beat.sealed[0])
+        is_committed = self.committed is not None and pending <= self.committed
+        return -1 if is_committed else self.sealed_step - 1
+
+    def are_protected(self) -> bool:
+        """Every member can be lost, and what it is ready with is still there."""
+        return self.all_run and all(self.beats[one].survives > 0 for one in self._current)
+
+    def wished_every(self) -> int:
+        """The longest interval that any rank wishes for."""
+        return max((self.beats[one].wished_every for one in self._current), default=0)
+
+
+def _ready(beat: Beat) -> VersionPair | None:
+    """What a node is ready with; nothing where its state was found not to be whole since."""
+    return None if beat.problem else beat.ready

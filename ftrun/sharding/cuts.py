@@ -1,0 +1,101 @@
+"""Which items of a dimension a coordinate of the mesh has.
+
+Runs in:  the process that converts checkpoints. Pure.
+Takes in: a `Cut`, the size of the dimension, how many coordinates there are.
+Gives:    runs of neighbouring items, and where they lie in what the coordinate stores.
+"""
+
+from dataclasses import dataclass
+
+from ftrun.sharding.rules import Cut, FusedPart, Uneven
+
+
+class CutImpossible(ValueError):
+    """A size does not fit what a rule says; in words, to be told with the tensor's name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Neighbouring items that a coordinate has.
+
+    Args:
+        start: the first of them, in the whole dimension.
+        size: how many; at least 1.
+        at: where they begin in what the coordinate stores.
+    """
+
+    start: int
+    size: int
+    at: int
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What a coordinate stores along a dimension: runs, and padding where none lies."""
+
+    size: int
+    runs: tuple[Run, ...]
+
+
+def hold(cut: Cut, size: int, *, count: int, index: int) -> Held:
+    """What one of `count` coordinates stores of a dimension of so many items.
+
+    Raises:
+        CutImpossible: it cannot be cut so.
+    """
+    if cut.size is not None and cut.size != size:
+        raise CutImpossible(f"dimension {cut.dim} has {size} items, and the rule's size {cut.size}")
+    padded = round_up(size, cut.pad_to * count) if cut.pad_to else size
+    weights = sum(part.weight for part in cut.parts)
+    runs: list[Run] = []
+    start = at = 0
+    for part in cut.parts:
+        length, rest = divmod(padded * part.weight, weights)
+        if rest:
+            raise CutImpossible(
+                f"dimension {cut.dim} has {padded} items, which do not divide by parts of "
+                f"{' : '.join(str(one.weight) for one in cut.parts)}"
+            )
+        first, num = share(part, cut.uneven, length, count=count, index=index)
+        real = min(start + first + num, size) - (start + first)
+        if real > 0:
+            runs.append(Run(start + first, real, at))
+        start, at = start + length, at + num
+    return Held(at, tuple(runs))
+
+
+def share(
+    part: FusedPart, uneven: Uneven, length: int, *, count: int, index: int
+) -> tuple[int, int]:
+    """First item and number of items that a coordinate has of one part."""
+    units, rest = divmod(length, part.unit)
+    if rest:
+        raise CutImpossible(f"{length} items do not divide by units of {part.unit}")
+    if part.sizes is not None:
+        if len(part.sizes) != count or sum(part.sizes) != units:
+            raise CutImpossible(
+                f"sizes {list(part.sizes)} are {sum(part.sizes)} units for {len(part.sizes)} "
+                f"coordinates, and there are {units} units of {part.unit} for {count}"
+            )
+        low, high = sum(part.sizes[:index]), sum(part.sizes[: index + 1])
+    elif part.is_shared and count > units > 0:
+        if count % units:
+            raise CutImpossible(f"{units} units cannot be shared alike by {count} coordinates")
+        low = index * units // count
+        high = low + 1
+    else:
+        low, high = divide(units, count, index, uneven)
+    return low * part.unit, (high - low) * part.unit
+
+
+def divide(units: int, count: int, index: int, uneven: Uneven = Uneven.BALANCED) -> tuple[int, int]:
+    """Begin and end of one of `count` shares."""
+    if uneven is Uneven.CHUNK:
+        step = -(-units // count)
+        return min(units, index * step), min(units, (index + 1) * step)
+    step, more = divmod(units, count)
+    return index * step + min(index, more), (index + 1) * step + min(index + 1, more)
+
+
+def round_up(size: int, step: int) -> int:
+    return -(-size // step) * step

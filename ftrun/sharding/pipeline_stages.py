@@ -1,0 +1,248 @@
+"""Which layers the stages of a pipeline have, and what they call them.
+
+Runs in:  the process that converts checkpoints; worker, where rules are used at a restore. Pure.
+Takes in: homes that deal out numbers, a mesh.
+Gives:    the numbers at each coordinate; names of one rank as a pipeline of one stage has them,
+          and back.
+
+Layers are dealt out run by run, in the order of the pipeline: run r is at coordinate r % size, in
+turn r // size. Where a stage numbers its layers anew, or says its turn in their names, they are
+given the names that a pipeline of one stage has before any rule looks at them; so all else knows
+one name for each layer. A tensor of an optimizer's state has the name of its parameter within its
+own, and is renamed with it.
+
+Source: stages with several runs of layers are the interleaved schedule of Megatron-LM
+(arXiv 2104.04473, section 2.2).
+"""
+
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+
+from ftrun.sharding.cuts import CutImpossible, divide
+from ftrun.sharding.mesh import Mesh
+from ftrun.sharding.rules import TURN, Home, Rules
+
+
+def runs_of(home: Home, size: int) -> list[range]:
+    """The numbers of each run of layers, in the order of the pipeline.
+
+    Args:
+        home: deals out numbers.
+        size: of its axis.
+
+    Raises:
+        CutImpossible: its sizes are for another number of runs.
+    """
+    count = size * home.turns
+    sizes = home.sizes
+    if sizes is None:
+        return [range(*divide(home.count, count, index)) for index in range(count)]
+    if len(sizes) != count or sum(sizes) != home.count:
+        raise CutImpossible(
+            f"sizes {list(sizes)} are {sum(sizes)} numbers for {len(sizes)} runs of layers, and "
+            f"there are {home.count} for {count}: {home.axis} {size}, turns {home.turns}"
+        )
+    ends = [sum(sizes[:at]) for at in range(count + 1)]
+    return [range(*pair) for pair in pairwise(ends)]
+
+
+class EndNames:
+    """What lives at fixed coordinates, at one of them: in the first turn, or the last.
+
+    Args:
+        home: names coordinates.
+        coordinate: along its axis.
+    """
+
+    def __init__(self, home: Home, coordinate: int) -> None:
+        self.home = home
+        self._where = f"{home.axis} {coordinate}"
+        is_early = home.at is not None and coordinate in [at for at in home.at if at >= 0]
+        self._turn = 0 if is_early else home.turns - 1
+
+    def whole(self, name: str) -> str:
+        """What a pipeline of one stage calls a tensor.
+
+        Raises:
+            CutImpossible: it is of another turn.
+        """
+        found = self.home.pattern.match(name)
+        assert found is not None, name
+        if found[TURN] != self._turn:
+            raise CutImpossible(
+                f"its turn is {found[TURN]}, and that of {self._where} is {self._turn} by "
+                f"{self.home}, turns: {self.home.turns}"
+            )
+        return self.home.pattern.with_numbers(name, {**found, TURN: 0})
+
+    def own(self, name: str) -> str:
+        """What ranks here call a tensor of theirs that a pipeline of one stage calls so."""
+        found = self.home.pattern.match(name)
+        assert found is not None, name
+        return self.home.pattern.with_numbers(name, {**found, TURN: self._turn})
+
+
+class StageNames:
+    """The layers of one home at one coordinate.
+
+    Args:
+        home: deals out numbers.
+        size: of its axis.
+        coordinate: along it.
+
+    Raises:
+        CutImpossible: its sizes are for another number of runs.
+    """
+
+    def __init__(self, home: Home, size: int, coordinate: int) -> None:
+        self.home = home
+        self._where = f"{home.axis} {coordinate}"
+        self._turns = runs_of(home, size)[coordinate::size]
+        self._says_turn = TURN in home.pattern.words
+
+    def whole(self, name: str) -> str:
+        """What a pipeline of one stage calls a tensor.
+
+        Raises:
+            CutImpossible: there is no such layer here.
+        """
+        numbers = self._numbers(name)
+        turn, number = numbers.get(TURN, 0), numbers[self.home.word]
+        if turn >= len(self._turns):
+            raise CutImpossible(f"its turn {turn} is not below turns: {len(self._turns)}")
+        here = self._in_turn(turn)
+        if self.home.is_anew:
+            if number >= len(here):
+                raise CutImpossible(self._too_many(turn, number, len(here)))
+            number = here[number]
+        elif number not in here:
+            raise CutImpossible(f"number {number} is not in turn {turn} of {self._where}")
+        return self._with(name, 0, number)
+
+    def own(self, name: str) -> str:
+        """What ranks here call a tensor of theirs that a pipeline of one stage calls so."""
+        number = self._numbers(name)[self.home.word]
+        turns = range(len(self._turns))
+        turn = next(turn for turn in turns if number in self._in_turn(turn))
+        return self._with(
+            name, turn, self._in_turn(turn).index(number) if self.home.is_anew else number
+        )
+
+    def _in_turn(self, turn: int) -> Sequence[int]:
+        """The numbers in a turn; in all of them, where names do not say the turn."""
+        if self._says_turn:
+            return self._turns[turn]
+        return [number for run in self._turns for number in run]
+
+    def _numbers(self, name: str) -> dict[str, int]:
+        found = self.home.pattern.match(name)
+        assert found is not None, name
+        return found
+
+    def _with(self, name: str, turn: int, number: int) -> str:
+        return self.home.pattern.with_numbers(name, {TURN: turn, self.home.word: number})
+
+    def _too_many(self, turn: int, number: int, count: int) -> str:
+        there = f"numbers 0 to {count - 1}" if count else "none"
+        where = f"turn {turn} of {self._where}" if self._says_turn else self._where
+        return f"its number is {number}, and {where} has {there} by {self.home}"
+
+
+class RankNames:
+    """The names of one rank's tensors.
+
+    Args:
+        stages: the homes that rename, where this rank is.
+    """
+
+    def __init__(self, stages: Sequence[StageNames | EndNames] = ()) -> None:
+        self._stages = stages
+
+    def whole(self, name: str, *, of: str | None = None) -> str:
+        """What a pipeline of one stage calls a tensor.
+
+        Args:
+            name: of this rank's.
+            of: the parameter that it is state of, by this rank's name.
+
+        Raises:
+            CutImpossible: there is no such layer on this rank.
+        """
+        if of is not None:
+            return _within(name, of, self.whole(of))
+        stage = self._stage(name)
+        return name if stage is None else stage.whole(name)
+
+    def own(self, name: str, *, of: str | None = None) -> str:
+        """The other way; of a layer that this rank has."""
+        if of is not None:
+            return _within(name, of, self.own(of))
+        stage = self._stage(name)
+        return name if stage is None else stage.own(name)
+
+    def _stage(self, name: str) -> StageNames | EndNames | None:
+        found = [one for one in self._stages if one.home.pattern.match(name) is not None]
+        # A name that is matched twice is told of by whoever looks for rules.
+        return found[0] if len(found) == 1 else None
+
+
+def names_of_ranks(rules: Rules) -> list[RankNames]:
+    """The names of all ranks' tensors; ranks that have the same share one value.
+
+    Raises:
+        CutImpossible: the sizes of a home do not fit the mesh.
+    """
+    homes = [home for home in rules.homes if home.renames]
+    if not homes:
+        return [RankNames()] * rules.mesh.size
+    made: dict[tuple[int, ...], RankNames] = {}
+    found = []
+    for where in map(rules.mesh.coordinates, range(rules.mesh.size)):
+        key = tuple(where[home.axis] for home in homes)
+        if key not in made:
+            made[key] = RankNames([_at(home, rules.mesh, where[home.axis]) for home in homes])
+        found.append(made[key])
+    return found
+
+
+def absent(rules: Rules, names: Iterable[str]) -> list[str]:
+    """In words, layers that should be somewhere and are nowhere.
+
+    Args:
+        rules: that describe a world.
+        names: of all its tensors, as a pipeline of one stage has them.
+    """
+    found = []
+    listed = list(names)
+    for home in rules.homes:
+        if home.is_anew:
+            matched = [home.pattern.match(name) for name in listed]
+            there = {numbers[home.word] for numbers in matched if numbers is not None}
+            missing = sorted(set(range(home.count)) - there - set(home.empty))
+            if missing:
+                found.append(
+                    f"{home} has {home.count} layers, and {_listed(missing)} on no rank: "
+                    "say how many there are (of:), how many each stage has (sizes:), or which "
+                    "have no tensors (empty:)"
+                )
+    return found
+
+
+def _at(home: Home, mesh: Mesh, coordinate: int) -> StageNames | EndNames:
+    if home.at is not None:
+        return EndNames(home, coordinate)
+    try:
+        return StageNames(home, mesh.size_of(home.axis), coordinate)
+    except CutImpossible as error:
+        raise CutImpossible(f"{home}: {error}") from error
+
+
+def _within(name: str, old: str, new: str) -> str:
+    before, found, after = name.partition(old)
+    return f"{before}{new}{after}" if found else name
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    shown = ", ".join(map(str, numbers[:5]))
+    rest = f" and {len(numbers) - 5} more" if len(numbers) > 5 else ""
+    return f"{shown}{rest} {'are' if len(numbers) > 1 else 'is'}"

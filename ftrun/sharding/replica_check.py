@@ -1,0 +1,85 @@
+"""Whether ranks that should have the same tensor do.
+
+Runs in:  the process that converts checkpoints; worker, where rules are used at a restore. Pure.
+Takes in: the heads of all shards, a way to read them, the world that took them.
+Gives:    what differs, in words. Large tensors are compared by digest, small ones by content, as a
+          digest covers their neighbours too; what lies in padding does not count.
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import chain, product
+from typing import Protocol
+
+from ftrun.sharding.partition import Patch
+from ftrun.sharding.world_layout import Placed, WorldLayout
+from ftrun.snapshot.layout import ITEM_BYTES
+from ftrun.snapshot.shard_header import ShardHead
+
+
+class Shards(Protocol):
+    """The shards of a version."""
+
+    @property
+    def heads(self) -> Sequence[ShardHead]:
+        """Of all ranks, from rank 0 on."""
+        ...
+
+    def read(self, rank: int, name: str, first_byte: int, num_bytes: int) -> memoryview:
+        """Bytes of an entry."""
+        ...
+
+
+def differing(shards: Shards, world: WorldLayout) -> list[str]:
+    """A line for each tensor that some rank has otherwise than the one it should be like."""
+    found = []
+    for name, whole in world.wholes.items():
+        alike: dict[int, list[int]] = {}
+        for rank, entries in enumerate(world.entries):
+            if name in entries:
+                alike.setdefault(id(entries[name]), []).append(rank)
+        pairs = chain.from_iterable(((first, o) for o in rest) for first, *rest in alike.values())
+        other = next((pair for pair in pairs if not _is_same(shards, world, name, *pair)), None)
+        if other is not None:
+            found.append(
+                f"{name} is {whole.dtype}{list(whole.shape)} by {world.sharing[name].rule}, and "
+                f"ranks {other[0]} and {other[1]}, which should have the same, do not: say own or "
+                "average, or along which axis it is cut"
+            )
+    return found
+
+
+def _is_same(shards: Shards, world: WorldLayout, name: str, one: int, other: int) -> bool:
+    ranks = (one, other)
+    names = {rank: world.own_name(rank, name) for rank in ranks}
+    heads = {rank: shards.heads[rank] for rank in ranks}
+    entry = heads[one].entries[names[one]]
+    prints = [heads[rank].fingerprint(heads[rank].entries[names[rank]]) for rank in ranks]
+    if prints[0] == prints[1]:
+        return True
+    if entry.is_small:
+        data = [shards.read(rank, names[rank], 0, entry.num_bytes) for rank in ranks]
+        if data[0] == data[1]:
+            return True
+    placed = world.entries[one][name]
+    if sum(patch.box.num_items for patch in placed.patches) == placed.num_items:
+        return False
+    runs = _runs(placed)
+    return all(
+        shards.read(one, names[one], *run) == shards.read(other, names[other], *run) for run in runs
+    )
+
+
+def _runs(placed: Placed) -> Iterator[tuple[int, int]]:
+    """The bytes of an entry that are no padding: first, and how many."""
+    item_bytes = ITEM_BYTES[placed.dtype]
+    for patch in placed.patches:
+        for first, count in _item_runs(patch):
+            yield first * item_bytes, count * item_bytes
+
+
+def _item_runs(patch: Patch) -> Iterator[tuple[int, int]]:
+    """Items of an entry that are neighbours in it, patch by patch; last dimensions are whole."""
+    *outer, count = patch.box.shape
+    *steps, _ = patch.strides
+    for at in product(*map(range, outer)):
+        yield patch.first + sum(i * step for i, step in zip(at, steps, strict=True)), count

@@ -1,0 +1,394 @@
+"""A file of layout rules, read.
+
+Runs in:  the process that converts checkpoints. Pure.
+Takes in: YAML text.
+Gives:    `Rules`, or RulesInvalid with line, column, what was expected and what is there, for
+          everything that is wrong with the file, not the first thing only.
+
+The YAML tree is walked as it is, never turned into objects: it still knows its lines, and an
+alias costs no more than what it stands for is looked at.
+"""
+
+import difflib
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NoReturn, TypeVar
+
+import yaml
+
+from ftrun.errors import RulesInvalid
+from ftrun.sharding.mesh import Mesh
+from ftrun.sharding.name_patterns import NamePattern
+from ftrun.sharding.rules import TURN, Cut, Flat, FusedPart, Home, Kind, Rule, Rules, Uneven
+
+_CUT_KEYS = ("axis", "dim", "parts", "unit", "sizes", "share", "size", "pad_to", "uneven")
+_FRAGMENT_KEYS = ("parts", "unit", "sizes")
+_PART_KEYS = ("weight", "unit", "sizes", "share")
+_DEALT_KEYS = ("sizes", "numbered", "empty")
+_HOME_KEYS = ("name", "axis", "at", "of", "turns", *_DEALT_KEYS)
+_UNEVEN = {one.value: one for one in Uneven}
+_DECIMAL = re.compile(r"[-+]?(0|[1-9][0-9_]*)")
+"""YAML has octal and sexagesimal numbers too, which nobody means here."""
+_SHORT = 40
+_T = TypeVar("_T")
+
+
+class _NotThis(Exception):
+    """A node is not what it should be; the problem is noted."""
+
+
+def read_rules(text: str, *, source: str) -> Rules:
+    """The rules in a text.
+
+    Args:
+        text: YAML.
+        source: where it is from, for messages.
+
+    Raises:
+        RulesInvalid: it has mistakes; all of them are listed.
+    """
+    reader = _Reader()
+    try:
+        found = reader.read(yaml.compose(text, Loader=yaml.SafeLoader), source)
+    except yaml.YAMLError as error:
+        raise RulesInvalid(source=source, problems=[_yaml_problem(error)]) from error
+    except _NotThis as error:
+        raise RulesInvalid(source=source, problems=reader.problems) from error
+    if reader.problems:
+        raise RulesInvalid(source=source, problems=reader.problems)
+    return replace(found, text=text)
+
+
+def carried(rules: Rules) -> dict[str, object]:
+    """What a snapshot carries of the layout that it is of: plain values."""
+    return {"text": rules.text, "source": rules.source, "mesh": dict(rules.mesh.axes)}
+
+
+def read_carried(saved: Mapping[str, Any]) -> Rules:
+    """The rules that a snapshot carries, on the mesh that took it."""
+    rules = read_rules(saved["text"], source=f"{saved['source']} of the snapshot")
+    return rules.on(rules.mesh.having(saved["mesh"]))
+
+
+class _Reader:
+    """Walks the tree; what is wrong is noted, and the walk goes on where it can."""
+
+    def __init__(self) -> None:
+        self.problems: list[str] = []
+        self._axes: tuple[str, ...] = ()
+
+    def read(self, root: yaml.Node | None, source: str) -> Rules:
+        if root is None:
+            self.problems.append("line 1, column 1: expected mesh and rules, and the file is empty")
+            raise _NotThis
+        kinds = [kind.value for kind in Kind]
+        parts = self._mapping(root, "rules", ("mesh", "batches", *kinds, "unique"), ["mesh"])
+        mesh = self._mesh(parts["mesh"], parts.get("batches"))
+        rules: list[Rule] = []
+        for kind in Kind:
+            for node in self._listed(parts.get(kind.value), f"a list of {kind.value} rules"):
+                rules += self._each(node, lambda node, kind=kind: self._rules(kind, node))  # type: ignore[misc]
+        homes: list[Home] = []
+        for node in self._listed(parts.get("unique"), "a list of unique rules"):
+            homes += self._each(node, self._homes)
+        return Rules(source, mesh, tuple(rules), tuple(homes))
+
+    # --- the parts of a file ---------------------------------------------------------------
+
+    def _mesh(self, node: yaml.Node, batches: yaml.Node | None) -> Mesh:
+        entries = self._pairs(node, "the axes of the mesh with their sizes, such as {dp: 2, tp: 2}")
+        axes = tuple((key, self._integer(value, least=1)) for key, _, value in entries)
+        if not axes:
+            self._wrong(node, "at least one axis, such as dp: 2")
+        self._axes = tuple(name for name, _ in axes)
+        if batches is None:
+            return Mesh(axes, tuple(name for name in self._axes if name == "dp"))
+        return Mesh(axes, tuple(self._axis(one) for one in self._one_or_more(batches)))
+
+    def _rules(self, kind: Kind, node: yaml.Node) -> list[Rule]:
+        if kind in (Kind.REPLICATE, Kind.OWN):
+            return [self._rule(kind, one) for one in self._plain_names(node)]
+        keys = {
+            Kind.AVERAGE: ("axis",),
+            Kind.FLAT: ("axis", "pad_to", "tensors"),
+        }.get(kind, ("cuts", *_CUT_KEYS))
+        needed = {Kind.AVERAGE: ["axis"], Kind.FLAT: ["axis", "tensors"]}.get(kind, [])
+        parts = self._mapping(
+            node, f"a rule under {kind.value}", ("name", *keys), ["name", *needed]
+        )
+        names = self._one_or_more(parts["name"])
+        if kind is Kind.AVERAGE:
+            axis = self._axis(parts["axis"])
+            return [self._rule(kind, name, axis=axis) for name in names]
+        if kind is Kind.FLAT:
+            flat = self._flat(parts)
+            return [self._rule(kind, name, flat=flat) for name in names]
+        cuts = self._cuts(kind, node, parts)
+        return [self._rule(kind, name, cuts=cuts) for name in names]
+
+    def _rule(
+        self,
+        kind: Kind,
+        name: yaml.Node,
+        *,
+        cuts: tuple[Cut, ...] = (),
+        flat: Flat | None = None,
+        axis: str = "",
+    ) -> Rule:
+        pattern = self._pattern(name)
+        return Rule(kind, pattern, name.start_mark.line + 1, cuts, flat, axis)
+
+    def _flat(self, parts: dict[str, yaml.Node]) -> Flat:
+        what = "tensors with their shapes, such as {model.w: [4, 8]}"
+        tensors = tuple(
+            (key, tuple(self._integer(one) for one in self._items(value, "a shape")))
+            for key, _, value in self._pairs(parts["tensors"], what)
+        )
+        pad_to = self._optional(parts, "pad_to", self._positive, 1)
+        return Flat(self._axis(parts["axis"]), pad_to, tensors)
+
+    def _homes(self, node: yaml.Node) -> list[Home]:
+        parts = self._mapping(node, "a rule under unique", _HOME_KEYS, ["name", "axis"])
+        axis = self._axis(parts["axis"])
+        if ("at" in parts) == ("of" in parts):
+            self._wrong(node, "either at: with coordinates, or of: with how many numbers there are")
+        at = None
+        if "at" in parts:
+            at = tuple(self._coordinate(one) for one in self._one_or_more(parts["at"]))
+            if dealt := [key for key in _DEALT_KEYS if key in parts]:
+                self._wrong(parts[dealt[0]], f"{dealt[0]} beside of:, not beside at:")
+        empty = self._optional(parts, "empty", self._integers, None)
+        home = Home(
+            NamePattern(""),
+            0,
+            axis,
+            at,
+            self._optional(parts, "of", self._positive, 0),
+            self._optional(parts, "sizes", self._integers, None),
+            self._optional(parts, "turns", self._positive, 1),
+            self._optional(parts, "numbered", self._numbered, False),
+            empty or (),
+        )
+        return [self._home(name, home) for name in self._one_or_more(parts["name"])]
+
+    def _home(self, name: yaml.Node, home: Home) -> Home:
+        pattern = self._pattern(name)
+        if home.at is None and len([word for word in pattern.words if word != TURN]) != 1:
+            self._wrong(name, "one number in the name, such as model.layers.{n}.*, for of:")
+        return replace(home, pattern=pattern, line=name.start_mark.line + 1)
+
+    def _numbered(self, node: yaml.Node) -> bool:
+        words = {"through": False, "anew": True}
+        name = self._text(node)
+        if name not in words:
+            self._wrong(node, " or ".join(words))
+        return words[name]
+
+    # --- cuts --------------------------------------------------------------------------------
+
+    def _cuts(self, kind: Kind, node: yaml.Node, parts: dict[str, yaml.Node]) -> tuple[Cut, ...]:
+        given = [key for key in _CUT_KEYS if key in parts]
+        several = [(node, {key: parts[key] for key in given})]
+        if "cuts" in parts:
+            if given:
+                self._wrong(parts[given[0]], f"{given[0]} inside of cuts, where there are several")
+            items = self._items(parts["cuts"], "a list of cuts")
+            several = [(one, self._mapping(one, "a cut", _CUT_KEYS, [])) for one in items]
+        uneven = [one[key] for _, one in several for key in _FRAGMENT_KEYS if key in one]
+        if kind is Kind.FRAGMENT and not uneven:
+            self._wrong(node, "parts, sizes or unit: without them the rule belongs under shard")
+        if kind is Kind.SHARD and uneven:
+            keys = ", ".join(_FRAGMENT_KEYS)
+            self._wrong(uneven[0], f"none of {keys} under shard: they belong under fragment")
+        return tuple(self._cut(one, keys_there) for one, keys_there in several)
+
+    def _cut(self, node: yaml.Node, parts: dict[str, yaml.Node]) -> Cut:
+        for key in ("axis", "dim"):
+            if key not in parts:
+                self._wrong(node, f"the key {key}, beside {', '.join(parts) or 'others'}")
+        if "pad_to" in parts and "sizes" in parts:
+            self._wrong(parts["pad_to"], "either sizes or pad_to")
+        size = self._optional(parts, "size", self._positive, None)
+        common = self._part(parts, 1)
+        if "parts" not in parts:
+            fused: tuple[FusedPart, ...] = (common,)
+        else:
+            items = self._items(parts["parts"], "a list of parts")
+            fused = tuple(self._fused(one, common) for one in items)
+        return Cut(
+            axis=self._axis(parts["axis"]),
+            dim=self._integer(parts["dim"], least=None),
+            parts=fused or (common,),
+            size=size,
+            pad_to=self._optional(parts, "pad_to", self._positive, 0),
+            uneven=self._optional(parts, "uneven", self._uneven, Uneven.BALANCED),
+        )
+
+    def _fused(self, node: yaml.Node, common: FusedPart) -> FusedPart:
+        if isinstance(node, yaml.MappingNode):
+            parts = self._mapping(node, "a part", _PART_KEYS, ["weight"])
+            return self._part(parts, self._positive(parts["weight"]), common)
+        weight = self._positive(node)
+        return FusedPart(weight, common.unit, common.sizes, common.is_shared)
+
+    def _part(
+        self, parts: dict[str, yaml.Node], weight: int, common: FusedPart | None = None
+    ) -> FusedPart:
+        common = common or FusedPart()
+        return FusedPart(
+            weight,
+            self._optional(parts, "unit", self._positive, common.unit),
+            self._optional(parts, "sizes", self._integers, common.sizes),
+            self._optional(parts, "share", self._truth, common.is_shared),
+        )
+
+    # --- nodes -------------------------------------------------------------------------------
+
+    def _each(self, node: yaml.Node, read: Callable[[yaml.Node], list[_T]]) -> list[_T]:
+        """What is read from a node; nothing where it is wrong, so that the others are read too."""
+        try:
+            return read(node)
+        except _NotThis:
+            return []
+
+    def _wrong(self, node: yaml.Node, expected: str) -> NoReturn:
+        """Note a problem.
+
+        Raises:
+            _NotThis: always.
+        """
+        mark = node.start_mark
+        self.problems.append(
+            f"line {mark.line + 1}, column {mark.column + 1}: expected {expected}, "
+            f"and there is {_shown(node)}"
+        )
+        raise _NotThis
+
+    def _mapping(
+        self, node: yaml.Node, what: str, keys: Sequence[str], needed: Sequence[str]
+    ) -> dict[str, yaml.Node]:
+        found: dict[str, yaml.Node] = {}
+        for key, key_node, value in self._pairs(node, what):
+            if key not in keys:
+                near = difflib.get_close_matches(key, keys, n=1, cutoff=0.5)
+                hint = f"{near[0]}" if near else f"one of {', '.join(keys)}"
+                self._wrong(key_node, f"{hint} in {what}")
+            found[key] = value
+        missing = [key for key in needed if key not in found]
+        if missing:
+            self._wrong(node, f"the key {missing[0]} in {what}")
+        return found
+
+    def _pairs(self, node: yaml.Node, what: str) -> Iterator[tuple[str, yaml.Node, yaml.Node]]:
+        if not isinstance(node, yaml.MappingNode):
+            self._wrong(node, f"{what}, as keys with values")
+        seen: set[str] = set()
+        for key_node, value in node.value:
+            key = self._text(key_node)
+            if key in seen:
+                self._wrong(key_node, f"{key} once")
+            seen.add(key)
+            yield key, key_node, value
+
+    def _listed(self, node: yaml.Node | None, what: str) -> list[yaml.Node]:
+        if node is None or (isinstance(node, yaml.ScalarNode) and not node.value):
+            return []
+        try:
+            return self._items(node, what)
+        except _NotThis:
+            return []
+
+    def _items(self, node: yaml.Node, what: str) -> list[yaml.Node]:
+        if not isinstance(node, yaml.SequenceNode):
+            self._wrong(node, what)
+        return list(node.value)
+
+    def _one_or_more(self, node: yaml.Node) -> list[yaml.Node]:
+        return list(node.value) if isinstance(node, yaml.SequenceNode) else [node]
+
+    def _plain_names(self, node: yaml.Node) -> list[yaml.Node]:
+        """A name by itself, or under `name`."""
+        if not isinstance(node, yaml.MappingNode):
+            return self._one_or_more(node)
+        return self._one_or_more(self._mapping(node, "a rule", ("name",), ["name"])["name"])
+
+    # --- values ------------------------------------------------------------------------------
+
+    def _optional(
+        self,
+        parts: dict[str, yaml.Node],
+        key: str,
+        read: Callable[[yaml.Node], _T],
+        otherwise: _T,
+    ) -> _T:
+        return read(parts[key]) if key in parts else otherwise
+
+    def _pattern(self, node: yaml.Node) -> NamePattern:
+        pattern = NamePattern(self._text(node))
+        if len(set(pattern.words)) < len(pattern.words):
+            self._wrong(node, "each number under a word of its own, such as {turn} and {n}")
+        return pattern
+
+    def _text(self, node: yaml.Node) -> str:
+        if not isinstance(node, yaml.ScalarNode) or not node.value:
+            self._wrong(node, "a name")
+        return str(node.value)
+
+    def _integer(self, node: yaml.Node, least: int | None = 0) -> int:
+        bound = "" if least is None else f", {least} or more"
+        if node.tag != "tag:yaml.org,2002:int" or not _DECIMAL.fullmatch(str(node.value)):
+            self._wrong(node, f"a number{bound}")
+        number = int(node.value)
+        if least is not None and number < least:
+            self._wrong(node, f"a number{bound}")
+        return number
+
+    def _positive(self, node: yaml.Node) -> int:
+        return self._integer(node, least=1)
+
+    def _integers(self, node: yaml.Node) -> tuple[int, ...] | None:
+        return tuple(self._integer(one) for one in self._items(node, "a list of numbers"))
+
+    def _truth(self, node: yaml.Node) -> bool:
+        if not isinstance(node, yaml.ScalarNode) or node.value not in ("true", "false"):
+            self._wrong(node, "true or false")
+        return bool(node.value == "true")
+
+    def _axis(self, node: yaml.Node) -> str:
+        name = self._text(node)
+        if name not in self._axes:
+            self._wrong(node, f"an axis of the mesh ({', '.join(self._axes)})")
+        return name
+
+    def _coordinate(self, node: yaml.Node) -> int:
+        """`first`, `last`, or a number; negative ones count from the last."""
+        words = {"first": 0, "last": -1}
+        if isinstance(node, yaml.ScalarNode) and node.value in words:
+            return words[node.value]
+        return self._integer(node, least=None)
+
+    def _uneven(self, node: yaml.Node) -> Uneven:
+        name = self._text(node)
+        if name not in _UNEVEN:
+            self._wrong(node, " or ".join(_UNEVEN))
+        return _UNEVEN[name]
+
+
+def _shown(node: yaml.Node) -> str:
+    if isinstance(node, yaml.MappingNode):
+        keys = ", ".join(str(key.value) for key, _ in node.value[:3])
+        return f"a mapping of {keys or 'nothing'}"
+    if isinstance(node, yaml.SequenceNode):
+        return f"a list of {len(node.value)}"
+    text = str(node.value)
+    return repr(text if len(text) <= _SHORT else f"{text[:_SHORT]}...") if text else "nothing"
+
+
+def _yaml_problem(error: yaml.YAMLError) -> str:
+    mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
+    problem = getattr(error, "problem", None) or str(error)
+    context = getattr(error, "context", None)
+    expected = f"expected YAML ({context})" if context else "expected YAML"
+    place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+    return f"{place}{expected}, and {problem}"

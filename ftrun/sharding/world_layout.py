@@ -1,0 +1,422 @@
+"""What each rank of a world stores, in terms of whole tensors.
+
+Runs in:  the process that converts checkpoints. Pure.
+Takes in: rules; of the world that was: names, dtypes and shapes of what each rank stores.
+Gives:    a `WorldLayout`: the whole tensors, and of each stored entry the patches in it; and the
+          same for another world that other rules describe. What does not fit is listed, not found
+          one by one.
+
+An entry has the same name in both worlds, and on all ranks: where stages number their layers anew,
+that which it has in a pipeline of one stage (`stages`). What lies in a flat row is named
+`row/tensor`, what is each rank's own `name@rank`, so that every whole tensor has one name.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from ftrun.errors import RulesUnfit
+from ftrun.sharding.box_copies import Stock
+from ftrun.sharding.cuts import CutImpossible
+from ftrun.sharding.mesh import Mesh
+from ftrun.sharding.partition import Patch, View, flat_part, patches_of, view_of
+from ftrun.sharding.pipeline_stages import RankNames, absent, names_of_ranks
+from ftrun.sharding.rule_matching import Follows, Kin, Sharing, lives_at, match
+from ftrun.sharding.rules import Cut, Flat, Kind, Rules
+from ftrun.snapshot.boxes import Shape
+
+FLOATS = ("F64", "F32", "F16", "BF16")
+"""Safetensors' names of the dtypes that are computed with."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """One entry of a rank's shard; `of` is the parameter that it is state of."""
+
+    name: str
+    dtype: str
+    shape: Shape
+    of: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A stored entry, and what lies in it."""
+
+    name: str
+    dtype: str
+    shape: Shape
+    patches: tuple[Patch, ...]
+
+    @property
+    def num_items(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """What is common to all that ranks store under a name.
+
+    Args:
+        shape: of the whole tensor; of a flat row, without padding.
+        kin: what it is state of.
+        own_shapes: by rank, where each has its own.
+    """
+
+    name: str
+    dtype: str
+    shape: Shape
+    kin: Kin | None
+    own_shapes: Mapping[int, Shape] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class WorldLayout:
+    """All entries of a world.
+
+    Args:
+        rules: that describe it.
+        wholes: what the entries are parts of, by name, in the order of the ranks' shards.
+        sharing: what holds for each name.
+        names: what each rank calls its entries.
+        entries: of each rank, by name.
+    """
+
+    rules: Rules
+    wholes: dict[str, Whole]
+    sharing: dict[str, Sharing]
+    names: Sequence[RankNames]
+    entries: tuple[dict[str, Placed], ...] = field(default=())
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.rules.mesh
+
+    def own_name(self, rank: int, name: str) -> str:
+        """What a rank calls one of its entries."""
+        kin = self.wholes[name].kin
+        return self.names[rank].own(name, of=None if kin is None else kin.parameter)
+
+    def has_module(self, rank: int, path: str) -> bool:
+        """Whether a module is on a rank, as far as a rule says where its tensors live."""
+        return lives_at(self.rules, self.mesh.coordinates(rank), f"{path}.")
+
+    def stock(self) -> Stock:
+        """Everything that is stored, to be copied from, by the ranks' own names."""
+        stock = Stock()
+        for rank, entries in enumerate(self.entries):
+            for entry in entries.values():
+                stock.add(rank, self.own_name(rank, entry.name), entry.patches)
+        return stock
+
+
+def read_world(rules: Rules, ranks: Sequence[Sequence[Stored]]) -> WorldLayout:
+    """What a world stores, as rules describe it.
+
+    Args:
+        rules: of that world.
+        ranks: what each rank stores, from rank 0 on.
+
+    Raises:
+        RulesUnfit: they describe another one; the problems are listed.
+    """
+    if len(ranks) != rules.mesh.size:
+        raise RulesUnfit(
+            source=rules.source,
+            problems=[
+                f"the mesh has {rules.mesh.size} ranks ({rules.mesh}), and {len(ranks)} ranks took "
+                "the checkpoint"
+            ],
+        )
+    notes = _Problems(rules)
+    rank_names = notes.names()
+    by_rank = [
+        {one.name: one for one in notes.renamed(stored, own)}
+        for stored, own in zip(ranks, rank_names, strict=True)
+    ]
+    notes.check()
+    names = list(dict.fromkeys(name for stored in by_rank for name in stored))
+    kin = {name: _kin(name, by_rank) for name in names}
+    sharing = match(rules, kin.items())
+    for problem in absent(rules, names):
+        notes.add(problem)
+    wholes: dict[str, Whole] = {}
+    for name in names:
+        held = {rank: stored[name] for rank, stored in enumerate(by_rank) if name in stored}
+        found = notes.note(name, lambda n=name, h=held: _whole(rules, sharing[n], n, h, kin[n]))  # type: ignore[misc]
+        if found is not None:
+            wholes[name] = found
+    notes.check()
+    world = _laid_out(rules, wholes, sharing, rank_names, copies=True, counterpart=None)
+    for rank, (stored, placed) in enumerate(zip(by_rank, world.entries, strict=True)):
+        for name, one in stored.items():
+            if one.shape != placed[name].shape:
+                notes.add(
+                    f"{name} has {list(one.shape)} on rank {rank}, and should have "
+                    f"{list(placed[name].shape)} of {list(wholes[name].shape)} "
+                    f"by {sharing[name].rule}"
+                )
+    notes.check()
+    return world
+
+
+def lay_out(rules: Rules, source: WorldLayout) -> WorldLayout:
+    """What another world stores of the same tensors.
+
+    Args:
+        rules: of that world.
+        source: the world that has them.
+
+    Raises:
+        RulesUnfit: the tensors cannot be shared so; the problems are listed.
+    """
+    kin = [(whole.name, whole.kin) for whole in source.wholes.values()]
+    sharing = match(rules, kin)
+    notes = _Problems(rules)
+    for name, one in sharing.items():
+        before = source.sharing[name].rule
+        rows = [rule.flat.tensors if rule.flat else None for rule in (before, one.rule)]
+        if rows[0] != rows[1]:
+            notes.add(f"{name} is a flat row of other tensors by {before} than by {one.rule}")
+        if (before.kind is Kind.OWN) != (one.rule.kind is Kind.OWN):
+            notes.add(f"{name} is each rank's own by only one of {before} and {one.rule}")
+    rank_names = notes.names()
+    notes.check()
+    return _laid_out(
+        rules, source.wholes, sharing, rank_names, copies=False, counterpart=source.mesh
+    )
+
+
+class _Problems:
+    """Collects what does not fit."""
+
+    def __init__(self, rules: Rules) -> None:
+        self._rules = rules
+        self._found: list[str] = []
+
+    def add(self, problem: str) -> None:
+        if problem not in self._found:  # many ranks have the same one
+            self._found.append(problem)
+
+    def note(self, name: str, make: Callable[[], "Whole"]) -> "Whole | None":
+        try:
+            return make()
+        except CutImpossible as error:
+            self.add(f"{name}: {error}")
+            return None
+
+    def names(self) -> Sequence[RankNames]:
+        """What ranks call their entries."""
+        try:
+            return names_of_ranks(self._rules)
+        except CutImpossible as error:
+            self.add(str(error))
+            return [RankNames()] * self._rules.mesh.size
+
+    def renamed(self, stored: Sequence[Stored], own: RankNames) -> Iterator[Stored]:
+        """What a rank stores, by the names that all ranks know."""
+        there = {one.name for one in stored}
+        for one in stored:
+            of = one.of if one.of in there else None
+            try:
+                parameter = one.of if of is None else own.whole(of)
+                yield replace(one, name=own.whole(one.name, of=of), of=parameter)
+            except CutImpossible as error:
+                if of is None:  # a parameter speaks for its state
+                    self.add(f"{one.name}: {error}")
+
+    def check(self) -> None:
+        if self._found:
+            raise RulesUnfit(source=self._rules.source, problems=self._found)
+
+
+# --- the world that was -------------------------------------------------------------------------
+
+
+def _kin(name: str, by_rank: Sequence[Mapping[str, Stored]]) -> Kin | None:
+    """What an entry is state of, and how, as all ranks that have it say."""
+    held = [(stored[name], stored) for stored in by_rank if name in stored]
+    parameter = held[0][0].of
+    if parameter is None or any(parameter not in stored for _, stored in held):
+        return None
+    if all(one.shape == stored[parameter].shape for one, stored in held):
+        return Kin(parameter, Follows.LIKE)
+    is_number = all(math.prod(one.shape) == 1 for one, _ in held)
+    return Kin(parameter, Follows.NUMBER if is_number else None)
+
+
+def _whole(
+    rules: Rules, sharing: Sharing, name: str, held: Mapping[int, Stored], kin: Kin | None
+) -> Whole:
+    """The whole tensor of which ranks hold these parts.
+
+    Raises:
+        CutImpossible: there is no such tensor, in words.
+    """
+    dtypes = {one.dtype for one in held.values()}
+    if len(dtypes) > 1:
+        raise CutImpossible(f"ranks have it as {' and as '.join(sorted(dtypes))}")
+    expected = frozenset(_ranks_of(rules.mesh, sharing))
+    if expected != held.keys():
+        missing, extra = sorted(expected - held.keys()), sorted(held.keys() - expected)
+        told = f"not on ranks {missing[:10]}" if missing else f"also on ranks {extra[:10]}"
+        raise CutImpossible(
+            f"it is {told}; rules under unique say where a tensor lives, and whether each stage "
+            "numbers its layers anew"
+        )
+    first = next(iter(held.values()))
+    rule = sharing.rule
+    if rule.kind is Kind.AVERAGE and first.dtype not in FLOATS:
+        raise CutImpossible(f"it is {first.dtype}, and only {', '.join(FLOATS)} have a mean")
+    if rule.flat is not None:
+        shape: Shape = (sum(math.prod(shape) for _, shape in rule.flat.tensors),)
+    elif rule.kind in (Kind.SHARD, Kind.FRAGMENT):
+        shapes = {rank: one.shape for rank, one in held.items()}
+        shape = _whole_shape(rules.mesh, rule.cuts, shapes)
+    else:
+        shape = first.shape
+    own = {rank: one.shape for rank, one in held.items()} if rule.kind is Kind.OWN else {}
+    return Whole(name, first.dtype, shape, kin, own)
+
+
+def _whole_shape(mesh: Mesh, cuts: Sequence[Cut], held: Mapping[int, Shape]) -> Shape:
+    """The shape of the whole tensor: along what is cut, as much as all ranks have."""
+    ranks = iter(held.items())
+    first, shape = next(ranks)
+    if any(len(other) != len(shape) for other in held.values()):
+        raise CutImpossible("ranks have it with different numbers of dimensions")
+    whole = list(shape)
+    for cut in cuts:
+        _check_dim(cut, shape)
+    for dim in range(len(shape)):
+        of_dim = [cut for cut in cuts if cut.dim % len(shape) == dim]
+        if not of_dim:
+            continue
+        if of_dim[0].size is not None:
+            whole[dim] = of_dim[0].size
+            continue
+        if any(cut.pad_to or any(part.is_shared for part in cut.parts) for cut in of_dim):
+            raise CutImpossible(
+                f"dimension {dim} is padded or shared, so that its size cannot be told from what "
+                "ranks have: give it as size:"
+            )
+        axes = {cut.axis for cut in of_dim}
+        here = mesh.coordinates(first)
+        alike = [
+            rank
+            for rank in held
+            if all(at == here[axis] or axis in axes for axis, at in mesh.coordinates(rank).items())
+        ]
+        whole[dim] = sum(held[rank][dim] for rank in alike)
+    return tuple(whole)
+
+
+def _check_dim(cut: Cut, shape: Shape) -> None:
+    if not -len(shape) <= cut.dim < len(shape):
+        raise CutImpossible(f"it has {len(shape)} dimensions, and dimension {cut.dim} is to be cut")
+
+
+# --- any world ----------------------------------------------------------------------------------
+
+
+def _ranks_of(mesh: Mesh, sharing: Sharing) -> Iterable[int]:
+    """The ranks that have a tensor."""
+    if sharing.home is None:
+        return range(mesh.size)
+    axis = sharing.home.axis
+    places = sharing.homes(mesh.size_of(axis))
+    return [rank for rank in range(mesh.size) if mesh.coordinates(rank)[axis] in places]
+
+
+def _laid_out(
+    rules: Rules,
+    wholes: dict[str, Whole],
+    sharing: dict[str, Sharing],
+    names: Sequence[RankNames],
+    *,
+    copies: bool,
+    counterpart: Mesh | None,
+) -> WorldLayout:
+    """Entries for all ranks.
+
+    Args:
+        rules: of this world.
+        wholes: the tensors there are.
+        sharing: what holds for each.
+        names: what each rank calls its entries.
+        copies: whether copies that went their own ways are told apart.
+        counterpart: the mesh whose ranks' own tensors are taken over; None: this one's.
+    """
+    notes = _Problems(rules)
+    entries: tuple[dict[str, Placed], ...] = tuple({} for _ in range(rules.mesh.size))
+    for name, whole in wholes.items():
+        # Ranks that have the same share one value, which says so.
+        made: dict[tuple[object, ...], Placed] = {}
+        try:
+            for rank in _ranks_of(rules.mesh, sharing[name]):
+                old_rank = counterpart.counterpart(rules.mesh, rank) if counterpart else rank
+                placer = _Placer(rules, whole, sharing[name], rank)
+                key = placer.key(old_rank)
+                if key not in made:
+                    made[key] = placer.placed(copies=copies, old_rank=old_rank)
+                entries[rank][name] = made[key]
+        except CutImpossible as error:
+            notes.add(f"{name}: {error}")
+    notes.check()
+    return WorldLayout(rules, wholes, sharing, names, entries)
+
+
+class _Placer:
+    """Makes the entry that one rank has of one tensor."""
+
+    def __init__(self, rules: Rules, whole: Whole, sharing: Sharing, rank: int) -> None:
+        self._rules = rules
+        self._whole = whole
+        self._rule = sharing.rule
+        self._where = rules.mesh.coordinates(rank)
+
+    def key(self, old_rank: int) -> tuple[object, ...]:
+        """Equal for ranks whose entries are equal."""
+        if self._rule.kind is Kind.OWN:
+            return (old_rank,)
+        flat = self._rule.flat
+        axes = {self._rule.axis, *(cut.axis for cut in self._rule.cuts)}
+        if flat is not None:
+            inner = (cut for name, _ in flat.tensors for cut in self._cuts_of(name, flat))
+            axes = {flat.axis, *(cut.axis for cut in inner)}
+        return tuple(at for axis, at in self._where.items() if axis in axes)
+
+    def placed(self, *, copies: bool, old_rank: int) -> Placed:
+        name, shape = self._whole.name, self._whole.shape
+        if self._rule.flat is not None:
+            return self._row(self._rule.flat)
+        if self._rule.kind is Kind.OWN:
+            view = self._view(self._whole.own_shapes[old_rank], ())
+            return self._entry(view.shape, patches_of(f"{name}@{old_rank}", view))
+        copy = self._where[self._rule.axis] if copies and self._rule.kind is Kind.AVERAGE else 0
+        view = self._view(shape, self._rule.cuts)
+        return self._entry(view.shape, patches_of(name, view, copy=copy))
+
+    def _row(self, flat: Flat) -> Placed:
+        members = [
+            (f"{self._whole.name}/{name}", self._view(shape, self._cuts_of(name, flat)))
+            for name, shape in flat.tensors
+        ]
+        count = self._rules.mesh.size_of(flat.axis)
+        part = flat_part(members, flat, count=count, index=self._where[flat.axis])
+        return self._entry((part.num_items,), part.patches)
+
+    def _cuts_of(self, name: str, flat: Flat) -> tuple[Cut, ...]:
+        """How a tensor in a row is cut along axes other than the row's."""
+        rules = [rule for rule in self._rules.rules if rule.pattern.match(name) is not None]
+        if len(rules) > 1:
+            raise CutImpossible(f"{name} in it is matched by {rules[0]} and by {rules[1]}")
+        return tuple(cut for rule in rules for cut in rule.cuts if cut.axis != flat.axis)
+
+    def _view(self, shape: Shape, cuts: tuple[Cut, ...]) -> View:
+        for cut in cuts:
+            _check_dim(cut, shape)
+        return view_of(shape, cuts, self._rules.mesh, self._where)
+
+    def _entry(self, shape: Shape, patches: tuple[Patch, ...]) -> Placed:
+        return Placed(self._whole.name, self._whole.dtype, shape, patches)

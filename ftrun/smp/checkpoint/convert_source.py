@@ -1,0 +1,159 @@
+"""A checkpoint that is to be converted, read as far as it is asked for.
+
+Runs in:  the process that converts checkpoints, in several threads.
+Takes in: a checkpoint's folder.
+Gives:    heads of all shards, plain values, and bytes of entries: each piece under what is read is
+          compared with its digest before any of it is used.
+"""
+
+import os
+import threading
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import xxhash
+
+from ftrun.errors import CheckpointError, LayoutUnknown, SnapshotCorrupt
+from ftrun.sharding.stored_entries import plain_bytes
+from ftrun.smp.checkpoint.index import Index, ShardFile, read_index
+from ftrun.snapshot.layout import Entry, parse_header
+from ftrun.snapshot.shard_header import ShardHead
+
+_HEADER_LENGTH_BYTES = 8
+_LONGEST_HEADER = 1 << 30
+
+
+class SourceShard:
+    """One rank's file.
+
+    Args:
+        folder: of the checkpoint.
+        shard: as the index has it.
+
+    Raises:
+        SnapshotCorrupt, LayoutUnknown, CheckpointError: it is not what was written.
+        OSError: it cannot be read.
+    """
+
+    def __init__(self, folder: Path, shard: ShardFile) -> None:
+        self.rank = shard.rank
+        self._what = f"{folder}, rank {shard.rank}"
+        self._fd = os.open(folder / shard.file, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            self.head = self._read_head(folder, shard)
+        except BaseException:
+            os.close(self._fd)
+            raise
+        self._last: tuple[range, memoryview] | None = None
+        self._lock = threading.Lock()
+
+    def read(self, offset: int, num_bytes: int) -> memoryview:
+        """Bytes of the shard's data.
+
+        Raises:
+            SnapshotCorrupt: a piece under them is not what was written.
+        """
+        pieces = self.head.pieces_under(offset, num_bytes)
+        if not pieces:
+            return memoryview(b"")
+        start, length = self.head.bytes_of(pieces)
+        with self._lock:  # small entries share a piece, and are read one after the other
+            last = self._last
+        if last is None or last[0] != pieces:
+            data = self._read(self.head.start + start, length)
+            self._check(pieces, start, data)
+            last = (pieces, data)
+            with self._lock:
+                self._last = last if len(pieces) == 1 else None
+        return last[1][offset - start : offset - start + num_bytes]
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+    def _read_head(self, folder: Path, shard: ShardFile) -> ShardHead:
+        size = os.fstat(self._fd).st_size
+        if size != shard.num_bytes:
+            raise CheckpointError(f"{self._what} has {size:,} bytes of {shard.num_bytes:,}")
+        length = int.from_bytes(os.pread(self._fd, _HEADER_LENGTH_BYTES, 0), "little")
+        end = _HEADER_LENGTH_BYTES + min(length, size, _LONGEST_HEADER)
+        header = bytes(self._read(0, min(end, size)))
+        if xxhash.xxh3_64_hexdigest(header) != shard.header_digest:
+            raise SnapshotCorrupt(what=f"{self._what}, header", piece=0, pieces=shard.num_pieces)
+        layout, start = parse_header(memoryview(header), image_bytes=size)
+        table = (folder / shard.digests).read_bytes()
+        if xxhash.xxh3_64_hexdigest(table) != shard.table_digest:
+            raise SnapshotCorrupt(what=f"{self._what}, digests", piece=0, pieces=shard.num_pieces)
+        return ShardHead(layout, start, memoryview(table).cast("Q"))
+
+    def _read(self, at: int, size: int) -> memoryview:
+        data = memoryview(bytearray(size))
+        done = 0
+        while done < size:
+            got = os.preadv(self._fd, [data[done:]], at + done)
+            if not got:
+                raise CheckpointError(f"{self._what} ends after {at + done} bytes")
+            done += got
+        return data
+
+    def _check(self, pieces: range, start: int, data: memoryview) -> None:
+        digests = self.head.digests
+        for index in pieces:
+            piece = self.head.layout.pieces[index]
+            at = piece.offset - start
+            if xxhash.xxh3_64_intdigest(data[at : at + piece.num_bytes]) != digests[index]:
+                raise SnapshotCorrupt(what=self._what, piece=index, pieces=len(digests))
+
+
+class SourceCheckpoint:
+    """All shards of one checkpoint.
+
+    Args:
+        folder: of the checkpoint.
+
+    Raises:
+        CheckpointError: it cannot be used, in words.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.index: Index = read_index(folder)
+        shards = {shard.rank: shard for shard in self.index.shards}
+        missing = [rank for rank in range(self.index.world_size) if rank not in shards]
+        if missing:
+            raise CheckpointError(f"{folder}: its index has no rank {missing[0]}")
+        with ExitStack() as ends:
+            self.shards: list[SourceShard] = []
+            try:
+                for rank in range(self.index.world_size):
+                    self.shards.append(SourceShard(folder, shards[rank]))
+                    ends.callback(self.shards[-1].close)
+                self.parts = [plain_bytes(shard.head, shard.read) for shard in self.shards]
+            except (SnapshotCorrupt, LayoutUnknown) as error:
+                raise CheckpointError(f"{folder} cannot be converted: {error}") from error
+            except OSError as error:
+                raise CheckpointError(
+                    f"{error.filename or folder} is not readable: {error.strerror}"
+                ) from error
+            self._ends = ends.pop_all()
+
+    @property
+    def heads(self) -> Sequence[ShardHead]:
+        return [shard.head for shard in self.shards]
+
+    def entry(self, rank: int, name: str) -> Entry:
+        return self.shards[rank].head.entries[name]
+
+    def read(self, rank: int, name: str, first_byte: int, num_bytes: int) -> memoryview:
+        """Bytes of an entry.
+
+        Raises:
+            CheckpointError: they are not what was written.
+        """
+        try:
+            return self.shards[rank].read(self.entry(rank, name).offset + first_byte, num_bytes)
+        except SnapshotCorrupt as error:
+            raise CheckpointError(f"{self.folder} cannot be converted: {error}") from error
+
+    def close(self) -> None:
+        self._ends.close()

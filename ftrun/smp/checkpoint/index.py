@@ -1,0 +1,192 @@
+"""What a checkpoint is made of, as its files say it.
+
+Runs in:  the SMP, in its disk lane's thread.
+Takes in: a checkpoint's folder; the parts of a checkpoint that several nodes write.
+Gives:    an `Index` or a `Part`, or a `CheckpointError` in words.
+
+The index of a checkpoint and each part of one are sealed: the file holds the text and its xxh3.
+"""
+
+import contextlib
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+import xxhash
+
+from ftrun.errors import CheckpointError
+from ftrun.wire.messages.checkpoint import INDEX_NAME
+
+FORMAT = 1
+_NAME = re.compile(r"step-\d{8,}-g\d+(\.\d+)?")
+_T = TypeVar("_T", "Index", "Part")
+
+
+class ShardFile(msgspec.Struct, frozen=True):
+    """One rank's part of a checkpoint, as the index has it."""
+
+    rank: int
+    file: str
+    digests: str
+    num_bytes: int
+    num_pieces: int
+    layout_id: str  # hexadecimal, as the digests: 64 bits do not fit a JSON number everywhere
+    table_digest: str
+    header_digest: str
+
+    @property
+    def names(self) -> tuple[str, str]:
+        return self.file, self.digests
+
+    @property
+    def content(self) -> tuple[int, int, str, str]:
+        """Equal exactly where the rank and all its bytes are equal."""
+        return self.rank, self.num_bytes, self.layout_id, self.table_digest
+
+    def is_whole(self, folder: Path) -> bool:
+        """Both files are there with their sizes."""
+        try:
+            size, table = ((folder / name).stat().st_size for name in self.names)
+        except OSError:
+            return False
+        return (size, table) == (self.num_bytes, 8 * self.num_pieces)
+
+
+class Index(msgspec.Struct, frozen=True):
+    """What a checkpoint is. `serial` grows with each one written to its directory."""
+
+    format: int
+    serial: int
+    run_id: str
+    generation: int
+    step: int
+    world_size: int
+    shards: list[ShardFile]
+    life: str = ""
+    """Of the run that wrote it; see `Plan.life`."""
+    written_s: float = 0.0
+    """Wall time; 0: the index's file has it."""
+
+
+class Part(msgspec.Struct, frozen=True):
+    """What one node has written of a checkpoint. Its generation may be -1: loaded from another."""
+
+    format: int
+    run_id: str
+    token: str
+    generation: int
+    step: int
+    world_size: int
+    shards: list[ShardFile]
+    life: str = ""
+    written_s: float = 0.0
+
+    @property
+    def key(self) -> tuple[str, str, int, int, int]:
+        """Parts are put together only where this is equal."""
+        return self.run_id, self.token, self.generation, self.step, self.world_size
+
+
+class Sealed(msgspec.Struct, frozen=True):
+    """The content of index.json: the index, and the xxh3 of its text. Parts alike."""
+
+    digest: str
+    index: msgspec.Raw
+
+
+def seal(content: Index | Part) -> bytes:
+    """The bytes of its file."""
+    text = msgspec.json.format(msgspec.json.encode(content), indent=1)
+    return msgspec.json.encode(Sealed(xxhash.xxh3_64_hexdigest(text), msgspec.Raw(text)))
+
+
+def make_index(
+    directory: Path,
+    *,
+    run_id: str,
+    generation: int,
+    step: int,
+    world_size: int,
+    shards: Sequence[ShardFile],
+    life: str,
+) -> Index:
+    """The index of the next checkpoint in this directory."""
+    return Index(
+        format=FORMAT,
+        serial=1 + max((known.serial for _, known in read_indexes(directory)), default=0),
+        run_id=run_id,
+        generation=max(0, generation),
+        step=step,
+        world_size=world_size,
+        shards=sorted(shards, key=lambda shard: shard.rank),
+        life=life,
+    )
+
+
+def read_index(folder: Path) -> Index:
+    """The index of one checkpoint.
+
+    Raises:
+        CheckpointError: it is not there, or not as it was written.
+    """
+    return _read(folder / INDEX_NAME, Index, what=f"{folder}: its index")
+
+
+def parse_index(data: bytes, *, what: str) -> Index:
+    """The same of the content of its file.
+
+    Raises:
+        CheckpointError: it is not as it was written.
+    """
+    return _parse(data, Index, what=f"{what}: its index")
+
+
+def read_part(path: Path) -> Part:
+    """One node's part of a checkpoint that is not finished.
+
+    Raises:
+        CheckpointError: it is not there, or not as it was written.
+    """
+    return _read(path, Part, what=f"{path}: the part")
+
+
+def parse_part(data: bytes, *, what: str) -> Part:
+    """The same of the content of its file.
+
+    Raises:
+        CheckpointError: it is not as it was written.
+    """
+    return _parse(data, Part, what=f"{what}: the part")
+
+
+def read_indexes(directory: Path) -> list[tuple[Path, Index]]:
+    """All whole checkpoints in a directory, the one written last first."""
+    found = []
+    for folder in directory.iterdir():
+        if _NAME.fullmatch(folder.name):
+            with contextlib.suppress(CheckpointError):
+                found.append((folder, read_index(folder)))
+    return sorted(found, key=lambda one: one[1].serial, reverse=True)
+
+
+def _read(path: Path, kind: type[_T], *, what: str) -> _T:
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"{what} is not readable: {error.strerror}") from error
+    return _parse(data, kind, what=what)
+
+
+def _parse(data: bytes, kind: type[_T], *, what: str) -> _T:
+    try:
+        sealed = msgspec.json.decode(data, type=Sealed)
+        if xxhash.xxh3_64_hexdigest(bytes(sealed.index)) != sealed.digest:
+            raise CheckpointError(f"{what} is damaged: its digest does not match")
+        content = msgspec.json.decode(sealed.index, type=kind)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{what} is not one: {error}") from error
+    if content.format != FORMAT:
+        raise CheckpointError(f"{what} is of format {content.format}, only {FORMAT} is known")
+    return content

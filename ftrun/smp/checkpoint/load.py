@@ -1,0 +1,236 @@
+"""A checkpoint, back into arenas.
+
+Runs in:  the SMP, in its disk lane's thread.
+Takes in: a directory that `checkpoint` has written to.
+Gives:    a `Loaded` with one fresh arena per rank, or a `CheckpointError` in words.
+
+`latest` is tried first, then every other whole checkpoint, the one written last first; what is
+set aside on the way is noted, and nothing whose digests do not match is ever offered. The loaded
+version has generation -1: older than anything that generation 0 of the new run will take.
+
+A node loads its own ranks only. Of another world size each loads a part of the ranks there were, as
+arenas of the old world, and gives the others what their workers read. What several nodes need, one
+of them reads (`ftrun.smp.checkpoint.shared_load`).
+"""
+
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+from ftrun import clock
+from ftrun.errors import (
+    CheckpointError,
+    LayoutUnknown,
+    NoneOfThisRun,
+    NoUsableCheckpoint,
+    SnapshotCorrupt,
+)
+from ftrun.ids import Rank, Version, version
+from ftrun.smp.checkpoint.index import read_index, read_indexes
+from ftrun.smp.checkpoint.reader import FolderSource, Source
+from ftrun.smp.checkpoint.shared_load import (
+    LOADED_GENERATION,
+    Check,
+    Company,
+    SharedLoad,
+    load_share,
+)
+from ftrun.smp.checkpoint.storage.local import LATEST_NAME
+
+RETRY_S = 0.2
+"""Before what could not be read is read once more."""
+
+_T = TypeVar("_T")
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOrder:
+    """What is to be loaded.
+
+    Args:
+        world_size: of this run.
+        ranks: the node's own.
+        check: raises MemoryTooSmall where so many bytes do not fit.
+        only: name of the one checkpoint that may be used; empty: any.
+        life: of the run that must have written it; empty: any. See `Plan.life`.
+        company: the nodes that load it together; None: this one alone.
+        set_aside: names of checkpoints that no node of the run may load, and the reasons.
+    """
+
+    world_size: int
+    ranks: Sequence[Rank]
+    check: Check
+    only: str = ""
+    life: str = ""
+    company: Company | None = None
+    set_aside: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def together(self) -> Company:
+        """The nodes that load it; one alone takes all ranks of another world size."""
+        return self.company or Company([list(self.ranks)], 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """Arenas filled from a checkpoint; the descriptors are the caller's to close.
+
+    Args:
+        rejected: what this node cannot use, by name: the reasons.
+        rest: what other nodes have read of it and is to be had of them; None: all is here.
+    """
+
+    version: Version
+    path: Path | str
+    fds: list[int]
+    rejected: dict[str, str]
+    world_size: int
+    rest: SharedLoad | None = None
+
+
+def load_checkpoint(directory: Path, order: LoadOrder) -> Loaded | None:
+    """Fill arenas from the newest usable checkpoint; None where there is none at all.
+
+    Args:
+        directory: need not exist.
+        order: what is to be loaded.
+
+    Raises:
+        NoUsableCheckpoint, NoneOfThisRun: as `load_first`.
+        MemoryTooSmall: the arenas do not fit.
+        OSError: the directory cannot be read, and could not be a moment later.
+    """
+    try:
+        return _load_from(directory, order)
+    except OSError as error:
+        _say_again(directory, error)
+    return _load_from(directory, order)
+
+
+def _load_from(directory: Path, order: LoadOrder) -> Loaded | None:
+    rejected: dict[str, str] = {}
+    candidates = _candidates(directory, rejected)
+    if order.only:
+        candidates = [directory / order.only]
+    sources = [FolderSource(folder) for folder in candidates]
+    return load_first(sources, rejected, order, where=str(directory))
+
+
+def load_first(
+    sources: Sequence[Source], rejected: dict[str, str], order: LoadOrder, *, where: str
+) -> Loaded | None:
+    """Fill arenas from the first that can be used; None where there is none at all.
+
+    Args:
+        sources: in the order in which they are tried.
+        rejected: what cannot be used, by name, and the reasons; more is added.
+        order: what is to be loaded.
+        where: they are, for the message.
+
+    Raises:
+        NoUsableCheckpoint: there are checkpoints, and none of them can be used.
+        NoneOfThisRun: none is of the life that is asked for; some cannot be read and may be.
+        MemoryTooSmall: the arenas do not fit.
+    """
+    left = {name: order.set_aside[name] for name in rejected if name in order.set_aside}
+    for name in left:
+        del rejected[name]
+    has_own = not order.life
+    for source in sources:
+        name = Path(source.path).name
+        try:
+            if order.life and _twice(source, source.index).life != order.life:
+                continue
+            has_own = True
+            if name in order.set_aside:
+                left[name] = order.set_aside[name]
+                continue
+            return _load(source, rejected, order)
+        except (CheckpointError, SnapshotCorrupt, LayoutUnknown) as error:
+            rejected[name] = str(error)
+        except OSError as error:
+            what = error.filename or source.path
+            rejected[name] = f"{what} is not readable: {error.strerror or error}"
+    if not rejected and not left:
+        return None
+    if not left and not has_own:
+        raise NoneOfThisRun(
+            f"no checkpoint of this run is in {where}, unless it is one that cannot be read",
+            rejected,
+        )
+    reasons = "; ".join(f"{name}: {reason}" for name, reason in {**left, **rejected}.items())
+    raise NoUsableCheckpoint(
+        f"no checkpoint in {where} can be used: {reasons}. Name another --checkpoint-dir, or start "
+        "from the beginning with --resume never",
+        rejected,
+    )
+
+
+def _load(source: Source, rejected: dict[str, str], order: LoadOrder) -> Loaded:
+    def attempt() -> Loaded:
+        index = source.index()
+        fds, rest = load_share(source, index, order.world_size, order.together, order.check)
+        at = version(LOADED_GENERATION, index.step)
+        return Loaded(at, source.path, fds, rejected, index.world_size, rest)
+
+    return _twice(source, attempt)
+
+
+def _twice(source: Source, attempt: Callable[[], _T]) -> _T:
+    """What could not be read is read once more, because storage may stall."""
+    try:
+        return attempt()
+    except (OSError, CheckpointError) as error:
+        if not _may_pass(error):
+            raise
+        _say_again(source.path, error)
+    return attempt()
+
+
+def _candidates(directory: Path, rejected: dict[str, str]) -> list[Path]:
+    """Raises: OSError: the directory is there and cannot be read."""
+    try:
+        found = [folder for folder, _ in read_indexes(directory)]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    stalled = [error for error in _unreadable(directory, found).values() if _may_pass(error)]
+    if stalled:
+        _say_again(directory, stalled[0])
+        found = [folder for folder, _ in read_indexes(directory)]
+    link = directory / LATEST_NAME
+    if link.is_symlink():
+        latest = directory / os.readlink(link)
+        if latest in found:
+            found.remove(latest)
+        found.insert(0, latest)
+    # A crash between the two renames of a write leaves a whole checkpoint and no link.
+    # A folder without a readable index is not listed by read_indexes, so it is named here.
+    rejected.update((name, str(error)) for name, error in _unreadable(directory, found).items())
+    return found
+
+
+def _unreadable(directory: Path, found: Sequence[Path]) -> dict[str, CheckpointError]:
+    """Folders that are not among those found, and what is wrong with the index of each."""
+    bad: dict[str, CheckpointError] = {}
+    for folder in sorted(directory.iterdir()):
+        if folder not in found and folder.name.startswith("step-"):
+            try:
+                read_index(folder)
+            except CheckpointError as error:
+                bad[folder.name] = error.with_traceback(None)
+    return bad
+
+
+def _may_pass(error: Exception) -> bool:
+    """Whether storage may give later what it did not give now."""
+    cause = error if isinstance(error, OSError) else error.__cause__
+    return isinstance(cause, OSError) and not isinstance(cause, FileNotFoundError)
+
+
+def _say_again(what: Path | str, error: Exception) -> None:
+    _log.warning("%s cannot be read, and is tried once more: %s", what, str(error))
+    clock.sleep(RETRY_S)

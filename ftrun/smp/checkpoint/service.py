@@ -1,0 +1,338 @@
+"""Checkpoints as the agent asks for them: written and loaded beside everything else.
+
+Runs in:  the SMP: asked and answered in the server's thread, done in the disk lane's.
+Takes in: WriteCheckpoint and LoadCheckpoint.
+Gives:    their answers; the arenas of what was loaded.
+"""
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from ftrun import clock
+from ftrun.errors import (
+    CheckpointError,
+    CheckpointsTaken,
+    MemoryTooSmall,
+    NoneOfThisRun,
+    NoUsableCheckpoint,
+)
+from ftrun.free_memory import available_memory
+from ftrun.ids import Rank, RunId, version
+from ftrun.smp.calm import calmly
+from ftrun.smp.checkpoint.checkpoint_parts import PartWriter
+from ftrun.smp.checkpoint.live_capture import Follow
+from ftrun.smp.checkpoint.load import Loaded, LoadOrder, load_checkpoint
+from ftrun.smp.checkpoint.shared_load import Company
+from ftrun.smp.checkpoint.slot_reader import ArenaFds
+from ftrun.smp.checkpoint.storage.copy_room import KEEP_S, CopyRoom
+from ftrun.smp.checkpoint.storage.local import Retention
+from ftrun.smp.checkpoint.storage.owner import RENEW_S, CheckpointOwnership
+from ftrun.smp.checkpoint.storage.pace import Throttle
+from ftrun.smp.checkpoint.storage.storage import sweep_run
+from ftrun.smp.checkpoint.storage.url_folders import sweep_url
+from ftrun.smp.checkpoint.url_checkpoint import UrlWriter
+from ftrun.smp.checkpoint.url_load import load_from_url
+from ftrun.smp.checkpoint.write_job import Means, WriteOrder, Written, told
+from ftrun.smp.checkpoint.writer import CheckpointWriter
+from ftrun.smp.client import Asker
+from ftrun.smp.jobs import Finish, Jobs
+from ftrun.smp.memory.arenas import ArenaMemory
+from ftrun.smp.watch import Watch
+from ftrun.snapshot.commit_tracker import CommitTracker
+from ftrun.urls import is_url, without_password
+from ftrun.wire.checkpoint_owner import OWNER_NAME, CheckpointClaim
+from ftrun.wire.messages import checkpoint as checkpoint_messages
+from ftrun.wire.messages import envelope as messages
+
+_log = logging.getLogger(__name__)
+_BUG = "a bug in ftrun; the SMP's log has it"
+
+
+class Checkpoints:
+    """Writes and loads on behalf of the agent.
+
+    Args:
+        run_id: goes into the index of a checkpoint.
+        jobs: has the lane "disk".
+        memory: whose shards are written, and which keeps what is loaded.
+        loaded: called with what was loaded, before the agent is answered.
+    """
+
+    def __init__(
+        self,
+        run_id: RunId,
+        jobs: Jobs,
+        memory: ArenaMemory,
+        loaded: Callable[[Loaded], None],
+        is_attended: Callable[[], bool],
+    ) -> None:
+        self._run_id = run_id
+        self._jobs = jobs
+        self._memory = memory
+        self._loaded = loaded
+        self._stop = threading.Event()
+        self._owner = CheckpointOwnership(run_id, self._stop, is_attended)
+        self._hurries = threading.Event()
+        self._throttle = Throttle(self._stop)
+        self._room = CopyRoom(_free_bytes)
+        self._tidying = Watch(jobs, self._tidy)
+        means = Means(run_id, self._room, self._throttle)
+        self._writer = CheckpointWriter(means)
+        self._parts = PartWriter(means)
+        self._urls = UrlWriter(means)
+
+    def write(
+        self,
+        asker: Asker,
+        body: checkpoint_messages.WriteCheckpoint,
+        tracker: CommitTracker,
+    ) -> None:
+        """Write the version that is named, as far as it is here.
+
+        Without one, all ranks of the world are here, and it is the one that they capture, or the
+        newest that all hold.
+
+        Args:
+            asker: the agent.
+            body: what it asks.
+            tracker: of commits; it says what the world is, and when that is over.
+        """
+        self._throttle.bytes_per_s = body.bytes_per_s
+        self._hurries.clear()
+        generation = tracker.generation
+        order = WriteOrder(
+            where=body.directory,
+            ranks=tuple(sorted(tracker.ranks)),
+            world_size=tracker.world_size,
+            retention=Retention(body.keep, body.keep_s),
+            version=version(*body.version) if body.version is not None else None,
+            token=body.token,
+            life=body.life,
+            follow=Follow(
+                generation,
+                is_over=lambda: tracker.generation != generation,
+                hurries=self._hurries.is_set,
+                wait_s=body.stream_wait_s,
+            ),
+        )
+        fds = {
+            rank: [os.dup(arena.fd) for arena in self._memory.of(rank)]
+            for rank in self._memory.ranks
+        }
+        self._jobs.submit(
+            "disk",
+            partial(self._write, asker, order, fds),
+            failed=partial(asker.tell, checkpoint_messages.CheckpointRefused(_BUG)),
+        )
+
+    def load(self, asker: Asker, body: checkpoint_messages.LoadCheckpoint) -> None:
+        self._jobs.submit(
+            "disk",
+            partial(self._load, asker, body),
+            failed=partial(asker.tell, messages.Refused(_BUG)),
+        )
+
+    def own(self, claim: CheckpointClaim | None) -> None:
+        """Renew the record of the directory from now on, or leave that to another node."""
+        self._owner.renew(claim)
+
+    def end(self, asker: Asker, body: checkpoint_messages.EndCheckpoints) -> None:
+        """The run is over: say so beside its checkpoints."""
+
+        def ended() -> Finish:
+            try:
+                self._owner.end(body.exit_code, body.reason, body.command)
+            except (CheckpointError, OSError) as error:
+                _log.warning("the end of the run is not noted beside its checkpoints: %s", error)
+            return partial(asker.tell, messages.Done())
+
+        self._jobs.submit("disk", ended, failed=partial(asker.tell, messages.Refused(_BUG)))
+
+    def hurry(self) -> None:
+        """Write what is being written as fast as it goes."""
+        self._throttle.bytes_per_s = 0.0
+        self._hurries.set()
+
+    def stop(self) -> None:
+        """Give up what is being written."""
+        self._stop.set()
+
+    def give_back(self) -> None:
+        """Free the memory kept for the next checkpoint, once nothing is being written."""
+        if self._room.num_bytes:
+            self._jobs.submit("disk", self._given_back, failed=_nothing)
+
+    def _given_back(self) -> Finish:
+        self._room.drop()
+        return _nothing
+
+    def _write(self, asker: Asker, order: WriteOrder, fds: ArenaFds) -> Finish:
+        started_s = clock.now_s()
+        try:
+            done = calmly(partial(self._written, order, fds))
+        except CheckpointError as error:
+            return partial(self._tell, asker, checkpoint_messages.CheckpointRefused(str(error)))
+        finally:
+            _close(fds.values())
+            self._room_is_free()
+        return partial(self._tell, asker, _answer(done, clock.now_s() - started_s))
+
+    def _tell(self, asker: Asker, done: messages.AnyMessage) -> None:
+        asker.tell(done)
+        self._tidying.start(KEEP_S)
+
+    def _tidy(self) -> None:
+        """Long after a checkpoint was written: its memory may be of use to others."""
+        self._jobs.submit("disk", self._tidied, failed=_nothing)
+
+    def _tidied(self) -> Finish:
+        self._room_is_free()
+        return _nothing if self._room.num_bytes else self._tidying.stop
+
+    def _room_is_free(self) -> None:
+        """Nothing is being written."""
+        with suppress(OSError):  # how much memory is free cannot be told just now
+            self._room.begin()
+
+    def _written(self, order: WriteOrder, fds: ArenaFds) -> Written:
+        with told(order):
+            runs = self._owner.check(order.where, order.life)
+        order = replace(order, retention=replace(order.retention, runs=runs))
+        if is_url(order.where):
+            return self._urls.write(fds, order)
+        if order.version is None:
+            return self._writer.write(fds, order)
+        return self._parts.write(fds, order, order.version)
+
+    def _load(self, asker: Asker, body: checkpoint_messages.LoadCheckpoint) -> Finish:
+        self._room.drop()
+        try:
+            if body.claim is not None:
+                self._claim(body.claim)
+            loaded = self._loaded_from(body)
+        except CheckpointsTaken as error:
+            return partial(asker.tell, _none_loaded({}, str(error), is_taken=True))
+        except NoUsableCheckpoint as error:
+            problem = "" if isinstance(error, NoneOfThisRun) else str(error)
+            return partial(asker.tell, _none_loaded(error.rejected, problem))
+        except (CheckpointError, OSError) as error:
+            # The directory itself is named, so that the leader has all nodes load once more before
+            # the run ends.
+            where = without_password(body.directory)
+            return partial(asker.tell, _none_loaded({where: str(error)}, str(error)))
+        except MemoryTooSmall as error:
+            return partial(asker.tell, messages.Refused(str(error)))
+        if loaded is None:
+            return partial(asker.tell, _none_loaded({}, ""))
+        return partial(self._put, asker, body, loaded)
+
+    def _claim(self, claim: CheckpointClaim) -> None:
+        """Own the directory, or load from it without a record: no good checkpoint is left unread.
+
+        Raises:
+            CheckpointsTaken: another run that is alive owns it.
+        """
+        try:
+            self._owner.claim(claim)
+        except CheckpointsTaken:
+            raise
+        except (CheckpointError, OSError) as error:
+            _log.warning(
+                "%s in %s is not written, so a second run with this directory is not refused; it "
+                "is tried again every %.0f s: %s",
+                OWNER_NAME,
+                without_password(claim.directory),
+                RENEW_S,
+                error,
+            )
+
+    def _loaded_from(self, body: checkpoint_messages.LoadCheckpoint) -> Loaded | None:
+        order = LoadOrder(
+            world_size=body.world_size,
+            ranks=[Rank(rank) for rank in body.local_ranks],
+            check=check_available,
+            only=body.only,
+            life=body.life,
+            company=Company(body.ranks, body.node) if body.ranks else None,
+            set_aside=body.set_aside,
+        )
+        if is_url(body.directory):
+            loaded = load_from_url(body.directory, order, self._stop)
+            sweep_url(body.directory, self._stop, self._run_id)
+            return loaded
+        directory = Path(body.directory)
+        loaded = load_checkpoint(directory, order)
+        with suppress(OSError):
+            sweep_run(directory, self._run_id)
+        return loaded
+
+    def _put(self, asker: Asker, body: checkpoint_messages.LoadCheckpoint, loaded: Loaded) -> None:
+        if is_url(body.directory):
+            self._urls.remember(body.directory, loaded.version, str(loaded.path))
+        else:
+            self._writer.remember(Path(body.directory), loaded.version, Path(loaded.path))
+        self._loaded(loaded)
+        asker.tell(
+            checkpoint_messages.CheckpointLoaded(
+                generation=loaded.version.generation,
+                step=loaded.version.step,
+                path=str(loaded.path),
+                rejected=loaded.rejected,
+                world_size=loaded.world_size if loaded.world_size != body.world_size else 0,
+                is_share=loaded.rest is not None,
+            )
+        )
+
+
+def _none_loaded(
+    rejected: dict[str, str], problem: str, *, is_taken: bool = False
+) -> checkpoint_messages.CheckpointLoaded:
+    return checkpoint_messages.CheckpointLoaded(
+        generation=-1, step=-1, path="", rejected=rejected, problem=problem, is_taken=is_taken
+    )
+
+
+def _answer(done: Written, seconds: float) -> checkpoint_messages.CheckpointWritten:
+    is_part = bool(done.missing_ranks)
+    return checkpoint_messages.CheckpointWritten(
+        generation=done.version.generation,
+        step=done.version.step,
+        path="" if is_part else str(done.path),
+        total_bytes=done.total_bytes,
+        seconds=seconds,
+        is_part=is_part,
+        missing_ranks=list(done.missing_ranks),
+        note=done.note,
+        ahead_s=done.ahead_s,
+    )
+
+
+def _nothing() -> None:
+    """Nobody waits for it."""
+
+
+def _free_bytes() -> int:
+    return available_memory().num_bytes
+
+
+def check_available(needed_bytes: int) -> None:
+    """Raises: MemoryTooSmall: so many bytes do not fit."""
+    available = available_memory()
+    if needed_bytes > available.num_bytes:
+        raise MemoryTooSmall(
+            needed_bytes=needed_bytes,
+            available_bytes=available.num_bytes,
+            limit=available.limit,
+        )
+
+
+def _close(some: Iterable[Sequence[int]]) -> None:
+    for fds in some:
+        for fd in fds:
+            os.close(fd)

@@ -1,0 +1,275 @@
+"""What is at a URL, by way of fsspec: names, whole objects, and large ones as streams.
+
+Runs in:  the SMP, in its disk lane's thread; the process of ftrun.tools.checkpoints.catalog.
+Takes in: a URL; credentials come from where the protocol's library looks for them.
+Gives:    bytes, names with sizes; or a `CheckpointError` in words, whatever goes wrong.
+Survives: nothing: a store that has failed once is opened anew for the next checkpoint.
+
+Nothing is remembered of a store: each listing is asked for, as other nodes write there too.
+"""
+
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
+from functools import partial
+from typing import Any
+
+from ftrun.errors import CheckpointError
+from ftrun.smp.checkpoint.storage.direct_file import Pace
+from ftrun.smp.checkpoint.storage.url_calls import ANSWER_S, Calls
+from ftrun.smp.checkpoint.storage.url_upload import UploadFile, block_bytes
+from ftrun.urls import below, password_of, without_password
+
+READ_BYTES = 16 << 20
+_FETCH_BYTES = 1 << 20
+"""What FTP reads beyond what was asked for; others fetch just that."""
+_FLAT = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oci", "oss", "obs", "tos"}
+"""They have no folders. To make one there can make a bucket of a name that was mistyped."""
+
+Sizes = Mapping[str, int | None]
+"""Of the objects in a folder, by name; None where the store does not tell."""
+
+
+class UrlStore:
+    """The folder that a URL names.
+
+    Args:
+        url: need not be there.
+        stop: when set, nobody waits for it any more.
+        answer_s: how long a single call may take.
+
+    Raises:
+        CheckpointError: it cannot be reached, or what it needs is not installed.
+    """
+
+    def __init__(self, url: str, stop: threading.Event, *, answer_s: float = ANSWER_S) -> None:
+        self.shown = without_password(url)
+        """The URL for messages."""
+        self._again = partial(UrlStore, url, stop, answer_s=answer_s)
+        self._calls = Calls(self.shown, stop, answer_s=answer_s, secret=password_of(url))
+        try:
+            self._fs, self._root = self._calls(partial(_open, url))
+        except CheckpointError:
+            self._calls.close()
+            raise
+        kinds = self._fs.protocol
+        self._is_flat = bool(_FLAT & ({kinds} if isinstance(kinds, str) else set(kinds)))
+
+    def __enter__(self) -> "UrlStore":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._calls.close()
+
+    def anew(self) -> "UrlStore":
+        """The same folder over a connection of its own."""
+        return self._again()
+
+    def folders(self) -> list[str]:
+        """The names of all folders, in no order."""
+        return [one["name"] for one in self._list("") if one["type"] == "directory"]
+
+    def sizes(self, folder: str) -> Sizes:
+        """What lies in a folder; nothing where it is not there."""
+        return {one["name"]: one["size"] for one in self._list(folder) if one["type"] == "file"}
+
+    def modified_s(self, folder: str) -> float | None:
+        """When anything was last written there, in wall time; None: it is not told."""
+        times = [_time_of(one) for one in self._list(folder) if one["type"] == "file"]
+        known = [time_s for time_s in times if time_s is not None]
+        return max(known) if known and len(known) == len(times) else None
+
+    def read(self, name: str) -> bytes | None:
+        """A small object; None: there is none."""
+        return self._calls(partial(_read, self._fs, self._path(name)))
+
+    def put(self, name: str, data: bytes) -> None:
+        """A small object, in place of what was there."""
+        self._calls(partial(self._fs.pipe_file, self._path(name), data))
+
+    def make(self, folder: str = "") -> None:
+        """A folder, with those above it; also where it is there already."""
+        if not self._is_flat:
+            self._calls(partial(_make, self._fs, self._path(folder)))
+
+    @contextmanager
+    def uploaded(self, name: str, num_bytes: int, pace: Pace) -> Iterator[UploadFile]:
+        """A large object of so many bytes; at the end it is there, or given up."""
+        size, path = block_bytes(num_bytes), self._path(name)
+        opened = partial(self._fs.open, path, "wb", block_size=size)
+        file = UploadFile(self._calls, opened, min(size, max(1, num_bytes)), pace)
+        try:
+            yield file
+            file.finish()
+        except BaseException:
+            file.give_up()
+            raise
+
+    @contextmanager
+    def opened(self, name: str) -> Iterator["Download"]:
+        """A large object, to be read.
+
+        Raises:
+            CheckpointError: it is not there.
+        """
+        self._calls(self._fs.invalidate_cache)
+        path = self._path(name)
+        how = partial(self._fs.open, path, "rb", block_size=_FETCH_BYTES, cache_type="none")
+        file = self._calls(how)
+        try:
+            yield Download(self._calls, file)
+        finally:
+            with suppress(CheckpointError):
+                self._calls(file.close)
+
+    def remove(self, folder: str, *, first: str) -> None:
+        """Everything in a folder, one object of it before the others, and the folder."""
+        names = self.sizes(folder)
+        if first in names:
+            self.remove_file(f"{folder}/{first}")
+        others = [self._path(f"{folder}/{name}") for name in names if name != first]
+        if self._is_flat:
+            self._calls(partial(_remove_all, self._fs, others))
+            return
+        for path in others:
+            self._calls(partial(_remove, self._fs, path))
+        self._calls(partial(_remove_folder, self._fs, self._path(folder)))
+
+    def remove_file(self, name: str) -> None:
+        self._calls(partial(_remove, self._fs, self._path(name)))
+
+    def _path(self, name: str) -> str:
+        return below(self._root, name) if name else self._root
+
+    def _list(self, folder: str) -> list[dict[str, Any]]:
+        return self._calls(partial(_list, self._fs, self._path(folder)))
+
+
+class Download:
+    """An object of a store that is being read."""
+
+    def __init__(self, calls: Calls, file: Any) -> None:
+        self._calls = calls
+        self._file = file
+        self.size: int = calls(partial(_size, file))
+
+    def read(self, at: int, num_bytes: int) -> bytes:
+        """So many bytes from there on, fewer where it ends."""
+        found = b""
+        while len(found) < num_bytes:
+            more = self._calls(partial(_read_at, self._file, at + len(found), num_bytes))
+            if not more:
+                break
+            found = more[:num_bytes] if not found else found + more[: num_bytes - len(found)]
+        return found
+
+    def read_into(self, target: memoryview, at: int = 0) -> int:
+        """Fill this with what is there from `at` on; how many bytes there were."""
+        done = 0
+        while done < len(target):
+            part = self.read(at + done, min(READ_BYTES, len(target) - done))
+            if not part:
+                break
+            target[done : done + len(part)] = part
+            done += len(part)
+        return done
+
+
+def _time_of(details: dict[str, Any]) -> float | None:
+    for key in ("mtime", "LastModified", "last_modified", "updated", "modify", "modified"):
+        found = details.get(key)
+        try:
+            if isinstance(found, str):
+                if found[:14].isdigit():  # FTP's
+                    found = f"{found[:8]}T{found[8:]}"
+                when = datetime.fromisoformat(found)
+                return (when if when.tzinfo else when.replace(tzinfo=UTC)).timestamp()
+            if isinstance(found, datetime):
+                return found.timestamp()
+            if isinstance(found, int | float):
+                return float(found)
+        except ValueError:
+            continue
+    return None
+
+
+# --- in the calls' thread ---------------------------------------------------------------------
+
+
+def _open(url: str) -> tuple[Any, str]:
+    try:
+        from fsspec.core import url_to_fs  # type: ignore[import-untyped]
+    except ImportError as error:
+        raise CheckpointError(
+            f"{without_password(url)} needs fsspec, which is not installed: "
+            "pip install 'ftrun[url]', and what the protocol itself needs"
+        ) from error
+    fs, root = url_to_fs(url, skip_instance_cache=True)
+    return fs, root.rstrip("/")
+
+
+def _list(fs: Any, path: str) -> list[dict[str, Any]]:
+    fs.invalidate_cache()
+    try:
+        found = fs.ls(path or "/", detail=True)
+    except FileNotFoundError:
+        return []
+    # Some stores list an object of the folder's own name with it.
+    return [
+        {**one, "name": one["name"].rstrip("/").rpartition("/")[2]}
+        for one in found
+        if one["name"].strip("/") != path.strip("/")
+    ]
+
+
+def _read(fs: Any, path: str) -> bytes | None:
+    try:
+        return bytes(fs.cat_file(path))
+    except FileNotFoundError:
+        return None
+
+
+def _make(fs: Any, path: str) -> None:
+    fs.invalidate_cache()
+    try:
+        fs.makedirs(path, exist_ok=True)
+    except Exception:
+        fs.invalidate_cache()
+        if not fs.isdir(path):  # another node may have been faster
+            raise
+
+
+def _remove(fs: Any, path: str) -> None:
+    """What is gone is gone; another node may be at it too."""
+    try:
+        fs.rm_file(path)
+    except Exception:
+        fs.invalidate_cache()
+        if fs.exists(path):
+            raise
+
+
+def _remove_all(fs: Any, paths: list[str]) -> None:
+    """In few requests: such stores take a thousand names in one."""
+    fs.invalidate_cache()
+    if paths:
+        with suppress(FileNotFoundError):
+            fs.rm(paths)
+
+
+def _remove_folder(fs: Any, path: str) -> None:
+    with suppress(Exception):
+        fs.rmdir(path)
+
+
+def _size(file: Any) -> int:
+    end = int(file.seek(0, 2) or file.tell())
+    file.seek(0)
+    return end
+
+
+def _read_at(file: Any, at: int, num_bytes: int) -> bytes:
+    if file.tell() != at:
+        file.seek(at)
+    return bytes(file.read(num_bytes))

@@ -1,0 +1,372 @@
+"""Which run writes to a directory of checkpoints: one at a time, for its whole life.
+
+Runs in:  the SMP: claimed and asked in its disk lane's thread, renewed in a thread of its own.
+Takes in: a `CheckpointClaim` on the node of rank 0; the id of the run.
+Gives:    a `CheckpointsTaken` for the run that comes second; the runs whose checkpoints are ours.
+Survives: an owner that was killed: its record is not renewed any more.
+
+Rule 1: clocks of two machines are never compared. An owner is alive if its record changes while
+        it is watched. It is dead if the record does not change for `STALE_RENEWALS` intervals.
+Rule 2: a claim takes over at once: a record of the same life (another SMP or node of this run) or
+        of this process, one that has ended, and one whose process is gone, see `_is_gone`.
+        The same run id is not enough: two jobs of one script on one port have the same.
+Rule 3: an owner whose record another life has taken over writes no checkpoint any more.
+Rule 4: a record that cannot be written stops no run. It is tried again with each renewal.
+"""
+
+import logging
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Protocol
+
+from ftrun import clock
+from ftrun.errors import CheckpointError, CheckpointsTaken
+from ftrun.ids import RunId
+from ftrun.smp.checkpoint.storage.fsspec import UrlStore
+from ftrun.smp.checkpoint.storage.local import order_lock
+from ftrun.urls import is_url, without_password
+from ftrun.wire.checkpoint_owner import (
+    OWNER_NAME,
+    CheckpointClaim,
+    CheckpointOwner,
+    decode_owner,
+    encode_owner,
+)
+
+RENEW_S = 5.0
+URL_RENEW_S = 20.0
+STALE_RENEWALS = 4
+"""A record that is not renewed for so many intervals is of a dead owner."""
+
+_SETTLE_S = 1.0
+"""Where nothing can be locked: between the writing of a claim and the look whether it stands."""
+_READ_TRIES = 5
+_MOST_RUNS = 50
+_log = logging.getLogger(__name__)
+
+
+class _Place(Protocol):
+    """Where a record lies."""
+
+    shown: str
+    renew_s: float
+
+    def read(self) -> bytes | None:
+        """None: there is none."""
+
+    def write(self, data: bytes) -> None:
+        """In place of the one before."""
+
+    def claiming(self) -> AbstractContextManager[None]:
+        """A claim is read and written; when this is left, it is known which one stands."""
+
+
+class _Folder:
+    """A directory."""
+
+    renew_s = RENEW_S
+
+    def __init__(self, directory: str, stop: threading.Event) -> None:
+        self.shown = directory
+        self._path = Path(directory) / OWNER_NAME
+        self._stop = stop
+
+    def read(self) -> bytes | None:
+        try:
+            return self._path.read_bytes()
+        except FileNotFoundError:
+            return None
+
+    def write(self, data: bytes) -> None:
+        temporary = self._path.with_name(f"{OWNER_NAME}.{os.getpid()}")
+        try:
+            temporary.write_bytes(data)
+            temporary.replace(self._path)
+        except OSError:
+            temporary.unlink(missing_ok=True)
+            raise
+
+    @contextmanager
+    def claiming(self) -> Iterator[None]:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with order_lock(self._path.parent, self._stop):
+            yield
+
+
+class _Url:
+    """A store, reached anew each time."""
+
+    renew_s = URL_RENEW_S
+
+    def __init__(self, url: str, stop: threading.Event) -> None:
+        self.shown = without_password(url)
+        self._url = url
+        self._stop = stop
+
+    def read(self) -> bytes | None:
+        with UrlStore(self._url, self._stop) as store:
+            return store.read(OWNER_NAME)
+
+    def write(self, data: bytes) -> None:
+        with UrlStore(self._url, self._stop) as store:
+            store.make()
+            store.put(OWNER_NAME, data)
+
+    @contextmanager
+    def claiming(self) -> Iterator[None]:
+        yield
+        self._stop.wait(_SETTLE_S)
+
+
+class CheckpointOwnership:
+    """This run's right to write checkpoints. Its methods may block for as long as storage does."""
+
+    def __init__(
+        self, run_id: RunId, stop: threading.Event, is_attended: Callable[[], bool]
+    ) -> None:
+        """Nothing is owned yet.
+
+        Args:
+            run_id: of this run.
+            stop: when set, nothing is waited for any more.
+            is_attended: an agent is there; memory that waits for another start renews nothing.
+        """
+        self._is_attended = is_attended
+        self._run_id = run_id
+        self._stop = stop
+        self._lock = threading.Lock()
+        self._claim: CheckpointClaim | None = None
+        self._record: CheckpointOwner | None = None
+        """As it was written last; None: this process owns nothing."""
+        self._taken = ""
+        self._thread: threading.Thread | None = None
+
+    def claim(self, claim: CheckpointClaim) -> None:
+        """Own the directory from now on.
+
+        Raises:
+            CheckpointsTaken: another run that is alive owns it.
+            CheckpointError, OSError: it is not known. `renew` tries again.
+        """
+        with self._lock:
+            try:
+                self._own(claim)
+            except BaseException:
+                self._claim = None
+                raise
+        self._start()
+
+    def renew(self, claim: CheckpointClaim | None) -> None:
+        """Own it as well as can be, without delay; None: another node of the run does."""
+        self._claim, self._taken = claim, ""
+        if claim is None:
+            self._record = None
+        else:
+            self._start()
+
+    def check(self, where: str, life: str) -> frozenset[str]:
+        """The runs whose checkpoints may be removed there.
+
+        Args:
+            where: the directory.
+            life: of this run, see `Plan.life`. Nodes without rank 0 have made no claim.
+
+        Raises:
+            CheckpointError: another run owns it now.
+        """
+        if self._taken:
+            raise CheckpointError(self._taken)
+        place = _place(where, self._stop)
+        record = self._found(place)
+        if record is None:
+            return frozenset((str(self._run_id),))
+        if record.life != life and not record.ended_s:
+            raise CheckpointError(_in_words(record, place.shown))
+        own = record.runs if record.run_id == self._run_id else ()
+        return frozenset((str(self._run_id), *own))
+
+    def end(self, exit_code: int, reason: str, command: str) -> None:
+        """Leave a record of how the run has ended, if this process owns the directory."""
+        with self._lock:
+            record, claim = self._record, self._claim
+            self._claim = self._record = None
+            if record is None or claim is None:
+                return
+            place = _place(claim.directory, self._stop)
+            found = self._found(place)
+            if found is None or found.life == record.life:
+                ended = encode_owner(
+                    record,
+                    ended_s=clock.wall_s(),
+                    exit_code=exit_code,
+                    reason=reason,
+                    command=command,
+                )
+                place.write(ended)
+
+    # --- the thread ---------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="ftrun-owner", daemon=True)
+            self._thread.start()
+
+    def _run(self) -> None:
+        wait_s = 0.0
+        while not self._stop.wait(wait_s):
+            claim = self._claim
+            wait_s = RENEW_S if claim is None else _place(claim.directory, self._stop).renew_s
+            if claim is None or not self._is_attended() or self._taken:
+                continue
+            try:
+                with self._lock:
+                    self._renew(claim)
+            except CheckpointsTaken as error:
+                if claim is self._claim:  # else `renew` has cleared it for a newer claim
+                    self._taken = str(error)
+                _log.warning("%s", error)
+            except (CheckpointError, OSError) as error:
+                _log.debug("%s is not renewed: %s", OWNER_NAME, error)
+            except Exception:  # noqa: BLE001 - a thread's loop: a bug costs the record, not the run
+                _log.exception(
+                    "a bug of ftrun: the record of the checkpoints' owner is not renewed"
+                )
+
+    def _renew(self, claim: CheckpointClaim) -> None:
+        if claim is not self._claim:
+            return
+        record = self._record
+        if record is None or record.life != claim.life:
+            self._own(claim)
+            return
+        place = _place(claim.directory, self._stop)
+        with place.claiming():
+            found = self._found(place)
+            if found is not None and found.life != record.life:
+                raise CheckpointsTaken(_in_words(found, place.shown))
+            self._write(place, record, beat=record.beat + 1)
+
+    # --- claiming -----------------------------------------------------------------------------
+
+    def _own(self, claim: CheckpointClaim) -> None:
+        place = _place(claim.directory, self._stop)
+        self._claim = claim
+        while True:
+            with place.claiming():
+                before = self._found(place)
+                if self._is_free(before, claim):
+                    self._write(place, self._made(claim, before), beat=0)
+                    before = None
+            if before is not None:
+                self._await_death(place, before)
+                continue
+            found = self._found(place)
+            if found is None or found.life == claim.life:
+                return
+
+    def _is_free(self, record: CheckpointOwner | None, claim: CheckpointClaim) -> bool:
+        """Rule 2."""
+        # An agent that was killed while it loaded has kept no plan, so the next one has a new life.
+        own = self._record.life if self._record is not None else claim.life
+        if record is None or record.ended_s or record.life in (claim.life, own):
+            return True
+        return _is_gone(record, self._run_id)
+
+    def _await_death(self, place: _Place, before: CheckpointOwner) -> None:
+        """Wait until its record counts as that of a dead owner.
+
+        Raises:
+            CheckpointsTaken: it is renewed.
+        """
+        limit_s = STALE_RENEWALS * place.renew_s
+        _log.warning(
+            "%s belongs to run %s; looking for up to %.0f s whether that run is alive",
+            place.shown,
+            before.run_id,
+            limit_s,
+        )
+        give_up_s = clock.now_s() + limit_s
+        while clock.now_s() < give_up_s:
+            if self._stop.wait(place.renew_s / 10):
+                raise CheckpointError("the run is being stopped")
+            found = self._found(place)
+            if found is None or found.ended_s or _is_gone(found, self._run_id):
+                return
+            if (found.life, found.beat) != (before.life, before.beat):
+                raise CheckpointsTaken(_in_words(found, place.shown))
+        with place.claiming():
+            found = self._found(place)
+            if found is not None and (found.life, found.beat) == (before.life, before.beat):
+                ended_s = clock.wall_s()
+                place.write(encode_owner(found, ended_s=ended_s, reason="it is not renewed"))
+
+    def _made(self, claim: CheckpointClaim, before: CheckpointOwner | None) -> CheckpointOwner:
+        same = before is not None and before.run_id == self._run_id
+        older = before.runs if before is not None and (claim.inherits or same) else []
+        others = [run_id for run_id in older if run_id != self._run_id]
+        now_s = clock.wall_s()
+        return CheckpointOwner(
+            run_id=str(self._run_id),
+            life=claim.life,
+            node=socket.gethostname(),
+            pid=os.getpid(),
+            machine=_machine(),
+            num_nodes=claim.num_nodes,
+            since_s=now_s,
+            renewed_s=now_s,
+            beat=0,
+            runs=[*others[-_MOST_RUNS:], str(self._run_id)],
+        )
+
+    def _found(self, place: _Place) -> CheckpointOwner | None:
+        """None: there is no record; or it stays damaged, and is not one that is just written."""
+        for _ in range(_READ_TRIES):
+            data = place.read()
+            found = decode_owner(data)
+            if data is None or found is not None or self._stop.wait(_SETTLE_S / _READ_TRIES):
+                return found
+        return None
+
+    def _write(self, place: _Place, record: CheckpointOwner, *, beat: int) -> None:
+        data = encode_owner(record, beat=beat, renewed_s=clock.wall_s())
+        place.write(data)
+        self._record = decode_owner(data)
+
+
+def _place(where: str, stop: threading.Event) -> _Place:
+    return _Url(where, stop) if is_url(where) else _Folder(where, stop)
+
+
+def _machine() -> str:
+    with suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    return ""
+
+
+def _is_gone(record: CheckpointOwner, run_id: RunId) -> bool:
+    """Its process was on this machine and is no more, and its run has no other node.
+
+    The run of a single node has none. Nor has one of our own id: its node was this one, and only
+    one stub at a time has the run folder of that id here. Its other nodes, if they still ran,
+    would have taken this node in, and it would claim with their life.
+    """
+    if not record.machine or record.machine != _machine():
+        return False
+    is_last = record.num_nodes == 1 or record.run_id == run_id
+    return is_last and not Path(f"/proc/{record.pid}").exists()
+
+
+def _in_words(record: CheckpointOwner, where: str) -> str:
+    since = f"{datetime.fromtimestamp(record.since_s, UTC):%Y-%m-%d %H:%M:%S} UTC"
+    return (
+        f"{where} belongs to run {record.run_id} since {since} (node {record.node}, pid "
+        f"{record.pid}), and that run is alive. Two runs, also of one id, would load and remove "
+        "each other's checkpoints. Name another --checkpoint-dir, or end that run: ftrun stop "
+        f"{record.run_id}"
+    )

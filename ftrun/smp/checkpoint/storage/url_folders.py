@@ -1,0 +1,185 @@
+"""The checkpoints at a URL: their names, which of them count, and what is swept away.
+
+Runs in:  the SMP, in its disk lane's thread; the process of ftrun.tools.checkpoints.catalog.
+Takes in: a store.
+Gives:    the checkpoints there, and those that were begun; the removal of what nobody needs.
+
+    URL/step-00000042-g3-1f2e3d4c-5b6a7988/  rank-00000.safetensors ... part-00000.json  index.json
+                         run      run, token and world size
+
+A store has no rename, no lock and no link, so a folder has its name from the first byte on, and
+is a checkpoint from the moment that its index is there. It is removed in the other order.
+
+Rule 1: the name of a folder is that of one version in one life of a run, so whoever writes there
+        writes the same bytes; two that finish it write the same index.
+Rule 2: without a readable index it is a half. Of our own run a finished version makes those before
+        it superfluous; one node alone removes all, several leave the newest, which may be finished.
+Rule 3: halves of other runs are removed when nothing was added to them for `STALE_S`, as far as the
+        store tells times.
+Rule 4: removing is never what a checkpoint fails by.
+"""
+
+import contextlib
+import logging
+import re
+import threading
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import xxhash
+
+from ftrun import clock
+from ftrun.errors import CheckpointError
+from ftrun.ids import Version, version
+from ftrun.smp.checkpoint.index import Index, Part, ShardFile, parse_index
+from ftrun.smp.checkpoint.storage.fsspec import Sizes, UrlStore
+from ftrun.smp.checkpoint.storage.local import LATEST_NAME, STALE_S, Retention
+from ftrun.wire.messages.checkpoint import INDEX_NAME
+
+_NAME = re.compile(r"step-(\d{8,})-g(\d+)-([0-9a-f]{8})-([0-9a-f]{8})")
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class UrlFolder:
+    """One of them."""
+
+    name: str
+    version: Version
+    run_tag: str
+    index: Index | None
+    """None: it is a half, or damaged."""
+    problem: str = ""
+    """Why its index cannot be used; empty: it has none."""
+
+    @property
+    def is_half(self) -> bool:
+        return self.index is None and not self.problem
+
+
+def name_of(key: Part) -> str:
+    """Of the folder where parts that can be put together with this one are."""
+    tag = tag_of(f"{key.run_id}/{key.token}/{key.world_size}")
+    return f"step-{key.step:08d}-g{max(0, key.generation)}-{tag_of(key.run_id)}-{tag}"
+
+
+def tag_of(text: str) -> str:
+    return xxhash.xxh32_hexdigest(text.encode())
+
+
+def read_folders(store: UrlStore) -> list[UrlFolder]:
+    """All there are: whole ones first, the one written last before the others."""
+    found = []
+    for name in sorted(store.folders(), reverse=True):
+        match = _NAME.fullmatch(name)
+        if match is not None:
+            step, generation, run_tag, _ = match.groups()
+            index, problem = _read_index(store, name)
+            of = version(int(generation), int(step))
+            found.append(UrlFolder(name, of, run_tag, index, problem))
+    return sorted(found, key=_order, reverse=True)
+
+
+def read_latest(store: UrlStore) -> str:
+    """The name that `latest` has; empty: there is none."""
+    data = store.read(LATEST_NAME)
+    return data.decode(errors="replace").strip() if data is not None else ""
+
+
+def put_latest(store: UrlStore, name: str) -> None:
+    store.put(LATEST_NAME, f"{name}\n".encode())
+
+
+def is_whole(shard: ShardFile, sizes: Sizes) -> bool:
+    """Both files are there with their sizes, as far as the store tells."""
+    wanted = zip(shard.names, (shard.num_bytes, 8 * shard.num_pieces), strict=True)
+    return all(name in sizes and sizes[name] in (size, None) for name, size in wanted)
+
+
+def next_serial(folders: Iterable[UrlFolder], *, besides: str) -> int:
+    """Of the next index; equal for all who make the one of this folder."""
+    serials = [one.index.serial for one in folders if one.index and one.name != besides]
+    return 1 + max(serials, default=0)
+
+
+def to_prune(folders: Sequence[UrlFolder], retention: Retention, *, newest: str) -> list[str]:
+    """Those that are not to stay."""
+    others = [
+        one
+        for one in folders
+        if one.index is not None and one.name != newest and retention.covers(one.index.run_id)
+    ]
+    spare = max(0, retention.keep - 1)
+    old = [one for one in others[:spare] if age_s(one) > retention.keep_s > 0]
+    return [one.name for one in [*others[spare:], *old]]
+
+
+def age_s(folder: UrlFolder) -> float:
+    """Since it was written, by its own index; 0 where that does not say."""
+    written_s = folder.index.written_s if folder.index is not None else 0.0
+    return clock.wall_s() - written_s if written_s else 0.0
+
+
+def remove(store: UrlStore, names: Iterable[str]) -> list[str]:
+    """Remove these as far as possible; a checkpoint is none any more from the first moment on."""
+    removed = []
+    for name in names:
+        try:
+            store.remove(name, first=INDEX_NAME)
+        except CheckpointError as error:
+            _log.warning("%s is not removed: %s", name, str(error))
+        else:
+            removed.append(name)
+    return removed
+
+
+def sweep_before(
+    store: UrlStore, folders: Iterable[UrlFolder], run_id: str, begun: str, *, is_alone: bool
+) -> None:
+    """This one is begun: remove what can be nobody's."""
+    halves = [one for one in folders if one.is_half and one.name != begun]
+    own = sorted((one for one in halves if one.run_tag == tag_of(run_id)), key=_order)
+    doomed = own if is_alone else own[:-1]
+    others = [one for one in halves if one.run_tag != tag_of(run_id) and _is_stale(store, one)]
+    remove(store, [one.name for one in (*doomed, *others)])
+
+
+def sweep_finished(
+    store: UrlStore, folders: Iterable[UrlFolder], run_id: str, finished: Version, name: str
+) -> None:
+    """This version is a checkpoint: nobody needs what is left of those before."""
+    remove(
+        store,
+        [
+            one.name
+            for one in folders
+            if one.index is None and one.run_tag == tag_of(run_id)
+            if one.version <= finished and one.name != name
+        ],
+    )
+
+
+def sweep_url(url: str, stop: threading.Event, run_id: str) -> None:
+    """The run begins anew on all nodes: no half of it will be finished."""
+    with contextlib.suppress(CheckpointError), UrlStore(url, stop) as store:
+        halves = [one for one in read_folders(store) if one.is_half]
+        remove(store, [one.name for one in halves if one.run_tag == tag_of(run_id)])
+
+
+def _read_index(store: UrlStore, name: str) -> tuple[Index | None, str]:
+    data = store.read(f"{name}/{INDEX_NAME}")
+    if data is None:
+        return None, ""
+    try:
+        return parse_index(data, what=f"{store.shown}/{name}"), ""
+    except CheckpointError as error:
+        return None, str(error)
+
+
+def _order(folder: UrlFolder) -> tuple[int, Version]:
+    return (folder.index.serial if folder.index is not None else 0, folder.version)
+
+
+def _is_stale(store: UrlStore, folder: UrlFolder) -> bool:
+    modified_s = store.modified_s(folder.name)
+    return modified_s is not None and clock.wall_s() - modified_s > STALE_S

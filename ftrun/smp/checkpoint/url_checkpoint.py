@@ -1,0 +1,229 @@
+"""Checkpoints at a URL: one node alone, or several together, without one that leads.
+
+Runs in:  the SMP, in its disk lane's thread.
+Takes in: duplicates of the arenas' descriptors, a URL that fsspec can write to.
+Gives:    a `Written`: the checkpoint, or this node's part of it; or a `CheckpointError` in words.
+Survives: any node and the store, at any point: what has no index is never offered.
+
+A node sends the files of its ranks piece by piece out of the arenas, the digests taken and compared
+on the way, then its part: which files they are. Whoever finds the parts of all ranks writes the
+index, which publishes it, and the name of the folder into `latest`, last of all. One node alone
+does the same with one part.
+
+Rule 1: as in `checkpoint_parts`: a part is there only when all its files are; parts are put
+        together only where run, token, version and world size are equal; a finished checkpoint is
+        taken for this version only if it names just the digests that this node's ranks have.
+Rule 2: the index depends on the parts and on the checkpoints before, not on who makes it, so it
+        does not matter how many do.
+Rule 3: nothing locks a URL. An index of another life that appears while we write there is told,
+        and nothing more is written: both would remove the other's.
+"""
+
+import math
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+
+from ftrun.errors import CheckpointError
+from ftrun.ids import Version
+from ftrun.smp.checkpoint.checkpoint_merge import gather, is_of
+from ftrun.smp.checkpoint.checkpoint_parts import Content, check_all_here, known_contents
+from ftrun.smp.checkpoint.index import FORMAT, Index, Part, parse_part, seal
+from ftrun.smp.checkpoint.slot_reader import ArenaFds
+from ftrun.smp.checkpoint.storage.fsspec import UrlStore
+from ftrun.smp.checkpoint.storage.url_folders import (
+    UrlFolder,
+    is_whole,
+    name_of,
+    next_serial,
+    put_latest,
+    read_folders,
+    remove,
+    sweep_before,
+    sweep_finished,
+    to_prune,
+)
+from ftrun.smp.checkpoint.url_part import send_part, whole_part
+from ftrun.smp.checkpoint.write_job import (
+    Chosen,
+    Means,
+    WriteOrder,
+    Written,
+    choose_own,
+    keep,
+    with_own_bytes,
+    write_newest,
+)
+from ftrun.urls import below, without_password
+from ftrun.wire.messages.checkpoint import INDEX_NAME
+
+
+class UrlWriter:
+    """Writes this node's parts, and finishes what is complete."""
+
+    def __init__(self, means: Means) -> None:
+        self._means = means
+        self._own = os.urandom(8).hex()
+        self._last: Part | None = None
+        self._written: tuple[str, Version, str] | None = None
+        self._lives: set[str] = set()
+        self._known: dict[str, set[str]] = {}
+        """The checkpoints that were there when we first looked, by URL."""
+
+    def remember(self, url: str, version: Version, path: str) -> None:
+        """This version is there already: written by us, or loaded from it."""
+        self._written = (url, version, path.rpartition("/")[2])
+
+    def write(self, fds: ArenaFds, order: WriteOrder) -> Written:
+        """Write this node's part, and the checkpoint where all others are there.
+
+        Raises:
+            CheckpointError: why it was not written.
+        """
+        self._lives.add(order.life)
+        try:
+            with UrlStore(order.where, self._means.throttle.stop) as store:
+                return self._write(store, fds, order)
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"the checkpoint in {without_password(order.where)} is not written: {error}. The "
+                "one before stays, and the snapshots in memory go on"
+            ) from error
+
+    def _write(self, store: UrlStore, fds: ArenaFds, order: WriteOrder) -> Written:
+        if order.version is not None:
+            chosen = choose_own(fds, order, order.version, self._means.throttle)
+            return self._write_version(store, chosen, order)
+        alone = replace(order, token=self._own)
+        return write_newest(
+            fds, order, self._means, lambda chosen: self._write_version(store, chosen, alone)
+        )
+
+    def _write_version(self, store: UrlStore, chosen: Chosen, order: WriteOrder) -> Written:
+        version, shards = chosen.version, chosen.shards
+        blank = order.part(self._means.run_id, version)
+        name = name_of(blank)
+        folders = read_folders(store)
+        self._check_only_ours(store, folders, order)
+        contents = known_contents(shards, order.ranks, blank, self._last)
+        found = self._finished(store, folders, order, version, contents)
+        if found is not None:
+            return found
+        is_alone = order.version is None
+        sweep_before(store, folders, self._means.run_id, name, is_alone=is_alone)
+        part = whole_part(store, name, blank, order.ranks, contents)
+        is_new = part is None
+        if part is None:
+            check_all_here(shards, order.ranks, version)
+            part = self._send(store, name, chosen, blank, is_alone=is_alone)
+        self._last = part
+        done = self._look(store, name, blank, order, version)
+        return with_own_bytes(done, part, is_new=is_new)
+
+    # --- what is there already ----------------------------------------------------------------
+
+    def _check_only_ours(
+        self, store: UrlStore, folders: Sequence[UrlFolder], order: WriteOrder
+    ) -> None:
+        names = {one.name for one in folders}
+        known = self._known.setdefault(order.where, names)
+        for one in folders:
+            if one.index and one.name not in known and one.index.life not in self._lives:
+                raise CheckpointError(
+                    f"another run, {one.index.run_id}, has written {one.name} there meanwhile. "
+                    "Name another --checkpoint-dir"
+                )
+
+    def _finished(
+        self,
+        store: UrlStore,
+        folders: Sequence[UrlFolder],
+        order: WriteOrder,
+        version: Version,
+        contents: set[Content],
+    ) -> Written | None:
+        """This version, where it is a checkpoint already; an unfinished end is made up for."""
+        blank = order.part(self._means.run_id, version)
+        for one in folders:
+            if one.index is None:
+                continue
+            is_loaded = self._written == (order.where, version, one.name)
+            has_all = contents and contents <= {shard.content for shard in one.index.shards}
+            if not is_loaded and not (has_all and is_of(one.index, blank)):
+                continue
+            sizes = store.sizes(one.name)
+            if not all(is_whole(shard, sizes) for shard in one.index.shards):
+                continue
+            if one is folders[0]:
+                self._settle(store, one.name, order, version, folders)
+            return Written(version, below(store.shown, one.name), 0)
+        return None
+
+    def _send(
+        self, store: UrlStore, name: str, chosen: Chosen, blank: Part, *, is_alone: bool
+    ) -> Part:
+        keep(chosen, self._means, gap_s=math.inf)  # copied at once: a network may be slow
+        try:
+            return send_part(store, name, chosen, blank)
+        except CheckpointError:
+            if is_alone:  # what is paid for by the byte, or has a quota, is not left lying there
+                # Over another connection: on this one the answer to what failed may still come, or
+                # it hangs. What is stored even later `sweep_before` finds.
+                with suppress(CheckpointError), store.anew() as fresh:
+                    remove(fresh, [name])
+            raise
+
+    # --- publishing ---------------------------------------------------------------------------
+
+    def _look(
+        self, store: UrlStore, name: str, blank: Part, order: WriteOrder, version: Version
+    ) -> Written:
+        """Finish the checkpoint if all parts are there; else say who is missing."""
+        sizes = store.sizes(name)
+        path = below(store.shown, name)
+        times_s: list[float] = []
+
+        def read(part_name: str) -> Part:
+            data = store.read(f"{name}/{part_name}") or b""
+            part = parse_part(data, what=f"{path}/{part_name}")
+            if part.key == blank.key:
+                times_s.append(part.written_s)
+            return part
+
+        parts = sorted(one for one in sizes if one.startswith("part-"))
+        found, set_aside = gather(parts, read, lambda shard: is_whole(shard, sizes), blank)
+        missing = tuple(rank for rank in range(blank.world_size) if rank not in found)
+        note = "; ".join(set_aside)
+        if missing:
+            return Written(version, path, 0, missing_ranks=missing, note=note)
+        folders = read_folders(store)
+        index = Index(
+            FORMAT,
+            next_serial(folders, besides=name),
+            self._means.run_id,
+            max(0, blank.generation),
+            blank.step,
+            blank.world_size,
+            sorted(found.values(), key=lambda shard: shard.rank),
+            life=order.life,
+            written_s=max(times_s),
+        )
+        store.put(f"{name}/{INDEX_NAME}", seal(index))
+        self._settle(store, name, order, version, folders)
+        total_bytes = sum(shard.num_bytes for shard in index.shards)
+        return Written(version, path, total_bytes, note=note)
+
+    def _settle(
+        self,
+        store: UrlStore,
+        name: str,
+        order: WriteOrder,
+        version: Version,
+        folders: Sequence[UrlFolder],
+    ) -> None:
+        """What is left to do once the index is there; again by each who finds it finished."""
+        put_latest(store, name)
+        self.remember(order.where, version, name)
+        sweep_finished(store, folders, self._means.run_id, version, name)
+        remove(store, to_prune(folders, order.retention, newest=name))

@@ -1,0 +1,80 @@
+"""A checkpoint at a URL, back into arenas.
+
+Runs in:  the SMP, in its disk lane's thread.
+Takes in: a URL that `url_checkpoint` has written to.
+Gives:    a `Loaded` with one fresh arena per rank, or a `CheckpointError` in words.
+
+As `checkpoint_load` does it with a directory: `latest` first, then every other whole checkpoint,
+the one written last first; every digest is checked. The bytes come straight into the arenas.
+"""
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+
+from ftrun.errors import CheckpointError
+from ftrun.smp.checkpoint.index import Index
+from ftrun.smp.checkpoint.load import Loaded, LoadOrder, load_first
+from ftrun.smp.checkpoint.reader import Opened, Source
+from ftrun.smp.checkpoint.storage.fsspec import UrlStore
+from ftrun.smp.checkpoint.storage.local import LATEST_NAME
+from ftrun.smp.checkpoint.storage.url_folders import UrlFolder, read_folders, read_latest
+from ftrun.urls import below
+
+
+@dataclass(frozen=True, slots=True)
+class UrlSource:
+    """A checkpoint in a store."""
+
+    store: UrlStore
+    folder: UrlFolder
+
+    @property
+    def path(self) -> str:
+        return below(self.store.shown, self.folder.name)
+
+    def index(self) -> Index:
+        if self.folder.index is None:
+            raise CheckpointError(self.folder.problem or f"{self.path} has no index")
+        return self.folder.index
+
+    def opened(self, name: str) -> AbstractContextManager[Opened]:
+        return self.store.opened(f"{self.folder.name}/{name}")
+
+    @contextmanager
+    def again(self) -> Iterator[Source]:
+        with self.store.anew() as store:
+            yield UrlSource(store, self.folder)
+
+
+def load_from_url(url: str, order: LoadOrder, stop: threading.Event) -> Loaded | None:
+    """Fill arenas from the newest usable checkpoint; None where there is none at all.
+
+    Args:
+        url: need not be there.
+        order: what is to be loaded; `only` may be `latest`.
+        stop: when set, nobody waits for it any more.
+
+    Raises:
+        CheckpointError: there are checkpoints, and none of them can be used; or it is not known,
+            as the store cannot be reached.
+        MemoryTooSmall: the arenas do not fit.
+    """
+    with UrlStore(url, stop) as store:
+        latest = read_latest(store)
+        folders = read_folders(store)
+        bad = {one.name: one.problem for one in folders if one.problem}
+        chosen = in_order(folders, latest)
+        if order.only:
+            name = latest if order.only == LATEST_NAME else order.only
+            chosen = [one for one in folders if one.name == name and not one.is_half]
+            bad = {} if chosen else {order.only: f"{below(store.shown, order.only)} is not there"}
+        sources = [UrlSource(store, one) for one in chosen]
+        return load_first(sources, bad, order, where=store.shown)
+
+
+def in_order(folders: Sequence[UrlFolder], latest: str) -> list[UrlFolder]:
+    """Those that can be used, `latest` before the others."""
+    whole = [one for one in folders if one.index is not None]
+    return sorted(whole, key=lambda one: one.name != latest)

@@ -1,0 +1,136 @@
+"""Checkpoints: the newest snapshot of all ranks, written to a directory.
+
+Runs in:  the SMP, in its disk lane's thread.
+Takes in: duplicates of the arenas' descriptors, a directory.
+Gives:    a `Written`, or a `CheckpointError` in words; never a half-made checkpoint.
+Survives: everything but the disk.
+
+    DIR/step-00000042-g0/   rank-00000.safetensors  rank-00000.digests  ...  index.json
+    DIR/latest -> step-00000042-g0
+
+A file is the bytes of a slot as they are; the digests are the slot's table, and the index, which
+has a digest itself, holds the digests of tables and headers. Everything is written and synced in
+a `.tmp-` sibling and renamed when it is whole; `latest` is renamed last. This is how one node
+writes that has all ranks; `checkpoint_parts` is how several do.
+
+Training never waits for a disk, so a slot may be overwritten while it is read. A snapshot is
+written while it is captured, where one begins soon enough (`checkpoint_stream`). What is left of
+the slots is copied where they are about to be overwritten and memory allows (`late_copy`); where it
+does not, it is written piece by piece. The digests are those of the bytes written, and compared
+with those of the capture, so a mixed checkpoint is impossible.
+"""
+
+from pathlib import Path
+
+from ftrun.errors import CheckpointError, SnapshotCorrupt
+from ftrun.ids import Version
+from ftrun.smp.checkpoint.index import make_index, seal
+from ftrun.smp.checkpoint.slot_reader import ArenaFds, Overwritten, write_shard
+from ftrun.smp.checkpoint.storage.local import (
+    free_name,
+    locked,
+    point_latest,
+    prune,
+    remove,
+    replaced,
+    sync,
+    sync_folder,
+    temporary_name,
+)
+from ftrun.smp.checkpoint.storage.storage import sweep_alone
+from ftrun.smp.checkpoint.write_job import (
+    Chosen,
+    Means,
+    WriteOrder,
+    Written,
+    keep,
+    told,
+    write_newest,
+)
+from ftrun.wire.crash_points import crash_point
+from ftrun.wire.messages.checkpoint import INDEX_NAME
+
+
+class CheckpointWriter:
+    """Writes checkpoints of one run into one directory at a time."""
+
+    def __init__(self, means: Means) -> None:
+        self._means = means
+        self._last: tuple[Path, Version, Path] | None = None
+
+    def remember(self, directory: Path, version: Version, path: Path) -> None:
+        """This version is in this directory already: written by us, or loaded from it."""
+        self._last = (directory, version, path)
+
+    def write(self, fds: ArenaFds, order: WriteOrder) -> Written:
+        """Write the newest version that all ranks hold, or the one that they capture.
+
+        Raises:
+            CheckpointError: why it was not written.
+        """
+        with told(order), locked(order.directory) as folder_fd:
+            sweep_alone(order.directory, self._means.run_id)
+            found = write_newest(
+                fds, order, self._means, lambda chosen: self._write(chosen, order, folder_fd)
+            )
+            crash_point("smp.checkpoint.latest")
+            prune(order.directory, order.retention, newest=Path(found.path))
+        return found
+
+    def _write(self, chosen: Chosen, order: WriteOrder, folder_fd: int) -> Written:
+        directory, version = order.directory, chosen.version
+        if self._last is not None and self._last[:2] == (directory, version):
+            path = self._last[2]
+            if path.is_dir():
+                point_latest(directory, path, folder_fd)
+                return Written(version, path, 0)
+        keep(chosen, self._means, gap_s=self._means.gap_s)
+        temporary = directory / temporary_name(f"step-{version.step}")
+        crash_point("smp.checkpoint.started")
+        temporary.mkdir()
+        try:
+            total_bytes = self._fill(temporary, chosen, order)
+        except SnapshotCorrupt as error:
+            remove(temporary)
+            if chosen.is_sound:
+                raise CheckpointError(f"the checkpoint is not written: {error}") from error
+            raise Overwritten(version) from error
+        except BaseException:
+            remove(temporary)
+            raise
+        path = free_name(directory, version)
+        temporary.rename(path)
+        crash_point("smp.checkpoint.renamed")
+        sync(folder_fd)
+        point_latest(directory, path, folder_fd)
+        self.remember(directory, version, path)
+        return Written(version, path, total_bytes)
+
+    def _fill(self, folder: Path, chosen: Chosen, order: WriteOrder) -> int:
+        """Everything that belongs in it, durable; how many bytes the ranks have.
+
+        Raises:
+            Overwritten: a slot was.
+            SnapshotCorrupt: or it is damaged.
+        """
+        files = []
+        for shard in chosen.shards:
+            files.append(write_shard(folder, shard, chosen.pace))
+            crash_point("smp.checkpoint.shard_written")
+        if not chosen.is_sound:
+            raise Overwritten(chosen.version)
+        index = make_index(
+            folder.parent,
+            run_id=self._means.run_id,
+            generation=chosen.version.generation,
+            step=chosen.version.step,
+            world_size=order.world_size,
+            shards=files,
+            life=order.life,
+        )
+        with replaced(folder / INDEX_NAME) as write:
+            write(seal(index))
+        crash_point("smp.checkpoint.index_written")
+        sync_folder(folder)
+        crash_point("smp.checkpoint.synced")
+        return sum(shard.num_bytes for shard in files)

@@ -1,0 +1,240 @@
+"""Requests of workers for memory: whether it fits, and arenas.
+
+Runs in:  the SMP, in the server's thread; the pages of arenas are allocated by jobs.
+Takes in: ReserveMemory and RequestArena.
+Gives:    arenas to workers, duplicates of them to the agent, refusals with numbers.
+Survives: the death of the SMP: an arena in the making goes with it, and the worker asks the next
+          SMP.
+
+Rule 1: the agent gets a duplicate of each arena before the worker does, so an SMP killed right
+        after granting loses nothing.
+Rule 2: a rank has at most one arena in the making. The same request joins it; a request for
+        another shape waits until it is made, and it is freed then.
+Rule 3: an arena that no worker of the running generation has asked for is freed when it is made.
+"""
+
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+from ftrun.errors import MemoryTooSmall
+from ftrun.ids import Generation, Rank
+from ftrun.smp.client import Asker
+from ftrun.smp.jobs import Finish, Jobs
+from ftrun.smp.memory.arenas import Allocation, ArenaMemory, create
+from ftrun.snapshot.commit_tracker import CommitTracker
+from ftrun.wire.crash_points import crash_point
+from ftrun.wire.messages import envelope as messages
+from ftrun.wire.messages import smp as smp_messages
+from ftrun.wire.messages import worker as worker_messages
+from ftrun.wire.shared_memory.arena import ArenaShape
+
+NUM_LANES = 4
+"""Arenas that are allocated at a time; the kernel clears pages at the memory's speed."""
+
+_BUG = messages.Refused("a bug in ftrun; the SMP's log has it")
+_NOT_WANTED = messages.Refused("a later request of this rank has replaced this one")
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Making:
+    """One arena in the making.
+
+    Args:
+        shape: of the arena.
+        generation: newest in which it was asked for.
+        askers: all that have asked for it.
+        waiting: requests of the same rank for another shape.
+    """
+
+    shape: ArenaShape
+    generation: Generation
+    askers: list[Asker]
+    waiting: list[tuple[Generation, Asker, worker_messages.RequestArena]] = field(
+        default_factory=list
+    )
+
+    @property
+    def rank(self) -> Rank:
+        return Rank(self.shape.rank)
+
+
+class ArenaRequests:
+    """What workers ask for, and what is being made.
+
+    Args:
+        memory: the arenas of this node.
+        jobs: allocate pages.
+        tracker: knows the running generation.
+        tell_agent: sends a message to the agent.
+        is_short: called when memory is refused: what can be given back should be.
+        vault_bytes: what parity and mirrors of other nodes take now.
+    """
+
+    def __init__(
+        self,
+        memory: ArenaMemory,
+        jobs: Jobs,
+        *,
+        tracker: CommitTracker,
+        tell_agent: Callable[..., None],
+        is_short: Callable[[], None],
+        vault_bytes: Callable[[], int],
+    ) -> None:
+        self._memory = memory
+        self._jobs = jobs
+        self._tracker = tracker
+        self._tell_agent = tell_agent
+        self._is_short = is_short
+        self._vault_bytes = vault_bytes
+        self._making: dict[Rank, _Making] = {}
+        self._parity_share = 0.0
+        self._is_parity_told = False
+
+    def begin(self, parity_share: float) -> None:
+        """A generation begins.
+
+        Args:
+            parity_share: bytes of parity kept here for each byte of this node's state, at most.
+        """
+        self._parity_share = parity_share
+        self._is_parity_told = False
+
+    def reserve(self, asker: Asker, body: worker_messages.ReserveMemory) -> None:
+        """Answer whether two slots of this size fit beside what other ranks have asked for."""
+        try:
+            self._memory.reserve(
+                Rank(body.rank), body.image_bytes, world_size=self._tracker.world_size
+            )
+        except MemoryTooSmall as error:
+            self._refuse([asker], error)
+        else:
+            asker.tell(messages.Done())
+            self._check_parity()
+
+    def request(self, asker: Asker, body: worker_messages.RequestArena) -> None:
+        """Grant an arena, at once or when it is made."""
+        shape = ArenaShape(
+            body.rank, body.world_size, body.image_bytes, body.num_pieces, body.layout_id
+        )
+        generation, making = self._tracker.generation, self._making.get(Rank(body.rank))
+        if making is not None and making.shape == shape:
+            making.generation = generation
+            making.askers.append(asker)
+            return
+        if making is not None:
+            making.waiting.append((generation, asker, body))
+            return
+        arena = self._memory.grant_again(shape, generation)
+        if arena is not None:
+            # The agent has it: from its making, from HandOver, or it brought it itself.
+            self._memory.forget_promise(Rank(body.rank))
+            asker.tell(granted(shape), fds=(arena.fd,))
+            return
+        self._make(_Making(shape, generation, [asker]))
+
+    def _make(self, making: _Making) -> None:
+        rank, shape = making.rank, making.shape
+        try:
+            self._memory.promise(rank, shape.total_bytes, image_bytes=shape.image_bytes)
+        except MemoryTooSmall as error:
+            self._refuse(making.askers, error)
+            return
+        self._making[rank] = making
+        self._jobs.submit(
+            f"memory-{rank % NUM_LANES}",
+            partial(self._allocate, making, self._memory.begin_making(shape)),
+            failed=partial(self._not_made, making, None),
+        )
+
+    def _allocate(self, making: _Making, allocation: Allocation) -> Finish:
+        """In a job."""
+
+        def count(num_bytes: int) -> None:
+            allocation.num_bytes = num_bytes
+
+        try:
+            fd = create(making.shape, count)
+        except MemoryTooSmall as error:
+            return partial(self._not_made, making, error)
+        return partial(self._made, making, fd)
+
+    def _made(self, making: _Making, fd: int) -> None:
+        is_wanted = making.generation == self._tracker.generation and not making.waiting
+        if is_wanted:
+            self._memory.add(fd, making.generation)
+            self._tell_agent(granted(making.shape), fds=(fd,))
+            crash_point("smp.arena.agent_told")
+        for asker in making.askers:
+            if is_wanted:
+                asker.tell(granted(making.shape), fds=(fd,))
+            else:
+                asker.tell(_NOT_WANTED)
+        crash_point("smp.arena.granted")
+        if not is_wanted:
+            _log.info("rank %d: an arena was made and is not wanted any more", making.rank)
+            os.close(fd)
+        self._end(making)
+
+    def _not_made(self, making: _Making, error: MemoryTooSmall | None) -> None:
+        if error is not None:
+            self._refuse(making.askers, error)
+        else:
+            for asker in making.askers:
+                asker.tell(_BUG)
+        self._end(making)
+
+    def _end(self, making: _Making) -> None:
+        del self._making[making.rank]
+        self._memory.end_making(making.rank)
+        for generation, asker, body in making.waiting:
+            if generation == self._tracker.generation:
+                self.request(asker, body)
+            else:
+                asker.tell(_NOT_WANTED)
+
+    @property
+    def _parity_bytes(self) -> int:
+        """Still to be allocated for other nodes, at most: replicas need no parity."""
+        return max(0, int(self._parity_share * self._memory.planned_bytes) - self._vault_bytes())
+
+    def _check_parity(self) -> None:
+        """Tell once if parity may not fit beside the arenas; what it needs is known later."""
+        parity_bytes = self._parity_bytes
+        if not parity_bytes or self._is_parity_told:
+            return
+        if not self._memory.known_ranks.issuperset(self._tracker.ranks):
+            return
+        try:
+            self._memory.check(parity_bytes)
+        except MemoryTooSmall as error:
+            self._is_parity_told = True
+            why = (
+                f"the ranks' snapshots fit, and parity for other nodes may not: both need up to "
+                f"{error.needed_bytes / 1e6:,.0f} MB more and {error.available_bytes / 1e6:,.0f} "
+                f"MB are free ({error.limit}). Without parity the loss of a node loses its state. "
+                "Raise this limit, or use --erasure K+M with a larger K or a smaller M"
+            )
+            _log.warning("%s", why)
+            self._tell_agent(smp_messages.SmpNotice("memory", why))
+
+    def _refuse(self, askers: list[Asker], error: MemoryTooSmall) -> None:
+        self._is_short()
+        answer = worker_messages.MemoryRefused(
+            needed_bytes=error.needed_bytes,
+            available_bytes=error.available_bytes,
+            limit=error.limit,
+            state_bytes=error.state_bytes,
+            num_ranks=error.num_ranks,
+            parity_bytes=self._parity_bytes,
+        )
+        for asker in askers:
+            asker.tell(answer)
+
+
+def granted(shape: ArenaShape) -> worker_messages.ArenaGranted:
+    """What worker and agent are told with the descriptor of an arena."""
+    return worker_messages.ArenaGranted(rank=shape.rank, layout_id=shape.layout_id)

@@ -1,0 +1,79 @@
+"""Compares the replicas of a node's ranks now and then, where no group does so.
+
+Runs in:  the SMP; it begins and ends in the server's thread, digests are read in a job.
+Takes in: committed versions, their digest tables.
+Gives:    a notice "replicas_differ" with the ranks that hold something else than most.
+Survives: nothing by itself; another SMP learns anew what is equal.
+
+Rule 1: ranks may overwrite a slot while it is read, as soon as something newer is committed. What
+        was read counts only if the slot still holds the version afterwards.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+from ftrun import clock
+from ftrun.errors import LayoutUnknown, SnapshotCorrupt
+from ftrun.ids import Rank, Version
+from ftrun.smp.jobs import Finish, Jobs
+from ftrun.smp.memory.sealed_shards import ArenaMaps, HeldShards
+from ftrun.snapshot.manifest import NodeManifest
+from ftrun.snapshot.node_replicas import NodeReplicas
+from ftrun.wire.messages import smp as smp_messages
+
+_EVERY_S = 2.0
+
+Descriptors = Callable[[], Mapping[Rank, Sequence[int]]]
+
+
+class ReplicaWatch:
+    """Of one node, generation by generation."""
+
+    def __init__(self, jobs: Jobs, maps: ArenaMaps, tell_agent: Callable[..., None]) -> None:
+        self._jobs = jobs
+        self._maps = maps
+        self._tell_agent = tell_agent
+        self._generation = -1
+        self._replicas = NodeReplicas()
+        self._due_s = 0.0
+        self._is_busy = False
+
+    def look(self, committed: Version, fds: Descriptors) -> None:
+        """Compare what the ranks hold of this version, if it is time to.
+
+        Args:
+            committed: of the generation that runs.
+            fds: gives the descriptors of each rank's arenas, as they are when it is called.
+        """
+        if committed.generation != self._generation:
+            self._generation, self._replicas = committed.generation, NodeReplicas()
+        if self._is_busy or clock.now_s() < self._due_s:
+            return
+        self._due_s = clock.now_s() + _EVERY_S
+        shards = self._maps.hold(fds(), committed)
+        if len(shards.ranks) < 2:
+            return
+        self._is_busy = True
+        self._jobs.submit("replicas", partial(self._read, shards, fds), failed=self._found_nothing)
+
+    def _read(self, shards: HeldShards, fds: Descriptors) -> Finish:
+        try:
+            manifest = shards.manifest(shards.ranks)
+        except (LayoutUnknown, SnapshotCorrupt):
+            return self._found_nothing
+        return partial(self._compare, shards, manifest, fds)
+
+    def _compare(self, shards: HeldShards, manifest: NodeManifest, fds: Descriptors) -> None:
+        self._is_busy = False
+        wanted = shards.version
+        is_there = self._maps.hold(fds(), wanted).ranks == shards.ranks  # rule 1
+        if wanted.generation != self._generation or not is_there:
+            return
+        ranks = sorted(self._replicas.look(manifest))
+        if ranks:
+            words = ", ".join(map(str, ranks))
+            why = f"{wanted}: what was equal on several ranks is not any more; different on {words}"
+            self._tell_agent(smp_messages.SmpNotice("replicas_differ", why, [], ranks))
+
+    def _found_nothing(self) -> None:
+        self._is_busy = False

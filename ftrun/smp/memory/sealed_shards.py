@@ -1,0 +1,251 @@
+"""The sealed slots of one version on this node, read where they lie.
+
+Runs in:  the SMP, on any of its threads.
+Takes in: descriptors of arenas, a version.
+Gives:    a `HeldShards`: the manifest of the version, views of pieces and blocks.
+
+A worker never writes to a slot that is not committed and superseded, or abandoned. So what is
+read here stays as it is for as long as somebody may need it; where it does not, the digests say
+so, and whoever reads finds out before a byte of it counts.
+"""
+
+import os
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import xxhash
+
+from ftrun.errors import LayoutUnknown, SnapshotCorrupt
+from ftrun.ids import Rank, Version
+from ftrun.snapshot.layout import Layout, parse_header
+from ftrun.snapshot.manifest import (
+    NodeManifest,
+    RankManifest,
+    SectionPlace,
+    content_digests,
+    sections_of,
+)
+from ftrun.snapshot.redundancy import Run
+from ftrun.snapshot.stripe_space import Extent
+from ftrun.wire.shared_memory.arena import Arena, SlotHeader, table_digest
+
+
+@dataclass(frozen=True, slots=True)
+class MappedArena:
+    """An arena's mapping, and what its slots hold by layout."""
+
+    arena: Arena
+    layouts: dict[int, tuple[Layout, int, list[SectionPlace]]]
+
+
+class ArenaMaps:
+    """Mappings of arenas, kept as long as the arenas are: page tables are dear. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._maps: dict[int, MappedArena] = {}
+        self._lock = threading.Lock()
+
+    def get(self, fd: int) -> MappedArena:
+        """The mapping of the arena behind a descriptor.
+
+        Raises:
+            LayoutUnknown: it is none.
+        """
+        inode = os.fstat(fd).st_ino
+        with self._lock:
+            if inode not in self._maps:
+                self._maps[inode] = MappedArena(Arena(fd, writable=False), {})
+            return self._maps[inode]
+
+    def hold(self, fds: Mapping[Rank, Sequence[int]], version: Version) -> "HeldShards":
+        """The shards of a version, as far as they are here and describe themselves.
+
+        Args:
+            fds: descriptors of each rank's arenas.
+            version: of the slots wanted.
+        """
+        found: dict[Rank, HeldShard] = {}
+        problems: dict[Rank, str] = {}
+        for rank, some in fds.items():
+            for fd in some:
+                try:
+                    mapped = self.get(fd)
+                    slot = mapped.arena.find(version)
+                    if slot is not None:
+                        found[rank] = HeldShard(mapped, slot)
+                except (LayoutUnknown, SnapshotCorrupt) as error:
+                    problems[rank] = str(error)
+        return HeldShards(version, found, problems)
+
+    def keep_only(self, fds: Iterable[int]) -> None:
+        """Let go of arenas that are none of these."""
+        inodes = {os.fstat(fd).st_ino for fd in fds}
+        with self._lock:
+            for inode in self._maps.keys() - inodes:
+                self._maps.pop(inode).arena.close()
+
+
+class HeldShard:
+    """One rank's sealed slot."""
+
+    def __init__(self, mapped: MappedArena, slot: int) -> None:
+        """Read what describes the slot.
+
+        Raises:
+            LayoutUnknown: its header is not readable.
+            SnapshotCorrupt: its digest table is not what was sealed.
+        """
+        arena = mapped.arena
+        self.shape = arena.shape
+        self.header: SlotHeader = arena.header(slot)
+        self.image = arena.image(slot)
+        self.table = arena.table(slot)
+        self.what = f"rank {self.shape.rank}, {self.header.version}"
+        if slot not in mapped.layouts:
+            layout, start = parse_header(self.image)
+            mapped.layouts[slot] = (layout, start, sections_of(layout))
+        self.layout, self.start, self.sections = mapped.layouts[slot]
+        self._good: set[int] = set()
+        if (
+            len(self.layout.pieces) != len(self.table)
+            or table_digest(self.table) != self.header.table_digest
+        ):
+            raise SnapshotCorrupt(
+                what=f"{self.what}, digest table", piece=0, pieces=len(self.table)
+            )
+
+    def manifest(self) -> RankManifest:
+        """What the group is told of it.
+
+        Raises:
+            SnapshotCorrupt: the image's header is not that of the layout.
+        """
+        shape = self.shape
+        header_digest = xxhash.xxh3_64_intdigest(self.image[: self.start])
+        if header_digest != shape.layout_id:
+            raise SnapshotCorrupt(what=f"{self.what}, header", piece=0, pieces=shape.num_pieces)
+        return RankManifest(
+            rank=shape.rank,
+            world_size=shape.world_size,
+            image_bytes=shape.image_bytes,
+            num_pieces=shape.num_pieces,
+            layout_id=shape.layout_id,
+            header_bytes=self.start,
+            header_digest=header_digest,
+            table_digest=self.header.table_digest,
+            sections=[place.section for place in self.sections],
+            digests=content_digests(self.sections, self.table),
+        )
+
+    def data(self, offset: int, num_bytes: int) -> memoryview:
+        """Bytes of the image; `offset` counts from the start of the data."""
+        return self.image[self.start + offset : self.start + offset + num_bytes]
+
+    def piece(self, index: int) -> memoryview:
+        """A piece, its digest checked.
+
+        Raises:
+            SnapshotCorrupt: it is not what was captured.
+        """
+        piece = self.layout.pieces[index]
+        self.check(index)
+        return self.data(piece.offset, piece.num_bytes)
+
+    def run(self, run: Run) -> memoryview:
+        """Neighbouring pieces, their digests checked.
+
+        Raises:
+            SnapshotCorrupt: one is not what was captured.
+        """
+        for index in range(run.first, run.first + run.count):
+            self.check(index)
+        first, last = self.layout.pieces[run.first], self.layout.pieces[run.first + run.count - 1]
+        return self.data(first.offset, last.offset + last.num_bytes - first.offset)
+
+    def check(self, index: int) -> None:
+        """Compare a piece with its digest, once.
+
+        Raises:
+            SnapshotCorrupt: it is not what was captured.
+        """
+        if index in self._good:
+            return
+        piece = self.layout.pieces[index]
+        found = xxhash.xxh3_64_intdigest(self.data(piece.offset, piece.num_bytes))
+        if found != self.table[index]:
+            raise SnapshotCorrupt(what=self.what, piece=index, pieces=len(self.table))
+        self._good.add(index)
+
+
+class HeldShards:
+    """All shards of a version that are here, by rank."""
+
+    def __init__(
+        self, version: Version, shards: Mapping[Rank, HeldShard], problems: Mapping[Rank, str]
+    ) -> None:
+        self.version = version
+        self.shards = dict(shards)
+        self.problems = dict(problems)
+        self._by_digest: dict[int, tuple[HeldShard, int]] | None = None
+
+    @property
+    def ranks(self) -> list[Rank]:
+        return sorted(self.shards)
+
+    def manifest(self, ranks: Sequence[Rank]) -> NodeManifest:
+        """What the group is told of these ranks.
+
+        Raises:
+            LayoutUnknown, SnapshotCorrupt: one of them is not here, or not as it was sealed.
+        """
+        return NodeManifest([self.shard(rank).manifest() for rank in sorted(ranks)])
+
+    def views(self, extents: Iterable[Extent]) -> list[memoryview]:
+        """The bytes of these extents, where they lie.
+
+        Raises:
+            LayoutUnknown: one of the ranks is not here.
+        """
+        return [self.shard(e.rank).data(e.offset, e.num_bytes) for e in extents]
+
+    def check(self, pieces: Iterable[tuple[int, int]]) -> None:
+        """Compare pieces, as (rank, index), with their digests.
+
+        Raises:
+            SnapshotCorrupt: one is not what was captured.
+            LayoutUnknown: one of the ranks is not here.
+        """
+        for rank, index in pieces:
+            self.shard(rank).check(index)
+
+    def find(self, digest: int) -> memoryview:
+        """A piece with this digest, of whatever rank.
+
+        Raises:
+            LayoutUnknown: there is none here.
+            SnapshotCorrupt: there is, and it is not what was captured.
+        """
+        if self._by_digest is None:
+            self._by_digest = {
+                one: (shard, index)
+                for shard in self.shards.values()
+                for index, one in enumerate(shard.table)
+            }
+        found = self._by_digest.get(digest)
+        if found is None:
+            raise LayoutUnknown("no piece with this digest is here")
+        shard, index = found
+        return shard.piece(index)
+
+    def shard(self, rank: int) -> HeldShard:
+        """One rank's.
+
+        Raises:
+            LayoutUnknown: it is not here.
+        """
+        shard = self.shards.get(Rank(rank))
+        if shard is None:
+            why = self.problems.get(Rank(rank), f"rank {rank} has no slot with {self.version} here")
+            raise LayoutUnknown(why)
+        return shard

@@ -1,0 +1,222 @@
+"""What the SMP does about each message.
+
+Runs in:  the SMP, in the server's thread.
+Takes in: messages of clients whose role allows them; results of jobs.
+Gives:    answers, and VersionCommitted and ArenaGranted to the agent, unasked.
+
+Rule: what a message brings from an older generation is refused or dropped.
+"""
+
+import json
+import logging
+import os
+
+from ftrun.errors import LayoutUnknown, ProtocolError
+from ftrun.ids import Rank, RunId, version
+from ftrun.smp.checkpoint.load import Loaded
+from ftrun.smp.checkpoint.service import Checkpoints
+from ftrun.smp.client import Asker, Client
+from ftrun.smp.jobs import Jobs
+from ftrun.smp.memory.arena_requests import ArenaRequests, granted
+from ftrun.smp.memory.arenas import ArenaMemory
+from ftrun.smp.memory.commits import Commits
+from ftrun.smp.redundancy.coordinator import GroupWork
+from ftrun.smp.redundancy.group import parity_share, protecting_of
+from ftrun.smp.restore.images import open_images
+from ftrun.wire.crash_points import crash_point
+from ftrun.wire.messages import checkpoint as checkpoint_messages
+from ftrun.wire.messages import envelope as messages
+from ftrun.wire.messages import smp as smp_messages
+from ftrun.wire.messages import worker as worker_messages
+from ftrun.wire.shared_memory.pages import Page
+from ftrun.wire.transport.channel import Received
+
+MAX_RUN_STATE_BYTES = (1 << 20) - (1 << 14)
+"""What fits a HandedOver beside the ranks."""
+
+_log = logging.getLogger(__name__)
+
+
+class Keeper:
+    """The arenas, what is committed in them, and where both are shown."""
+
+    def __init__(self, run_id: RunId, jobs: Jobs) -> None:
+        self.memory = ArenaMemory()
+        self.commits = Commits(self.memory, self._tell_agent)
+        self.agent: Client | None = None
+        self.checkpoints = Checkpoints(
+            run_id, jobs, self.memory, self._loaded, lambda: self.agent is not None
+        )
+        self.group_work = GroupWork(
+            run_id,
+            memory=self.memory,
+            commits=self.commits,
+            jobs=jobs,
+            tell_agent=self._tell_agent,
+        )
+        self.requests = ArenaRequests(
+            self.memory,
+            jobs,
+            tracker=self.commits.tracker,
+            tell_agent=self._tell_agent,
+            is_short=self.checkpoints.give_back,
+            vault_bytes=lambda: self.group_work.vaults.allocated_bytes,
+        )
+        self._run_id = run_id
+        self._run_state = b""
+
+    @property
+    def has_begun(self) -> bool:
+        return self.commits.has_begun
+
+    def is_over(self, envelope: messages.Envelope) -> bool:
+        """It comes from a generation that has ended: its sender is being killed."""
+        return envelope.generation < self.commits.tracker.generation
+
+    # --- worker ----------------------------------------------------------------------------
+
+    def sealed(self, body: worker_messages.ShardSealed) -> None:
+        self.memory.forget_promise(Rank(body.rank))
+        self.commits.sealed(Rank(body.rank), version(body.generation, body.step))
+
+    def read_shards(
+        self,
+        asker: Asker,
+        body: worker_messages.OpenImages | worker_messages.FetchHeads | worker_messages.FetchPieces,
+    ) -> None:
+        """Give a worker what another number of ranks has left: from here, or from elsewhere."""
+        if isinstance(body, worker_messages.OpenImages):
+            open_images(self.memory, asker, body)
+        else:
+            self.group_work.range_fetches.ask(asker, body)
+
+    # --- agent -----------------------------------------------------------------------------
+
+    def begin_generation(
+        self, body: smp_messages.BeginGeneration, received: Received
+    ) -> messages.AnyMessage:
+        if len(received.fds) != 1:
+            raise ProtocolError("BeginGeneration comes with one descriptor, the command page")
+        before = self.commits.tracker.generation
+        if body.generation < before:
+            return messages.Refused(f"generation {body.generation} is over, this is {before}")
+        try:
+            page = Page(received.fds[0])
+        except (OSError, ValueError) as error:
+            raise ProtocolError(f"the command page cannot be mapped: {error}") from error
+        group = protecting_of(body)
+        if body.generation > before:
+            self.memory.forget_promises()
+        self.requests.begin(parity_share(group))
+        self.group_work.begin_generation(body, group, page)
+        self.checkpoints.own(body.claim)
+        return messages.Done()
+
+    def void_after(self, body: smp_messages.VoidAfter) -> messages.AnyMessage:
+        newest = version(body.generation, body.step)
+        count = self.group_work.void_after(newest)
+        if count:
+            _log.info("%d slots and vaults later than %s are void", count, newest)
+        return messages.Done()
+
+    def hand_over(self, asker: Asker) -> None:
+        arenas = self.memory.all()
+        vaults = self.group_work.vaults
+        asker.tell(
+            smp_messages.HandedOver(
+                [one.shape.rank for one in arenas], self._run_state, vaults.slots
+            ),
+            fds=(*(one.fd for one in arenas), *vaults.fds),
+        )
+
+    def adopt(self, body: smp_messages.Adopt, received: Received) -> messages.AnyMessage:
+        num_ranks, num_vaults = len(body.ranks), len(body.vault_slots)
+        if len(received.fds) != num_ranks + num_vaults:
+            raise ProtocolError(
+                f"Adopt names {num_ranks} ranks and {num_vaults} vaults and brings "
+                f"{len(received.fds)} descriptors"
+            )
+        problems = []
+        for at, fd in enumerate(received.fds):
+            ours = os.dup(fd)
+            try:
+                if at < num_ranks:
+                    generation = self.commits.tracker.generation
+                    self.memory.adopt(ours, rank=body.ranks[at], generation=generation)
+                else:
+                    self.group_work.vaults.adopt(ours, body.vault_slots[at - num_ranks])
+            except LayoutUnknown as error:
+                os.close(ours)
+                rank = f"rank {body.ranks[at]}" if at < num_ranks else "a vault"
+                problems.append(f"{rank}: {error}")
+        self.group_work.count_again()
+        crash_point("smp.adopted")
+        return messages.Refused("; ".join(problems)) if problems else messages.Done()
+
+    def keep_run_state(self, body: smp_messages.KeepRunState) -> messages.AnyMessage:
+        if len(body.run_state) > MAX_RUN_STATE_BYTES:
+            return messages.Refused(
+                f"{len(body.run_state)} bytes of run state, at most {MAX_RUN_STATE_BYTES} are kept"
+            )
+        self._run_state = body.run_state
+        return messages.Done()
+
+    def write_checkpoint(self, asker: Asker, body: checkpoint_messages.WriteCheckpoint) -> None:
+        tracker = self.commits.world()
+        if body.version is None and not tracker.sees_all:
+            why = "not all ranks of the run are on this node, and no version is named"
+            asker.tell(checkpoint_messages.CheckpointRefused(why))
+        else:
+            self.checkpoints.write(asker, body, tracker)
+
+    def _loaded(self, loaded: Loaded) -> None:
+        """A checkpoint is in fresh arenas."""
+        self.group_work.restores.share(loaded.rest)
+        self.memory.put_instead(loaded.fds, self.commits.tracker.generation)
+        for arena in self.memory.all():
+            self._tell_agent(granted(arena.shape), fds=(arena.fd,))
+        crash_point("smp.checkpoint.loaded")
+
+    # --- anyone ----------------------------------------------------------------------------
+
+    def status(self, extra: dict[str, object]) -> messages.AnyMessage:
+        committed = self.commits.tracker.committed
+        document = {
+            "role": "smp",
+            "run_id": self._run_id,
+            "pid": os.getpid(),
+            **extra,
+            "generation": self.commits.tracker.generation,
+            "world_size": self.commits.tracker.world_size,
+            "committed": [committed.generation, committed.step] if committed else None,
+            "bytes": self.memory.allocated_bytes,
+            "group_work": self.group_work.status(),
+            "arenas": [
+                {
+                    "rank": arena.shape.rank,
+                    "bytes": arena.shape.total_bytes,
+                    "layout_id": f"{arena.shape.layout_id:016x}",
+                    "slots": [
+                        {
+                            "state": slot.state.name.lower(),
+                            "generation": slot.generation,
+                            "step": slot.step,
+                        }
+                        for slot in arena.slots()
+                    ],
+                }
+                for arena in self.memory.all()
+            ],
+        }
+        return messages.Status(json.dumps(document).encode())
+
+    def free(self) -> None:
+        """Give up what is under way, and all memory."""
+        self.checkpoints.stop()
+        self.group_work.free()
+        self.memory.free()
+        self.commits.forget_page()
+
+    def _tell_agent(self, body: messages.AnyMessage, *, fds: tuple[int, ...] = ()) -> None:
+        if self.agent is not None:
+            self.agent.tell(body, fds=fds)

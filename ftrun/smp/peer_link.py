@@ -1,0 +1,336 @@
+"""What this node sends to one other: a queue, a thread, and a connection it makes itself.
+
+Runs in:  the SMP: one thread for each link; the rest in whichever thread has something to say.
+Takes in: frames, and streams that make frames when there is room for them.
+Gives:    bytes on a socket; word of a link that is lost, and of one that is there again.
+
+Rule 1: only the link's own thread waits for the network. Whoever sends leaves a frame and goes.
+Rule 2: messages go before bulk data, so that credits and answers are never behind it.
+Rule 3: nothing is read from this socket: if it becomes readable, the other side has closed it.
+Rule 4: link_rules.py says when the link dials again, over every rail, and when its node is reported
+        lost. Open questions are asked again over a new connection (requests.py).
+"""
+
+import contextlib
+import logging
+import os
+import select
+import socket
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from ftrun import clock
+from ftrun.errors import HandshakeRefused, PeerError, PeerLost, UsageError
+from ftrun.smp.calm import calm_thread
+from ftrun.smp.link_rules import FETCH, PROTECT, LinkRules
+from ftrun.wire.cluster.rails import Rail
+from ftrun.wire.cluster.transfer import AnyTransfer, LinkHello
+from ftrun.wire.messages.protected import NodePlace
+from ftrun.wire.transport.address_race import Way, reach, source_to
+from ftrun.wire.transport.bulk_socket import Bytes, TransferSocket
+from ftrun.wire.transport.handshake import dial_handshake
+from ftrun.wire.transport.identity import PeerIdentity
+from ftrun.wire.transport.secret import Secret
+from ftrun.wire.transport.tcp import USER_TIMEOUT_S, pace, tune
+
+_NEXT_WAY_S = 0.5
+SILENT_S = 4.0
+"""Without an acknowledgement for longer than this a connection carries nothing: probes go out every
+second."""
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """A message, bytes behind it, and what to do when they are sent or never will be."""
+
+    body: AnyTransfer
+    raw: Sequence[Bytes] = ()
+    raw_digest: int | None = None
+    release: Callable[[], None] | None = None
+
+
+class Stream(Protocol):
+    """Bulk data for one link, made piece by piece. `take` runs in the link's thread only."""
+
+    @property
+    def is_over(self) -> bool:
+        """Nothing will come any more."""
+        ...
+
+    def take(self) -> Frame | None:
+        """The next frame; None where there is none now, until the link is woken."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class LinkEnds:
+    """Who talks to whom, and for what.
+
+    Args:
+        patience_s: how long a peer may take nothing, or stop in the middle of a frame.
+        pace_bytes_s: bulk data per second, at most; 0: as fast as it goes.
+        own_rails: of this node.
+    """
+
+    own: PeerIdentity
+    place: NodePlace
+    hello: LinkHello
+    secret: Secret | None
+    patience_s: float
+    pace_bytes_s: float = 0.0
+    own_rails: Sequence[Rail] = ()
+
+    @property
+    def ways(self) -> list[Way]:
+        """Where the other one listens, the best first."""
+        hosts = [rail.host for rail in self.place.rails] or [self.place.host]
+        port = self.place.smp_port
+        return [Way(host, port, source_to(host, self.own_rails)) for host in hosts]
+
+
+class Link:
+    """The sending end of a link; it is connected, and connected again, by its own thread.
+
+    Args:
+        ends: who talks to whom.
+        lost: called in the link's thread when there is no connection (any more), with the reason.
+        linked: likewise when there is one again after a loss.
+    """
+
+    def __init__(
+        self, ends: LinkEnds, *, lost: Callable[[str], None], linked: Callable[[], None]
+    ) -> None:
+        self._ends = ends
+        self._lost = lost
+        self._linked = linked
+        self._lock = threading.Lock()
+        self._messages: deque[Frame] = deque()
+        self._streams: deque[Stream] = deque()
+        self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._is_closed = False
+        self._socket: TransferSocket | None = None
+        self._rules = LinkRules(
+            dials_again_first=ends.hello.purpose == FETCH, patience_s=ends.patience_s
+        )
+        self._paces_itself = False
+        self.num_bytes = 0
+        self._thread = threading.Thread(
+            target=self._run, name=f"ftrun-to-{ends.place.node_id}"[:15], daemon=True
+        )
+
+    @property
+    def place(self) -> NodePlace:
+        return self._ends.place
+
+    @property
+    def dials_again_first(self) -> bool:
+        """A lost connection is reported only after a new one could not be made."""
+        return self._rules.dials_again_first
+
+    @property
+    def is_connected(self) -> bool:
+        return self._socket is not None
+
+    @property
+    def carries_nothing(self) -> bool:
+        """The node was reported lost, or its kernel has acknowledged nothing for `SILENT_S`."""
+        made = self._socket
+        return self._rules.is_lost if made is None else made.silent_s > SILENT_S
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def tell(self, frame: Frame) -> None:
+        """Queue a frame."""
+        with self._lock:
+            is_closed = self._is_closed
+            if not is_closed:
+                self._messages.append(frame)
+        if is_closed:
+            _release(frame)  # which may have something to say over this very link
+        else:
+            self.wake()
+
+    def add(self, stream: Stream) -> None:
+        """Send what the stream gives, between messages, until it is over."""
+        with self._lock:
+            self._streams.append(stream)
+        self.wake()
+
+    def wake(self) -> None:
+        """A stream may have something again."""
+        with self._lock:  # the descriptor's number must not be somebody else's by now
+            if self._wake_fd >= 0:
+                os.eventfd_write(self._wake_fd, 1)
+
+    def close(self) -> None:
+        """End it. Does not wait; the thread ends by itself."""
+        with self._lock:
+            self._is_closed = True
+            if self._socket is not None:
+                self._socket.interrupt()
+        self.wake()
+
+    # --- the link's thread -----------------------------------------------------------------
+
+    def _run(self) -> None:
+        if self._ends.hello.purpose == PROTECT:
+            calm_thread()
+        try:
+            while self._connect():
+                if self._rules.connected(clock.now_s()):
+                    self._linked()
+                try:
+                    self._send_all()
+                except PeerError as error:
+                    self._disconnect(str(error))
+                self._pause(self._rules.rest_s(clock.now_s()))
+        except Exception:  # noqa: BLE001
+            # One of the process loops: a bug in a stream must not be silence.
+            _log.exception("the link to %s ended in a bug of ftrun", self.place.node_id)
+            self._lost("a bug in ftrun; the SMP's log has it")
+        finally:
+            self._end()
+
+    def _connect(self) -> bool:
+        """Dial until it works; False when the link is closed first."""
+        self._rules.begin_dialing(clock.now_s())
+        while not self._is_closed:
+            try:
+                self._take_socket(self._dial())
+                return not self._is_closed
+            except (PeerError, UsageError) as error:
+                reason = self._rules.dial_failed(
+                    str(error),
+                    is_refused=isinstance(error, PeerLost) and error.how == "refused",
+                    is_turned_away=isinstance(error, HandshakeRefused),
+                    now_s=clock.now_s(),
+                )
+                if reason:
+                    self._lost(reason)
+            self._pause(self._rules.pause_s())
+        return False
+
+    def _dial(self) -> TransferSocket:
+        ends = self._ends
+        made, way = reach(ends.ways, self._greet, deadline_s=ends.patience_s, next_s=_NEXT_WAY_S)
+        _log.debug("linked to %s at %s", made.peer, way.host)
+        return made
+
+    def _greet(self, sock: socket.socket, _: Way) -> TransferSocket:
+        ends = self._ends
+        session = dial_handshake(sock, ends.own, ends.secret, admit=self._check_peer)
+        # With another rail to go over it is no use to wait for long for this one.
+        patience_s = min(ends.patience_s, USER_TIMEOUT_S) if len(ends.ways) > 1 else ends.patience_s
+        tune(sock, bulk=True, user_timeout_s=patience_s)
+        self._paces_itself = not pace(sock, ends.pace_bytes_s)
+        made = TransferSocket(sock, session, patience_s=ends.patience_s)
+        made.send(ends.hello.generation, ends.hello)
+        return made
+
+    def _check_peer(self, peer: PeerIdentity) -> str:
+        place = self._ends.place
+        if (peer.node_id, peer.incarnation) == (place.node_id, place.incarnation):
+            return ""
+        return f"node {place.node_id} was to listen here, in another life than this"
+
+    def _take_socket(self, made: TransferSocket) -> None:
+        with self._lock:
+            self._socket = made
+            if self._is_closed:
+                made.interrupt()
+
+    def _send_all(self) -> None:
+        """Send until the link is closed.
+
+        Raises:
+            PeerError: the connection is lost.
+        """
+        made = self._socket
+        assert made is not None
+        poll = select.poll()
+        poll.register(self._wake_fd, select.POLLIN)
+        poll.register(made.fileno(), select.POLLIN)
+        while not self._is_closed:
+            frame = self._next()
+            if frame is None:
+                for fd, _ in poll.poll():
+                    if fd != self._wake_fd:
+                        raise PeerLost(peer=made.peer, how="closed")
+                self._drain_wake()
+                continue
+            try:
+                made.send(
+                    self._ends.hello.generation, frame.body, frame.raw, raw_digest=frame.raw_digest
+                )
+                self.num_bytes = made.num_bytes
+            finally:
+                _release(frame)
+            if frame.raw and self._ends.pace_bytes_s > 0 and self._paces_itself:
+                self._pause(sum(map(len, frame.raw)) / self._ends.pace_bytes_s)
+
+    def _next(self) -> Frame | None:
+        with self._lock:
+            if self._messages:
+                return self._messages.popleft()
+            streams = list(self._streams)
+        for stream in streams:
+            frame = stream.take()
+            with self._lock:
+                # One after the other in turn, so that none starves.
+                if stream in self._streams:
+                    self._streams.remove(stream)
+                    if not stream.is_over:
+                        self._streams.append(stream)
+            if frame is not None:
+                return frame
+        return None
+
+    def _disconnect(self, why: str) -> None:
+        with self._lock:
+            made, self._socket = self._socket, None
+        if made is not None:
+            made.close()
+        self._forget()
+        reason = "" if self._is_closed else self._rules.disconnected(why)
+        if reason:
+            self._lost(reason)
+
+    def _end(self) -> None:
+        with self._lock:
+            self._is_closed = True
+            made, self._socket = self._socket, None
+            os.close(self._wake_fd)
+            self._wake_fd = -1
+        if made is not None:
+            made.close()
+        self._forget()
+
+    def _forget(self) -> None:
+        """What was for a connection that is no more is for nobody."""
+        with self._lock:
+            frames, self._messages = list(self._messages), deque()
+            self._streams.clear()
+        for frame in frames:
+            _release(frame)
+
+    def _pause(self, seconds: float) -> None:
+        poll = select.poll()
+        poll.register(self._wake_fd, select.POLLIN)
+        give_up_s = clock.now_s() + seconds
+        while not self._is_closed and (left_s := give_up_s - clock.now_s()) > 0:
+            if poll.poll(1000 * left_s):
+                self._drain_wake()
+
+    def _drain_wake(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._wake_fd)
+
+
+def _release(frame: Frame) -> None:
+    if frame.release is not None:
+        frame.release()

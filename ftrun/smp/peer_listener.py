@@ -1,0 +1,372 @@
+"""The links between this SMP and those of other nodes.
+
+Runs in:  the SMP: a thread that accepts, one for each link in either direction; the rest in the
+          server's thread.
+Takes in: a port to open, who takes part from now on.
+Gives:    links to send by; each frame that comes, in the thread of its link.
+
+Rule 1: a link is of one generation, and a link to protect of one session: the digest of the group
+        with its places. A peer that has heard of the next one earlier is let in when this side has
+        heard of it too; one that is behind is turned away, and tries again.
+Rule 2: a new generation or session ends every link of the one before at once.
+"""
+
+import contextlib
+import logging
+import socket
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from ftrun.errors import AddressTaken, PeerError, PeerLost, ProtocolError, UsageError
+from ftrun.smp.calm import calm_thread
+from ftrun.smp.link_rules import FETCH, PROTECT, admits
+from ftrun.smp.peer_link import Link, LinkEnds
+from ftrun.wire.cluster.rails import Rail
+from ftrun.wire.cluster.transfer import LinkHello, TransferEnvelope
+from ftrun.wire.messages.protected import NodePlace
+from ftrun.wire.transport.bulk_socket import TransferSocket
+from ftrun.wire.transport.doors import Door, Doors
+from ftrun.wire.transport.handshake import accept_handshake
+from ftrun.wire.transport.identity import PeerIdentity
+from ftrun.wire.transport.secret import Secret
+from ftrun.wire.transport.tcp import listen_tcp, tune
+
+_MAX_HANDSHAKES = 128
+_PARK_S = 60.0
+_REST_S = 0.2
+_MAX_PORTS = 20
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Incoming:
+    """The receiving end of a link."""
+
+    node_id: str
+    hello: LinkHello
+    socket: TransferSocket
+
+
+class PeerEvents(Protocol):
+    """Who is told of what comes. All are called in threads of links."""
+
+    def received(self, source: Incoming, envelope: TransferEnvelope) -> None:
+        """A message; the bytes behind it have to be read before this returns."""
+        ...
+
+    def lost(self, node_id: str, purpose: str, why: str) -> None:
+        """There is no connection to a node, or none from it any more."""
+        ...
+
+    def linked(self, node_id: str, purpose: str) -> None:
+        """A lost connection is there again; what was on its way then is gone."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """Who takes part from now on.
+
+    Args:
+        own: this SMP.
+        generation: the running one.
+        number: digest of the group with its places.
+        patience_s: how long a peer may take nothing, or stop in the middle of a frame.
+        pace_bytes_s: bulk data to protect per second and link, at most; 0: as fast as it goes.
+        own_rails: of this node.
+    """
+
+    own: PeerIdentity
+    generation: int
+    number: int
+    patience_s: float
+    pace_bytes_s: float = 0.0
+    own_rails: tuple[Rail, ...] = ()
+
+
+class Peers:
+    """All links of this SMP."""
+
+    def __init__(self) -> None:
+        self._events: PeerEvents | None = None
+        self._secret: Secret | None = None
+        self._listeners: list[socket.socket] = []
+        self._at: tuple[Sequence[str], Secret | None] | None = None
+        self._session: Session | None = None
+        self._changed = threading.Condition()
+        self._links: dict[tuple[str, str], Link] = {}
+        self._incoming: dict[tuple[str, str], Incoming] = {}
+        self._seen: set[tuple[str, str]] = set()
+        self._doors = Doors(_MAX_HANDSHAKES)
+
+    def tell(self, events: PeerEvents) -> None:
+        """Whom to tell of what comes; said once, before anything can come."""
+        self._events = events
+
+    @property
+    def num_sent_bytes(self) -> int:
+        """Bytes sent over the links there are now."""
+        return sum(link.num_bytes for link in self._links.values())
+
+    def listen(self, hosts: Sequence[str], secret: Secret | None) -> int:
+        """Open a port, the same at each of these addresses, unless they are open already.
+
+        Returns:
+            Its number. It is open at the first; at the others as far as it can be had there.
+
+        Raises:
+            UsageError: the first host is no address of this node.
+        """
+        if self._at != (hosts, secret) or not self._listeners:
+            self._stop_listening()
+            self._secret, self._at = secret, (hosts, secret)
+            self._listeners = _opened(hosts)
+            for listener in self._listeners:
+                threading.Thread(
+                    target=self._accept, args=(listener,), name="ftrun-accept", daemon=True
+                ).start()
+        return int(self._listeners[0].getsockname()[1])
+
+    def begin(self, session: Session) -> None:
+        """From now on only links of this session; all others end."""
+        with self._changed:
+            if self._session == session:
+                return
+            self._drop_links()
+            self._session = session
+            self._changed.notify_all()
+
+    def link(self, place: NodePlace, purpose: str) -> Link:
+        """The link to a node, made at its first use."""
+        with self._changed:
+            session = self._session
+            assert session is not None
+            key = (place.node_id, purpose)
+            if key not in self._links:
+                number = session.number if purpose == PROTECT else 0
+                hello = LinkHello(session.generation, purpose, number)
+                pace_bytes_s = session.pace_bytes_s if purpose == PROTECT else 0.0
+                ends = LinkEnds(
+                    session.own,
+                    place,
+                    hello,
+                    self._secret,
+                    session.patience_s,
+                    pace_bytes_s,
+                    session.own_rails,
+                )
+                link = Link(
+                    ends,
+                    lost=lambda why: self._tell_lost(session, key, why),
+                    linked=lambda: self._told.linked(*key),
+                )
+                self._links[key] = link
+                link.start()
+            return self._links[key]
+
+    def find(self, node_id: str, purpose: str) -> Link | None:
+        return self._links.get((node_id, purpose))
+
+    def is_current(self, source: Incoming) -> bool:
+        """Whether a frame of this link still counts."""
+        return self._incoming.get((source.node_id, source.hello.purpose)) is source
+
+    def close(self) -> None:
+        """End all links and close the port."""
+        with self._changed:
+            self._drop_links()
+            self._session = None
+            self._changed.notify_all()
+        self._stop_listening()
+        self._at = None
+
+    @property
+    def _told(self) -> PeerEvents:
+        assert self._events is not None
+        return self._events
+
+    def _drop_links(self) -> None:
+        for link in self._links.values():
+            link.close()
+        for incoming in self._incoming.values():
+            incoming.socket.interrupt()
+        self._links.clear()
+        self._incoming.clear()
+        self._seen.clear()
+
+    def _tell_lost(self, session: Session, key: tuple[str, str], why: str) -> None:
+        if self._session is session:
+            self._told.lost(*key, why)
+
+    def _stop_listening(self) -> None:
+        with self._changed:
+            listeners, self._listeners = self._listeners, []
+            self._changed.notify_all()
+        for listener in listeners:
+            with contextlib.suppress(OSError):
+                listener.shutdown(socket.SHUT_RDWR)
+            listener.close()
+
+    # --- threads of what comes in ----------------------------------------------------------
+
+    def _accept(self, listener: socket.socket) -> None:
+        while True:
+            # Who we are is not known before the first generation; the kernel lets them wait.
+            with self._changed:
+                self._changed.wait_for(lambda: self._session or listener not in self._listeners)
+            if listener not in self._listeners:
+                return
+            try:
+                sock, _ = listener.accept()
+            except OSError as error:
+                with self._changed:
+                    if listener in self._listeners:
+                        _log.warning("a connection could not be accepted: %s", error)
+                        self._changed.wait(_REST_S)
+                continue
+            door = self._doors.enter(sock)
+            if door is None:
+                sock.close()
+                continue
+            threading.Thread(
+                target=self._meet, args=(sock, door), name="ftrun-from-?", daemon=True
+            ).start()
+
+    def _meet(self, sock: socket.socket, door: Door) -> None:
+        try:
+            incoming = self._greet(sock, door)
+        except PeerError as error:
+            _log.warning("a connection was turned away: %s", error)
+            incoming = None
+        if incoming is None:
+            sock.close()
+            return
+        threading.current_thread().name = f"ftrun-from-{incoming.node_id}"[:15]
+        if incoming.hello.purpose == PROTECT:
+            calm_thread()
+        try:
+            self._receive(incoming)
+        finally:
+            incoming.socket.close()
+
+    def _greet(self, sock: socket.socket, door: Door) -> Incoming | None:
+        """The link that has been opened, when it is one of the running session.
+
+        Raises:
+            PeerError: whoever has connected does not belong here.
+        """
+        session = self._session
+        try:
+            if session is None:
+                return None
+            proven = accept_handshake(
+                sock,
+                session.own,
+                self._secret,
+                deadline_s=door.handshake_s,
+                hello_s=door.hello_s,
+            )
+            tune(sock, bulk=True, user_timeout_s=session.patience_s)
+            made = TransferSocket(sock, proven, patience_s=session.patience_s)
+            hello = made.receive(within_s=door.hello_s).body
+        finally:
+            door.leave()  # a peer of a coming generation waits without one
+        if not isinstance(hello, LinkHello) or hello.purpose not in (PROTECT, FETCH):
+            raise ProtocolError(f"{made.peer} does not begin with what the link is for")
+        incoming = Incoming(made.node_id, hello, made)
+        return incoming if self._let_in(incoming) else None
+
+    def _let_in(self, incoming: Incoming) -> bool:
+        """Wait until this side has heard of the session too; False where it is over."""
+        hello, key = incoming.hello, (incoming.node_id, incoming.hello.purpose)
+        with self._changed:
+            self._changed.wait_for(lambda: self._admits(hello) is not None, _PARK_S)
+            if not self._admits(hello):
+                return False
+            before = self._incoming.get(key)
+            if before is not None:
+                before.socket.interrupt()
+            is_again = key in self._seen
+            self._incoming[key] = incoming
+            self._seen.add(key)
+            self._changed.notify_all()
+        if is_again:
+            self._told.linked(*key)
+        return True
+
+    def _admits(self, hello: LinkHello) -> bool | None:
+        session = self._session
+        if session is None:
+            return False
+        return admits(hello, generation=session.generation, session=session.number)
+
+    def _receive(self, incoming: Incoming) -> None:
+        why, may_come_back = "", False
+        try:
+            while True:
+                self._told.received(incoming, _next(incoming))
+        except PeerLost as error:
+            why, may_come_back = str(error), self._may_come_back(incoming)
+        except PeerError as error:
+            why = str(error)
+            _log.warning("%s", why)
+        except Exception:  # noqa: BLE001
+            # One of the process loops: a bug must cost a link, not the memory of a run.
+            _log.exception("the link from %s ended in a bug of ftrun", incoming.node_id)
+            why = "a bug in ftrun; the SMP's log has it"
+        if may_come_back:
+            incoming.socket.close()
+            self._wait_for_next(incoming)
+        if self.is_current(incoming):
+            self._told.lost(incoming.node_id, incoming.hello.purpose, why)
+
+    def _wait_for_next(self, incoming: Incoming) -> None:
+        """Until its node has connected again, or patience or the session is over."""
+        with self._changed:
+            if self._session is not None:
+                patience_s = self._session.patience_s
+                self._changed.wait_for(lambda: not self.is_current(incoming), patience_s)
+
+    def _may_come_back(self, incoming: Incoming) -> bool:
+        """Its node may connect again; our own link there finds out whether it is gone."""
+        link = self._links.get((incoming.node_id, incoming.hello.purpose))
+        return link is not None and link.dials_again_first
+
+
+def _opened(hosts: Sequence[str]) -> list[socket.socket]:
+    """Sockets that listen at one port of all these addresses, or of the first where none is free.
+
+    Raises:
+        UsageError: the first is no address of this node.
+    """
+    for _ in range(_MAX_PORTS):
+        first = listen_tcp(hosts[0], 0)
+        others = _beside(first, hosts[1:])
+        if others is not None:
+            return [first, *others]
+        first.close()
+    return [listen_tcp(hosts[0], 0)]
+
+
+def _beside(first: socket.socket, hosts: Sequence[str]) -> list[socket.socket] | None:
+    """The same port at other addresses; None where it is taken at one of them."""
+    found: list[socket.socket] = []
+    for host in hosts:
+        try:
+            found.append(listen_tcp(host, first.getsockname()[1]))
+        except AddressTaken:
+            for sock in found:
+                sock.close()
+            return None
+        except UsageError as error:
+            _log.warning("the SMPs of other nodes do not reach this one at %s: %s", host, error)
+    return found
+
+
+def _next(incoming: Incoming) -> TransferEnvelope:
+    envelope = incoming.socket.receive()
+    if envelope.generation != incoming.hello.generation:
+        raise ProtocolError(f"{incoming.socket.peer} speaks of another generation")
+    return envelope

@@ -1,0 +1,360 @@
+"""All that this SMP does together with those of other nodes.
+
+Runs in:  the SMP, in the server's thread; the parts of it have threads of their own.
+Takes in: who is in the group, generation by generation.
+Gives:    versions protected, restored versions fetched and served.
+Survives: a generation: vaults stay. The death of the SMP: where the agent keeps duplicates.
+
+Rule: a new generation, or other places in the same one, end all that is under way at once: the
+      links are closed, and nothing of the old one is taken any more.
+"""
+
+import os
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import msgspec
+
+from ftrun.erasure.fragments import run_digest
+from ftrun.errors import ProtocolError, UsageError
+from ftrun.ids import Generation, Rank, RunId, Version, version
+from ftrun.smp.jobs import Jobs
+from ftrun.smp.memory.arenas import ArenaMemory
+from ftrun.smp.memory.commits import Commits, Start
+from ftrun.smp.memory.parity_store import Vaults
+from ftrun.smp.memory.replica_watch import ReplicaWatch
+from ftrun.smp.memory.sealed_shards import ArenaMaps
+from ftrun.smp.peer_listener import Peers, Session
+from ftrun.smp.redundancy.codecs import Codecs
+from ftrun.smp.redundancy.exchange import Exchange, ProtectorTools
+from ftrun.smp.redundancy.group import Protecting
+from ftrun.smp.redundancy.protector import Protector
+from ftrun.smp.redundancy.rebuilder import Rebuilder
+from ftrun.smp.redundancy.receiving import Receiving
+from ftrun.smp.restore.fetch import Fetcher
+from ftrun.smp.restore.previous_world import OldShards, OldWorld
+from ftrun.smp.restore.restore_server import Served
+from ftrun.smp.restore.restores import Restores
+from ftrun.smp.restore.rpc import FetchDesk
+from ftrun.smp.restore.shard_reads import RangeFetches
+from ftrun.smp.waits import Runner
+from ftrun.wire.cluster import transfer
+from ftrun.wire.messages import envelope as messages
+from ftrun.wire.messages import protected
+from ftrun.wire.messages import smp as smp_messages
+from ftrun.wire.shared_memory.pages import Command, Page
+from ftrun.wire.transport.identity import PeerIdentity
+from ftrun.wire.transport.secret import SECRET_BYTES, Secret
+
+MAX_SET_ASIDE = 100
+
+TellAgent = Callable[..., None]
+
+
+@dataclass(frozen=True, slots=True)
+class Engines:
+    """What reads memory and moves bytes; the simulation of many nodes has its own.
+
+    Args:
+        peers: the links.
+        maps: of this node's arenas.
+        codecs: one for each k and m.
+        runner: drives work that asks other nodes.
+        exchange: moves the bytes of one attempt to protect a version.
+        fetcher: fetches slots of the restored version.
+        served: reads the restored version for other nodes.
+        old_shards: reads shards of the restored version for ranks that did not take them.
+        replica_watch: compares what ranks of one node hold alike.
+    """
+
+    peers: Peers
+    maps: ArenaMaps
+    codecs: Codecs
+    runner: Runner
+    exchange: type[Exchange] = Exchange
+    fetcher: type[Fetcher] = Fetcher
+    served: type[Served] = Served
+    old_shards: type[OldShards] = OldShards
+    replica_watch: type[ReplicaWatch] = ReplicaWatch
+
+    @classmethod
+    def real(cls, jobs: Jobs) -> "Engines":
+        return cls(Peers(), ArenaMaps(), Codecs(jobs), Runner())
+
+
+class GroupWork:
+    """The vaults, the links, and what goes over them."""
+
+    def __init__(
+        self,
+        run_id: RunId,
+        *,
+        memory: ArenaMemory,
+        commits: Commits,
+        jobs: Jobs,
+        tell_agent: TellAgent,
+        engines: Engines | None = None,
+    ) -> None:
+        self.vaults = Vaults()
+        self.set_aside: deque[str] = deque(maxlen=MAX_SET_ASIDE)
+        self._run_id = run_id
+        self._memory = memory
+        self._commits = commits
+        self._tell_agent = tell_agent
+        self._engines = engines if engines is not None else Engines.real(jobs)
+        self._peers, self._maps = self._engines.peers, self._engines.maps
+        self._codecs = self._engines.codecs
+        self._rebuilder: Rebuilder | None = None
+        tools = ProtectorTools(
+            self._peers, self.vaults, jobs, self._maps, self._codecs, self._engines.exchange
+        )
+        self._protector = Protector(
+            run_id,
+            tools,
+            tell_agent=tell_agent,
+            corrupt=commits.corrupt,
+        )
+        self._desk = FetchDesk(
+            self._peers,
+            set_aside=lambda why, ask: jobs.post(partial(self._note, why, ask)),
+            runner=self._engines.runner,
+        )
+        self.restores = Restores(
+            memory,
+            self._desk,
+            jobs,
+            tell_agent=tell_agent,
+            here=self._all_here,
+            fetcher=self._engines.fetcher,
+        )
+        self.range_fetches = RangeFetches(jobs)
+        self._replicas = self._engines.replica_watch(jobs, self._maps, tell_agent)
+        commits.protect_with(self._protector)
+        commits.after_commit(self._committed)
+        self._peers.tell(Receiving(self._protector, self._desk, jobs))
+
+    def listen(self, hosts: list[str], fds: tuple[int, ...]) -> messages.AnyMessage:
+        """Open a port for other SMPs at these addresses of this node."""
+        if len(fds) > 1:
+            raise ProtocolError("ListenForPeers comes with one descriptor at most, the secret")
+        secret = None
+        if fds:
+            try:
+                secret = Secret(os.pread(fds[0], SECRET_BYTES + 1, 0))
+            except (OSError, ValueError) as error:
+                raise ProtocolError(f"the secret cannot be read: {error}") from error
+        try:
+            return smp_messages.ListeningForPeers(self._peers.listen(hosts, secret))
+        except UsageError as error:
+            return messages.Refused(str(error))
+
+    def begin_generation(
+        self, body: smp_messages.BeginGeneration, group: Protecting | None, page: Page
+    ) -> None:
+        """Take part in it: protect, count commits, and get what is restored.
+
+        Args:
+            body: what the agent says of it.
+            group: that `body` names.
+            page: where commits are shown.
+        """
+        restored = version(*body.restored) if body.restored is not None else None
+        is_new = self._begin(body, group, page, restored)
+        self._commits.begin(
+            page,
+            Generation(body.generation),
+            [Rank(rank) for rank in body.local_ranks],
+            body.world_size,
+            Start(
+                group,
+                restored,
+                is_resized=body.restored_world_size not in (0, body.world_size),
+                is_new=is_new,
+            ),
+        )
+        own = group.nodes[group.place] if group is not None else body.own
+        self.restores.begin(body, restored, own)
+
+    def _begin(
+        self,
+        body: smp_messages.BeginGeneration,
+        group: Protecting | None,
+        page: Page,
+        restored: Version | None,
+    ) -> bool:
+        """Go on with this group, from this version; whether that is another than before."""
+        if group is not None and group == self._protector.group:
+            return False
+        self._stop()
+        self._maps.keep_only(arena.fd for arena in self._memory.all())
+        served = self._served(restored)
+        # A link that is cut is made anew over another rail, once its kernel has given it up.
+        has_ways = group is not None and any(len(node.rails) > 1 for node in group.nodes)
+        if served is not None:
+            self._rebuilder = Rebuilder(
+                self._desk,
+                served,
+                run=run_digest(self._run_id),
+                codec_for=self._codecs.get,
+                patience_s=body.patience_s / (2 if has_ways else 3),
+            )
+        own = group.nodes[group.place] if group is not None else body.own
+        rebuild = self._rebuilder.ask if self._rebuilder is not None else None
+        if group is None or own is None:
+            self._desk.begin(served, rebuild, own)
+            self._protector.begin(None)
+            self._read_old(body, served, own)
+            if own is not None:
+                self._begin_links(body, own, None)
+            return True
+        kept, protected_in = restored, body.protected_in
+        has_committed = page.get(Command.COMMITTED_STEP) >= 0
+        if has_committed and page.get(Command.COMMITTED_IN) == body.generation:
+            kept = version(page.get(Command.COMMITTED_GENERATION), page.get(Command.COMMITTED_STEP))
+            protected_in = group.generation
+        self.vaults.keep(kept, protected_in)
+        self._desk.begin(served, rebuild, own)
+        self._read_old(body, served, own)
+        self._begin_links(body, own, group)
+        self._protector.begin(group)
+        return True
+
+    def _begin_links(
+        self,
+        body: smp_messages.BeginGeneration,
+        own: protected.NodePlace,
+        group: Protecting | None,
+    ) -> None:
+        """Let the links of this generation in; without a group there are only those to fetch."""
+        number, others = (group.number, len(group.others)) if group is not None else (0, 0)
+        identity = PeerIdentity(self._run_id, "smp", own.node_id, own.incarnation)
+        pace_bytes_s = body.pace_bytes_s / max(1, others)
+        self._peers.begin(
+            Session(
+                identity,
+                body.generation,
+                number,
+                body.patience_s,
+                pace_bytes_s,
+                tuple(own.rails),
+            )
+        )
+
+    def _read_old(
+        self,
+        body: smp_messages.BeginGeneration,
+        served: Served | None,
+        own: protected.NodePlace | None,
+    ) -> None:
+        """Let workers read the shards of other ranks, wherever they are."""
+        is_resized = body.restored_world_size not in (0, body.world_size)
+        groups = body.restore_from if is_resized else body.read_from
+        if served is None or not (groups or is_resized):
+            return
+        world = OldWorld(served.version, groups, own, body.node_id, body.patience_s)
+        rebuild = self._rebuilder.rebuild if self._rebuilder is not None else None
+        shards = self._engines.old_shards(world, self._desk, served, rebuild)
+        self._desk.on_lost(shards.note_lost)
+        self.range_fetches.begin(shards)
+
+    def _all_here(self) -> None:
+        """Every local rank has the restored version, and other nodes may ask for that too."""
+        if self._desk.served is not None:
+            self._desk.served.take_in(self._held_fds())
+        self._commits.protect_complete()
+
+    def _committed(self) -> None:
+        """Something newer is committed: nobody starts from what is served any more."""
+        tracker = self._commits.tracker
+        served, newest = self._desk.served, tracker.committed
+        if newest is not None and self._protector.group is None:
+            self._replicas.look(newest, self._descriptors)
+        if served is not None and newest is not None and newest > served.version:
+            self.restores.share(None)
+            self.range_fetches.begin(None)
+            if self._rebuilder is not None:
+                self._rebuilder.stop()
+                self._rebuilder = None
+            self._desk.begin(None, None, self._desk.own)
+        self._maps.keep_only(arena.fd for arena in self._memory.all())
+
+    def _descriptors(self) -> dict[Rank, list[int]]:
+        ranks = self._commits.tracker.ranks
+        return {rank: [one.fd for one in self._memory.of(rank)] for rank in ranks}
+
+    def inventory(self, body: smp_messages.TakeInventory) -> smp_messages.Inventory:
+        """What this node holds."""
+        if body.stand_still:
+            self._protector.stand_still()  # what is said must stay true
+        return smp_messages.Inventory(
+            self._memory.offers(), self.vaults.parts(), list(self.set_aside)
+        )
+
+    def void_after(self, newest: Version) -> int:
+        """Later versions never come back; how many slots and vaults held one."""
+        self._protector.void_after(newest)
+        count = self.vaults.void_after(newest) + self._memory.void_after(newest)
+        self.count_again()
+        return count
+
+    def count_again(self) -> None:
+        """Slots are not what they were."""
+        if self._commits.has_begun:
+            tracker = self._commits.tracker
+            self._commits.begin_again(tracker.generation, tracker.ranks, tracker.world_size)
+            self.restores.look_again()
+
+    def status(self) -> dict[str, object]:
+        return {
+            "vault_bytes": self.vaults.allocated_bytes,
+            "sent_bytes": self._peers.num_sent_bytes,
+            "protected": msgspec.to_builtins(self.vaults.parts()),
+            **self._protector.status(),
+        }
+
+    def free(self) -> None:
+        """End everything and free the vaults."""
+        self._stop()
+        self.restores.stop()
+        self.restores.share(None)
+        self._protector.begin(None)
+        self._peers.close()
+        self._desk.begin(None, None)
+        self._maps.keep_only(())
+        self.vaults.free()
+
+    def _stop(self) -> None:
+        self.restores.cancel()
+        self.range_fetches.begin(None)
+        self._protector.stop()
+        if self._rebuilder is not None:
+            self._rebuilder.stop()
+            self._rebuilder = None
+
+    def _served(self, restored: Version | None) -> Served | None:
+        if restored is None:
+            return None
+        return self._engines.served(
+            run_digest(self._run_id),
+            restored,
+            maps=self._maps,
+            fds=self._held_fds(),
+            vaults=self.vaults,
+            load=self.restores.share_of(restored),
+        )
+
+    def _held_fds(self) -> dict[Rank, list[int]]:
+        memory = self._memory
+        return {rank: [arena.fd for arena in memory.of(rank)] for rank in memory.ranks}
+
+    def _note(self, why: str, ask: transfer.Ask) -> None:
+        """Something of this node was found damaged, and is set aside."""
+        wanted = version(ask.generation, ask.step)
+        if isinstance(ask, transfer.AskMirror):
+            self.vaults.drop_damaged_mirror(wanted, ask.protected_in, ask.place)
+        elif isinstance(ask, transfer.AskUnit | transfer.AskRebuilt):
+            self.vaults.note_damage(wanted, ask.protected_in)
+        self.set_aside.append(why)
+        self._tell_agent(smp_messages.SmpNotice("source_set_aside", why))

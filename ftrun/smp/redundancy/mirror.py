@@ -1,0 +1,194 @@
+"""A node's small state and what is needed to rebuild the rest of it, in one run of bytes.
+
+Runs in:  the SMP: made by the node itself, kept by the m next ones, read by who replaces it.
+Takes in: the shards of a version and the plan of its group.
+Gives:    the parts of a mirror, to be sent from where they lie; and a `Mirror` out of such bytes.
+
+    u32 length | head | for each rank: image header | digest table | mirrored pieces, in order
+"""
+
+import struct
+from collections.abc import Iterator
+
+import msgspec
+import xxhash
+
+from ftrun.errors import LayoutUnknown
+from ftrun.ids import Rank, Version, version
+from ftrun.smp.memory.sealed_shards import HeldShards
+from ftrun.snapshot.layout import Layout, parse_header
+from ftrun.snapshot.manifest import NodeManifest
+from ftrun.snapshot.redundancy import NodePlan, Plan, RankPlan
+from ftrun.wire.messages.protected import GroupMember
+from ftrun.wire.shared_memory.arena import ArenaShape, table_digest
+from ftrun.wire.shared_memory.parity_region import VaultRecord
+
+_LENGTH = struct.Struct("<I")
+_SLACK_BYTES = 4096
+"""Numbers in a head take a byte more or less from version to version."""
+
+
+class RankHead(msgspec.Struct, frozen=True, array_like=True):
+    """What makes a slot of one rank."""
+
+    rank: int
+    world_size: int
+    image_bytes: int
+    num_pieces: int
+    layout_id: int
+    header_bytes: int
+    header_digest: int
+    table_digest: int
+
+    @property
+    def shape(self) -> ArenaShape:
+        return ArenaShape(
+            self.rank, self.world_size, self.image_bytes, self.num_pieces, self.layout_id
+        )
+
+
+class MirrorHead(msgspec.Struct, frozen=True, array_like=True):
+    """What a mirror is of, and how to rebuild what is not in it.
+
+    Args:
+        members: the group, in order.
+        holders: as in the plan of the group.
+        coded_bytes: of every node, by place.
+        own: the plan of the node at `place`.
+    """
+
+    generation: int
+    step: int
+    protected_in: int
+    members: list[GroupMember]
+    parity: int
+    place: int
+    block_bytes: int
+    coded_bytes: list[int]
+    holders: list[list[int]]
+    own: NodePlan
+    ranks: list[RankHead]
+
+    @property
+    def version(self) -> Version:
+        return version(self.generation, self.step)
+
+
+_HEAD = msgspec.msgpack.Decoder(MirrorHead)
+
+
+class Mirror:
+    """A mirror that has come back: its head, and for each rank its bytes.
+
+    Raises:
+        LayoutUnknown: these bytes are none.
+    """
+
+    def __init__(self, raw: memoryview) -> None:
+        try:
+            (length,) = _LENGTH.unpack_from(raw)
+            at = _LENGTH.size + length
+            self.head = _HEAD.decode(raw[_LENGTH.size : at])
+        except (struct.error, msgspec.MsgspecError) as error:
+            raise LayoutUnknown(f"a mirror of {len(raw)} bytes has no head: {error}") from error
+        self.headers: dict[int, memoryview] = {}
+        self.tables: dict[int, memoryview] = {}
+        self.layouts: dict[int, Layout] = {}
+        self._mirrored: dict[int, memoryview] = {}
+        self._plans = {plan.rank: plan for plan in self.head.own.ranks}
+        for rank in self.head.ranks:
+            at = self._take(rank, raw, at)
+        if at != len(raw):
+            raise LayoutUnknown(f"a mirror of {len(raw)} bytes has {at} in use")
+
+    def plan_of(self, rank: int) -> RankPlan:
+        return self._plans[rank]
+
+    def mirrored(self, rank: int) -> Iterator[tuple[int, memoryview]]:
+        """The mirrored pieces of a rank: index and bytes."""
+        left = self._mirrored[rank]
+        for index in pieces_of(self._plans[rank]):
+            size = self.layouts[rank].pieces[index].num_bytes
+            yield index, left[:size]
+            left = left[size:]
+
+    def _take(self, rank: RankHead, raw: memoryview, at: int) -> int:
+        header = raw[at : at + rank.header_bytes]
+        at += rank.header_bytes
+        table = raw[at : at + 8 * rank.num_pieces]
+        at += 8 * rank.num_pieces
+        if len(table) != 8 * rank.num_pieces or rank.rank not in self._plans:
+            raise LayoutUnknown(f"a mirror ends in the midst of rank {rank.rank}")
+        if (
+            xxhash.xxh3_64_intdigest(header) != rank.header_digest
+            or table_digest(table) != rank.table_digest
+        ):
+            raise LayoutUnknown(f"the mirror of rank {rank.rank} is not what was mirrored")
+        layout, _ = parse_header(header, image_bytes=rank.image_bytes)
+        if len(layout.pieces) != rank.num_pieces:
+            raise LayoutUnknown(f"the mirror of rank {rank.rank} is of another layout")
+        size = sum(layout.pieces[index].num_bytes for index in pieces_of(self._plans[rank.rank]))
+        self.headers[rank.rank], self.tables[rank.rank] = header, table.cast("Q")
+        self.layouts[rank.rank] = layout
+        self._mirrored[rank.rank] = raw[at : at + size]
+        return at + size
+
+
+def mirror_parts(shards: HeldShards, record: VaultRecord) -> list[bytes | memoryview]:
+    """The mirror of this node, in parts; pieces are checked on the way.
+
+    Raises:
+        SnapshotCorrupt: a piece is not what was captured.
+        LayoutUnknown: a rank is not here.
+    """
+    own = record.own
+    manifest = shards.manifest([Rank(one.rank) for one in own.ranks])
+    head = MirrorHead(
+        generation=record.generation,
+        step=record.step,
+        protected_in=record.protected_in,
+        members=record.members,
+        parity=record.parity,
+        place=record.place,
+        block_bytes=record.block_bytes,
+        coded_bytes=record.coded_bytes,
+        holders=record.holders,
+        own=own,
+        ranks=_rank_heads(manifest),
+    )
+    raw = msgspec.msgpack.encode(head)
+    parts: list[bytes | memoryview] = [_LENGTH.pack(len(raw)) + raw]
+    for rank_plan in own.ranks:
+        shard = shards.shard(rank_plan.rank)
+        parts += [shard.image[: shard.start], shard.table.cast("B")]
+        parts += [shard.run(run) for run in rank_plan.mirrored]
+    return parts
+
+
+def mirror_room(plan: Plan, place: int, manifest: NodeManifest, num_members: int) -> int:
+    """Bytes to set aside for the mirror of the node at `place`, for this and later versions."""
+    fixed = sum(rank.header_bytes + 8 * rank.num_pieces for rank in manifest.ranks)
+    plans = len(msgspec.msgpack.encode((plan.nodes[place], plan.holders)))
+    return fixed + plan.nodes[place].mirrored_bytes + plans + _SLACK_BYTES * (2 + num_members)
+
+
+def pieces_of(plan: RankPlan) -> Iterator[int]:
+    """The mirrored pieces of a rank, in order."""
+    for run in plan.mirrored:
+        yield from range(run.first, run.first + run.count)
+
+
+def _rank_heads(manifest: NodeManifest) -> list[RankHead]:
+    return [
+        RankHead(
+            rank=rank.rank,
+            world_size=rank.world_size,
+            image_bytes=rank.image_bytes,
+            num_pieces=rank.num_pieces,
+            layout_id=rank.layout_id,
+            header_bytes=rank.header_bytes,
+            header_digest=rank.header_digest,
+            table_digest=rank.table_digest,
+        )
+        for rank in manifest.ranks
+    ]

@@ -1,0 +1,289 @@
+"""What comes in from the group for one version: blocks into parity, mirrors into their room.
+
+Runs in:  the SMP, in the threads of the links that come in; started and ended by the server's.
+Takes in: blocks and mirrors, each with its digest checked before it gets here.
+Gives:    parity rows in the vault; where m > 1, the rows of others, to be sent on; word when all
+          that belongs here is here.
+
+m = 1: every data node sends its block to the stripe's parity node, which adds it to the row where
+that lies. m > 1: it sends it to the first parity node alone, which makes all m rows and sends the
+others on: S (1 + (m - 1) / k) bytes per node and not m S.
+
+Rule 1: a vault is written under a lock and only while this object is active, so that one that was
+        given up never touches what comes after it.
+Rule 2: of the stripes a node gathers, others send those below its window; it moves on as rows are
+        sent on. So memory beside the vault stays below a window of rows, and no thread that
+        receives ever waits for one that sends.
+"""
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import xxhash
+
+from ftrun.erasure.codec import Codec
+from ftrun.erasure.fragments import (
+    Fragment,
+    FragmentHeader,
+    StripeId,
+    block_digest,
+    check,
+    pack,
+    unpack,
+)
+from ftrun.erasure.stripes import Stripes
+from ftrun.errors import FragmentRefused
+from ftrun.ids import Generation
+from ftrun.wire.crash_points import crash_point
+from ftrun.wire.shared_memory.parity_region import Vault, VaultRecord
+
+WINDOW_STRIPES = 8
+_NUM_LOCKS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class RowOut:
+    """A row of parity that belongs to another node."""
+
+    place: int
+    header: bytes
+    row: bytearray
+
+
+@dataclass(frozen=True, slots=True)
+class FillEvents:
+    """Who is told. All are called in threads of links.
+
+    Args:
+        forward: send a row on; `release` when it is sent or never will be.
+        window: of the stripes gathered here, others may now send those below this number.
+        full: everything is here.
+    """
+
+    forward: Callable[[RowOut, Callable[[], None]], None]
+    window: Callable[[int], None]
+    full: Callable[[], None]
+
+
+class Fill:
+    """One vault while it is filled.
+
+    Args:
+        vault: begun with its record.
+        codec: of the group's k and m.
+        run: `run_digest` of the run.
+        group: `Group.id` of the members.
+        events: who is told.
+    """
+
+    def __init__(
+        self, vault: Vault, codec: Codec, *, run: int, group: int, events: FillEvents
+    ) -> None:
+        record = vault.record
+        assert record is not None
+        self._vault = vault
+        self._record: VaultRecord = record
+        self._codec = codec
+        self._run, self._group = run, group
+        self._events = events
+        self._is_active = True
+        self._locks = [threading.Lock() for _ in range(_NUM_LOCKS)]
+        self._count_lock = threading.Lock()
+        self.stripes = stripes_of(record)
+        self._seen: dict[int, int] = {}
+        self._staged: dict[int, list[bytearray]] = {}
+        self._spare: list[bytearray] = []
+        self._num_stripes = num_stripes_of(record)
+        self.missing = self._expected_rows() + len(record.mirrors)
+        self._sent_on: set[int] = set()
+        self._first_open = 0
+        self._window = -1
+        self.num_bytes = 0
+
+    @property
+    def block_bytes(self) -> int:
+        return self._record.block_bytes
+
+    def start(self) -> None:
+        """Open the window; also where there is nothing to wait for."""
+        self._move_window()
+        if self.missing == 0:
+            self._events.full()
+
+    def stop(self) -> None:
+        """Give it up; when this returns no thread writes to the vault any more."""
+        self._is_active = False
+        for lock in self._locks:
+            with lock:
+                pass
+
+    # --- threads of links ------------------------------------------------------------------
+
+    def take_block(self, sender: int, name: str, header: bytes, payload: memoryview) -> None:
+        """Add a block of data to its stripe, or keep a row of parity.
+
+        Args:
+            sender: its place in the group.
+            name: the sender's, for words.
+            header: the fragment's, packed.
+            payload: its bytes.
+
+        Raises:
+            FragmentRefused: it is not what it should be.
+        """
+        told = unpack(header, what=f"a block from {name}")
+        stripe, index = told.of.stripe, self._index_from(told, sender, name)
+        fragment = Fragment(name, index, header, payload)
+        check(fragment, self._stripe_id(stripe), generation=self._made_in)
+        with self._locks[stripe % _NUM_LOCKS]:
+            if not self._is_active:
+                return
+            self.num_bytes += len(payload)
+            if index >= self._codec.k:
+                self._keep(stripe, payload, told.block.digest)
+                is_done = True
+            else:
+                is_done = self._add(stripe, index, payload)
+        if is_done:
+            self._count(1)
+
+    def mirror_room(self, place: int) -> int:
+        """Bytes set aside for a node's small state; 0 where it does not belong here."""
+        return dict(self._record.mirrors).get(place, 0)
+
+    def take_mirror(self, sender: int, payload: bytearray, digest: int) -> None:
+        """Keep a node's small state; it fits its room."""
+        with self._locks[0]:
+            if not self._is_active:
+                return
+            self._vault.mirror_room(sender)[: len(payload)] = payload
+            self._vault.keep_mirror(sender, len(payload), digest)
+            self.num_bytes += len(payload)
+        crash_point("smp.protect.mirror_kept")
+        self._count(1)
+
+    def _index_from(self, told: FragmentHeader, sender: int, name: str) -> int:
+        """The place in its stripe that a block from this node must have.
+
+        Raises:
+            FragmentRefused: this node sends no such block here.
+        """
+        stripe, own = told.of.stripe, self._record.place
+        what = f"a block from {name} for stripe {stripe}"
+        if not 0 <= stripe < self._num_stripes:
+            raise FragmentRefused(what=what, why=f"there are {self._num_stripes} stripes")
+        parity = self.stripes.parity_nodes(stripe)
+        if told.index >= self._codec.k and sender == parity[0] and own in parity[1:]:
+            return self.stripes.index(stripe, own)
+        if sender not in parity and own == parity[0]:
+            return self.stripes.index(stripe, sender)
+        raise FragmentRefused(what=what, why="it does not belong here")
+
+    def _keep(self, stripe: int, row: memoryview, digest: int) -> None:
+        at = self.stripes.parity_block(self._record.place, stripe)
+        assert at is not None
+        self._vault.row(at)[:] = row
+        self._vault.keep_row(at, digest)
+
+    def _add(self, stripe: int, index: int, payload: memoryview) -> bool:
+        """Add a block to the rows of its stripe; whether that was the last one."""
+        seen = self._seen.get(stripe, 0)
+        if seen >> index & 1:
+            raise FragmentRefused(what=f"a block for stripe {stripe}", why="it came before")
+        at = self.stripes.parity_block(self._record.place, stripe)
+        assert at is not None
+        row = self._vault.row(at)
+        if not seen and self._codec.m > 1:
+            self._staged[stripe] = [self._spare_row() for _ in range(1, self._codec.m)]
+        others = self._staged.get(stripe, ())
+        for j, target in enumerate((row, *others)):
+            self._codec.update(index, payload, j, target, first=not seen)
+        crash_point("smp.protect.block_added")
+        seen |= 1 << index
+        self._seen[stripe] = seen
+        if seen != self._expected(stripe):
+            return False
+        self._vault.keep_row(at, xxhash.xxh3_64_intdigest(row))
+        if self._codec.m > 1:
+            self._send_on(stripe, self._staged.pop(stripe))
+        return True
+
+    def _send_on(self, stripe: int, rows: list[bytearray]) -> None:
+        """Give the other parity nodes of a stripe their rows; the window moves when they have."""
+        left = [len(rows)]
+
+        def release(row: bytearray) -> None:
+            with self._count_lock:
+                self._spare.append(row)
+                left[0] -= 1
+                is_last = not left[0]
+            if is_last:
+                self._sent_on.add(stripe // self.stripes.n)
+                self._move_window()
+
+        for j, row in enumerate(rows, start=1):
+            block = block_digest(row)
+            header = FragmentHeader(
+                self._stripe_id(stripe), self._made_in, self._codec.k + j, block
+            )
+            place = self.stripes.parity_nodes(stripe)[j]
+            out = RowOut(place, pack(header), row)
+            self._events.forward(out, partial(release, row))
+
+    def _move_window(self) -> None:
+        """Let the others send as many stripes as may be under way here."""
+        with self._count_lock:
+            if self._codec.m == 1:
+                # Rows are made where they stay; nothing waits here.
+                below = self._num_stripes
+            else:
+                done = self._first_open
+                while done in self._sent_on:
+                    self._sent_on.remove(done)
+                    done += 1
+                self._first_open = done
+                below = done + WINDOW_STRIPES
+            if below == self._window:
+                return
+            self._window = below
+        if self._is_active:
+            self._events.window(below)
+
+    def _spare_row(self) -> bytearray:
+        with self._count_lock:
+            return self._spare.pop() if self._spare else bytearray(self._record.block_bytes)
+
+    def _count(self, number: int) -> None:
+        with self._count_lock:
+            self.missing -= number
+            is_full = self.missing == 0
+        if is_full:
+            self._events.full()
+
+    def _expected(self, stripe: int) -> int:
+        """The data blocks of a stripe that somebody has, as bits."""
+        senders = self.stripes.senders(stripe, self._record.coded_bytes)
+        return sum(1 << self.stripes.index(stripe, node) for node in senders)
+
+    def _expected_rows(self) -> int:
+        place = self._record.place
+        stripes = (self.stripes.parity_stripe(place, at) for at in range(self._record.num_rows))
+        return sum(1 for stripe in stripes if self._expected(stripe))
+
+    def _stripe_id(self, stripe: int) -> StripeId:
+        return StripeId(self._run, self._record.version, self._group, stripe)
+
+    @property
+    def _made_in(self) -> Generation:
+        return Generation(self._record.protected_in)
+
+
+def stripes_of(record: VaultRecord) -> Stripes:
+    """The layout of the group that has made a record."""
+    return Stripes(len(record.members), record.parity, record.block_bytes)
+
+
+def num_stripes_of(record: VaultRecord) -> int:
+    return stripes_of(record).num_stripes(max(record.coded_bytes))

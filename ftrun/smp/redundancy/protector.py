@@ -1,0 +1,498 @@
+"""Protects versions among the nodes of a group: from the local seals to "any m nodes may go".
+
+Runs in:  the SMP: decisions in the server's thread, bytes in the threads of the links.
+Takes in: versions that all local ranks have sealed; what the other SMPs of the group say.
+Gives:    VersionReady to the agent; mirrors and parity in the vaults.
+Survives: nothing by itself. A new SMP finds the slots and the vaults, and begins again.
+
+    all local ranks have sealed it -> Sealed, Manifest -> a plan -> Open, blocks, mirrors
+                                   -> all is in the vault -> Stored -> all n nodes have: ready
+
+Rule 1: a version is ready when every node of the group has said Stored: then every mirror and every
+        row of parity is where it belongs, and all replicas have agreed.
+Rule 2: what a lost connection took with it is not looked for: the version begins again, with the
+        next attempt, and every node drops what is of the one before.
+Rule 3: where every node of the group has a whole part of this protection already, as after the
+        crash of a rank or of an SMP, nothing is sent: it is ready.
+Rule 4: a node that cannot keep its part says why, and the version is ready all the same, protected
+        against no loss of a node: training goes on, and the status says UNPROTECTED.
+Rule 5: once its node has told what it holds, for the next generation to be planned from it, nothing
+        is begun and nothing overwritten any more until that generation begins.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+import msgspec
+
+from ftrun import clock
+from ftrun.erasure.codec import Codec
+from ftrun.erasure.fragments import run_digest
+from ftrun.errors import LayoutUnknown, SnapshotCorrupt
+from ftrun.ids import Rank, RunId, Version, version
+from ftrun.smp.jobs import Finish
+from ftrun.smp.link_rules import PROTECT
+from ftrun.smp.memory.sealed_shards import HeldShards
+from ftrun.smp.peer_link import Frame
+from ftrun.smp.redundancy.exchange import ExchangeEvents, ExchangeTools, ProtectorTools
+from ftrun.smp.redundancy.group import Protecting, rooms_for
+from ftrun.smp.redundancy.parity_writer import Fill
+from ftrun.smp.redundancy.rounds import Round, Rounds
+from ftrun.smp.redundancy.troubles import Troubles
+from ftrun.smp.watch import Watch
+from ftrun.snapshot.manifest import NodeManifest
+from ftrun.snapshot.plan_agreement import GroupPlan
+from ftrun.snapshot.redundancy import Plan
+from ftrun.wire.cluster import transfer as t
+from ftrun.wire.crash_points import crash_point
+from ftrun.wire.messages import smp as smp_messages
+from ftrun.wire.transport.bulk_socket import digest_of
+
+MAX_ATTEMPTS = 8
+"""So often a version is begun again because of damaged blocks."""
+
+_LINKS_EVERY_S = 1.0
+
+TellAgent = Callable[..., None]
+
+
+class Protector:
+    """All versions of one generation on their way.
+
+    Args:
+        run_id: for the fragments' headers.
+        tools: what it works with.
+        tell_agent: as `Keeper` does it.
+        corrupt: a slot of this version is not what was sealed, and why; whether the version was
+            abandoned for it.
+    """
+
+    def __init__(
+        self,
+        run_id: RunId,
+        tools: ProtectorTools,
+        *,
+        tell_agent: TellAgent,
+        corrupt: Callable[[Version, str], bool],
+    ) -> None:
+        self.group: Protecting | None = None
+        self.last_s = 0.0
+        self.last_bytes = 0
+        self._run = run_digest(run_id)
+        self._peers = tools.peers
+        self._vaults = tools.vaults
+        self._jobs = tools.jobs
+        self._maps = tools.maps
+        self._exchange = tools.exchange
+        self._tell_agent = tell_agent
+        self._corrupt = corrupt
+        self._rounds = Rounds()
+        self._plan: GroupPlan | None = None
+        self._rooms: dict[int, int] = {}
+        self._codec: Codec | None = None
+        self._codecs = tools.codecs
+        self._is_still = False
+        self._committed: Version | None = None
+        self._troubles = Troubles(tell_agent)
+        self._watch = Watch(tools.jobs, self._look)
+        self._unreachable: list[str] = []
+        self._link_watch = Watch(tools.jobs, self._look_at_links)
+
+    # --- the server's thread: what the keeper wants ------------------------------------------
+
+    def begin(self, group: Protecting | None) -> None:
+        """Give up all that is under way, and go on with this group."""
+        self.stop()
+        self._is_still = False
+        self.group = group
+        self._committed = self._rounds.over = None
+        self._plan = None
+        self._rooms = {}
+        self._set_unreachable([])
+        self._troubles.clear()
+        if group is not None and group.is_possible:
+            k = len(group.nodes) - group.parity
+            self._codec = self._codecs.get(k, group.parity)
+            self._plan = GroupPlan(
+                place=group.place,
+                num_nodes=len(group.nodes),
+                parity=group.parity,
+                small_state_bytes=group.small_state_bytes,
+            )
+            for place in group.others:
+                self._peers.link(place, PROTECT)
+            self._watch.start(group.patience_s)
+            self._link_watch.start(_LINKS_EVERY_S)
+
+    def stop(self) -> None:
+        """Give up all that is under way."""
+        self._watch.stop()
+        self._link_watch.stop()
+        self._rounds.stop()
+
+    def stand_still(self) -> None:
+        """Keep everything as it is until the next generation begins."""
+        self._is_still = True
+        self.stop()
+
+    def protect(self, wanted: Version, fds: Mapping[Rank, Sequence[int]]) -> None:
+        """Every local rank has sealed this version, or holds it.
+
+        Args:
+            wanted: newer than all that came before in this generation.
+            fds: descriptors of the local ranks' arenas.
+        """
+        group = self.group
+        assert group is not None
+        if self._is_still:
+            return
+        self._rounds.drop(lambda other: other < wanted)
+        round_ = self._rounds.of(wanted)
+        if round_.is_sealed:
+            if round_.is_ready:
+                self._tell_ready(round_)  # the agent has begun the same generation again
+            return
+        round_.began_s = clock.now_s()
+        round_.is_sealed = True
+        if not group.is_possible:
+            why = f"{len(group.nodes)} node(s) with parity {group.parity} protect nothing"
+            self._ready(round_, why)
+            return
+        if round_.problem:
+            self._give_up(round_, round_.problem)
+            return
+        shards = self._maps.hold(fds, wanted)
+        self._jobs.submit(
+            "protect",
+            partial(self._describe, round_, shards, sorted(fds)),
+            failed=partial(self._unable, round_, "a bug in ftrun; the SMP's log has it"),
+        )
+
+    def is_ready(self, wanted: Version) -> bool:
+        """VersionReady was sent."""
+        round_ = self._rounds.find(wanted)
+        return round_ is not None and round_.was_ready
+
+    def abandon(self, newest: Version) -> None:
+        """Versions of the same generation, up to this one, are not protected any more."""
+        self._rounds.drop(lambda other: other.generation == newest.generation and other <= newest)
+
+    def void_after(self, newest: Version) -> None:
+        """Later versions never come back."""
+        self._rounds.drop(lambda other: other > newest, is_over=False)
+
+    def committed(self, newest: Version) -> None:
+        """It counts from now on, as it is protected; what came before is over."""
+        if self.group is None:
+            return
+        self._committed = newest
+        round_ = self._rounds.find(newest)
+        if round_ is not None and not round_.is_ready and not round_.problem:
+            # It has begun again, see `_ready`. Nodes that were ready have dropped it, so it may
+            # never end: a part that is whole counts now, or the next version overwrites it.
+            part = self._own_part(newest)
+            if part >= 0 and (round_.exchange is None or part == round_.protected_in):
+                self._commit_part(newest, part)
+            return
+        part = round_.protected_in if round_ is not None else self._own_part(newest)
+        self._commit_part(newest, part)
+        self._rounds.drop(lambda other: other <= newest)
+
+    def _commit_part(self, newest: Version, protected_in: int) -> None:
+        for slot in self._vaults.commit(newest, protected_in):
+            self._tell_agent(smp_messages.VaultFreed(slot))
+
+    def status(self) -> dict[str, object]:
+        group = self.group
+        if group is None:
+            return {"group": None}
+        return {
+            "group": [node.node_id for node in group.nodes],
+            "parity": group.parity,
+            "under_way": [one.status(group.nodes) for one in self._rounds],
+            "last_protect_s": self.last_s,
+            "last_protect_bytes": self.last_bytes,
+        }
+
+    # --- own part ----------------------------------------------------------------------------
+
+    def _describe(self, round_: Round, shards: HeldShards, ranks: Sequence[Rank]) -> Finish:
+        """In a job: what this node will say of a version."""
+        try:
+            manifest = shards.manifest(ranks)
+        except (LayoutUnknown, SnapshotCorrupt) as error:
+            return partial(self._corrupt_here, round_, str(error))
+        return partial(self._described, round_, shards, manifest)
+
+    def _described(self, round_: Round, shards: HeldShards, manifest: NodeManifest) -> None:
+        if not self._rounds.is_current(round_):
+            return
+        round_.shards, round_.manifest = shards, manifest
+        self._tell_sealed(round_)
+        problem = self._codecs.problem(self._codec) if self._codec is not None else ""
+        if problem:
+            self._unable(round_, problem)
+        self._advance(round_)
+
+    def _tell_sealed(self, round_: Round) -> None:
+        group, group_plan = self.group, self._plan
+        assert group is not None
+        assert group_plan is not None
+        assert round_.manifest is not None
+        plan_id, replicas = group_plan.say(round_.manifest)
+        part = self._own_part(round_.version)
+        round_.told[group.place] = (plan_id, replicas)
+        round_.parts[group.place] = part
+        round_.manifests[group.place] = round_.manifest
+        crash_point("smp.protect.described")
+        body = t.Sealed(
+            *self._name(round_), plan_id, [[(int(r), d) for r, d in one] for one in replicas], part
+        )
+        self._tell_all(body)
+        if not plan_id and part < 0:
+            self._tell_manifest(round_)
+
+    def _own_part(self, wanted: Version) -> int:
+        """The generation from which this node has its whole part of this protection, or -1."""
+        assert self.group is not None
+        return self.group.whole_part(wanted, self._vaults.parts())
+
+    def _tell_manifest(self, round_: Round) -> None:
+        if not round_.manifest_is_sent:
+            round_.manifest_is_sent = True
+            raw = msgspec.msgpack.encode(round_.manifest)
+            self._tell_all(t.ManifestOf(*self._name(round_)), raw)
+
+    def _advance(self, round_: Round) -> None:
+        """Go on as far as what is known allows."""
+        group, group_plan = self.group, self._plan
+        if group is None or group_plan is None or round_.manifest is None:
+            return
+        if round_.exchange is not None or round_.is_ready or len(round_.told) < len(group.nodes):
+            return
+        parts = set(round_.parts.values())
+        if len(parts) == 1 and parts != {-1}:
+            round_.protected_in = parts.pop()
+            self._ready(round_)
+            return
+        settled = group_plan.settle(round_.told, round_.manifests)
+        if settled.needs_manifests:
+            self._tell_manifest(round_)
+        if settled.plan is None:
+            return
+        if settled.differ:
+            self._troubles.replicas_differ(round_.version, group, settled.differ)
+        if set(round_.manifests) == set(range(len(group.nodes))):
+            self._rooms = rooms_for(settled.plan, round_.manifests, group)
+        self._begin_exchange(round_, settled.plan)
+
+    def _begin_exchange(self, round_: Round, plan: Plan) -> None:
+        group, codec = self.group, self._codec
+        assert group is not None
+        assert codec is not None
+        assert round_.shards is not None
+        tools = ExchangeTools(
+            self._run, self._peers, self._vaults, self._jobs, codec, self._vault_made
+        )
+        events = ExchangeEvents(
+            stored=partial(self._stored_here, round_),
+            unable=partial(self._unable, round_),
+            corrupt=partial(self._corrupt_here, round_),
+        )
+        exchange = self._exchange(
+            round_.shards, plan, group, attempt=round_.attempt, tools=tools, events=events
+        )
+        round_.exchange = exchange
+        round_.protected_in = group.generation
+        exchange.begin(self._rooms)
+        for place, window in round_.windows.items():
+            exchange.let(place, *window)
+
+    def _vault_made(self, slot: int, fd: int) -> None:
+        self._tell_agent(smp_messages.VaultMade(slot), fds=(fd,))
+
+    # --- how it ends -------------------------------------------------------------------------
+
+    def _stored_here(self, round_: Round) -> None:
+        group, exchange = self.group, round_.exchange
+        if group is not None and exchange is not None and exchange.fill is not None:
+            self.last_bytes = exchange.fill.num_bytes
+            self._tell_all(t.Stored(*self._name(round_)))
+            self._stored(round_, group.place)
+
+    def _stored(self, round_: Round, place: int) -> None:
+        group = self.group
+        round_.stored.add(place)
+        if group is not None and len(round_.stored) == len(group.nodes) and not round_.is_ready:
+            self._ready(round_)
+
+    def _ready(self, round_: Round, problem: str = "") -> None:
+        group = self.group
+        assert group is not None
+        round_.is_ready = round_.was_ready = True
+        self.last_s = clock.now_s() - round_.began_s
+        round_.problem = problem
+        if not problem:
+            self._troubles.protected()
+        crash_point("smp.protect.ready")
+        at = round_.version
+        if at == self._committed:
+            self.committed(at)
+            return
+        self._tell_ready(round_)
+
+    def _tell_ready(self, round_: Round) -> None:
+        at, problem = round_.version, round_.problem
+        survives = self.group.parity if self.group is not None and not problem else 0
+        self._tell_agent(smp_messages.VersionReady(at.generation, at.step, survives, problem))
+
+    def _unable(self, round_: Round, why: str) -> None:
+        """This node cannot keep its part, and says so."""
+        if self._rounds.is_current(round_) and not round_.is_ready:
+            self._tell_all(t.Unable(*self._name(round_), why))
+            self._give_up(round_, why)
+
+    def _give_up(self, round_: Round, why: str) -> None:
+        round_.stop()
+        round_.problem = why
+        if round_.is_sealed and not round_.is_ready:
+            self._troubles.unprotected(round_.version, why)
+            self._ready(round_, why)
+
+    def _corrupt_here(self, round_: Round, why: str) -> None:
+        """A slot of this node is not what was sealed: such a version must not be committed."""
+        if self._rounds.is_current(round_) and not self._corrupt(round_.version, why):
+            self._unable(round_, why)
+
+    # --- what others say ---------------------------------------------------------------------
+
+    def heard(self, session: int, node_id: str, body: t.RoundMessage) -> None:
+        """A message of the group about one version."""
+        group = self.group
+        if group is None or session != group.number or self._plan is None or self._is_still:
+            return
+        place = group.place_of(node_id)
+        at = version(body.generation, body.step)
+        over = self._rounds.over
+        if place is None or (over is not None and at <= over):
+            return
+        round_ = self._rounds.of(at)
+        if body.attempt > round_.attempt:
+            self._begin_again(round_, body.attempt)
+        elif body.attempt < round_.attempt and not isinstance(body, t.ManifestOf):
+            return
+        match body:
+            case t.Sealed():
+                round_.told[place] = (body.plan_id, body.replicas)
+                round_.parts[place] = body.part
+                self._advance(round_)
+            case t.Open():
+                round_.windows[place] = (body.plan_id, body.below)
+                if round_.exchange is not None:
+                    round_.exchange.let(place, body.plan_id, body.below)
+            case t.Stored():
+                self._stored(round_, place)
+            case t.Unable():
+                self._give_up(round_, f"node {node_id}: {body.why}")
+            case _:
+                pass
+
+    def manifest_came(
+        self, session: int, node_id: str, body: t.ManifestOf, manifest: NodeManifest
+    ) -> None:
+        group = self.group
+        if group is None or session != group.number:
+            return
+        self.heard(session, node_id, body)
+        place = group.place_of(node_id)
+        round_ = self._rounds.find(version(body.generation, body.step))
+        if round_ is not None and place is not None:
+            round_.manifests[place] = manifest
+            self._advance(round_)
+
+    def damaged(self, session: int, node_id: str, body: t.RoundMessage, why: str) -> None:
+        """What has come from a node is not what it was to be: all of it once more, a few times."""
+        group = self.group
+        round_ = self._rounds.find(version(body.generation, body.step))
+        if group is None or round_ is None or session != group.number or round_.is_ready:
+            return
+        if body.attempt == round_.attempt:
+            self._troubles.damaged(why, node_id)
+            if round_.attempt < MAX_ATTEMPTS:
+                self._begin_again(round_, round_.attempt + 1)
+            else:
+                self._unable(round_, why)
+
+    def lost(self, node_id: str, why: str) -> None:
+        """There is no link to a node, or none from it."""
+        if self.group is not None:
+            self._troubles.lost(node_id, why)
+
+    def linked(self, node_id: str) -> None:
+        """A lost link to this node is there again."""
+        for round_ in self._rounds:
+            self._say_again(round_)
+
+    def fill_of(self, session: int, body: t.RoundMessage) -> tuple[Fill, Protecting] | None:
+        """Where blocks and mirrors of a version go; in any thread."""
+        group = self.group
+        round_ = self._rounds.find(version(body.generation, body.step))
+        if group is None or round_ is None or session != group.number:
+            return None
+        fill = round_.exchange.fill if round_.exchange is not None else None
+        return (fill, group) if fill is not None and round_.attempt == body.attempt else None
+
+    def _look(self) -> None:
+        """Name the nodes that hold a version up: all have sealed it, and nothing moves."""
+        group = self.group
+        for round_ in self._rounds:
+            if group is None or round_.is_ready or len(round_.told) < len(group.nodes):
+                continue
+            if not round_.has_moved():
+                self._troubles.stalled(round_.version, group, round_.stored)
+
+    def _look_at_links(self) -> None:
+        """Tell the agent which nodes cannot be reached now, where that has changed."""
+        group = self.group
+        if group is None:
+            return
+        links = [
+            (place.node_id, self._peers.find(place.node_id, PROTECT)) for place in group.others
+        ]
+        found = [node_id for node_id, link in links if link is not None and link.carries_nothing]
+        self._set_unreachable(found)
+
+    def _set_unreachable(self, nodes: list[str]) -> None:
+        if nodes != self._unreachable:
+            self._unreachable = nodes
+            self._tell_agent(smp_messages.PeersUnreachable(nodes))
+
+    # --- details -----------------------------------------------------------------------------
+
+    def _begin_again(self, round_: Round, attempt: int) -> None:
+        round_.begin_again(attempt)
+        if round_.manifest is not None:
+            self._tell_sealed(round_)
+            self._advance(round_)
+
+    def _say_again(self, round_: Round) -> None:
+        """What a lost connection took with it may be missing elsewhere, also where all is here."""
+        group = self.group
+        if not round_.is_ready:
+            self._begin_again(round_, round_.attempt + 1)
+        elif round_.problem:
+            self._tell_all(t.Unable(*self._name(round_), round_.problem))
+        elif group is not None and group.is_possible and round_.manifest is not None:
+            self._tell_sealed(round_)
+            if group.place in round_.stored:
+                self._tell_all(t.Stored(*self._name(round_)))
+
+    def _name(self, round_: Round) -> tuple[int, int, int]:
+        return round_.version.generation, round_.version.step, round_.attempt
+
+    def _tell_all(self, body: t.AnyTransfer, raw: bytes = b"") -> None:
+        group = self.group
+        assert group is not None
+        digest = digest_of([raw]) if raw else None
+        for place in group.others:
+            self._peers.link(place, PROTECT).tell(Frame(body, [raw] if raw else (), digest))

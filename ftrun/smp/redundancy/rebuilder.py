@@ -1,0 +1,267 @@
+"""Rebuilds blocks of a lost node out of this node's parity and what the other survivors have.
+
+Runs in:  the SMP, in two threads of its own; asked in the threads of links.
+Takes in: AskRebuilt.
+Gives:    the rebuilt block to whoever has asked, or why it cannot be rebuilt.
+
+Every survivor with parity of a stripe does this for the stripes it is asked for, so the node that
+takes the lost one's place receives what was lost and not k times as much.
+"""
+
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ftrun.erasure.codec import Codec
+from ftrun.erasure.fragments import Fragment, StripeId
+from ftrun.erasure.rebuild import StripeFacts, StripeWork
+from ftrun.errors import LayoutUnknown, SnapshotCorrupt
+from ftrun.ids import Generation
+from ftrun.smp.peer_link import Frame
+from ftrun.smp.redundancy.parity_writer import num_stripes_of, stripes_of
+from ftrun.smp.restore.restore_server import Served, group_of
+from ftrun.smp.restore.rpc import FetchDesk
+from ftrun.smp.waits import Steps, Wait, drive
+from ftrun.wire.cluster import transfer as t
+from ftrun.wire.crash_points import crash_point
+from ftrun.wire.shared_memory.parity_region import VaultRecord
+from ftrun.wire.transport.bulk_socket import digest_of
+
+NUM_THREADS = 2
+_TICK_S = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """What came of one question: a block, or why there is none."""
+
+    place: int
+    header: bytes = b""
+    payload: memoryview | None = None
+    why: str = ""
+
+
+class _Asked:
+    """The `Sink` of one question for one block."""
+
+    def __init__(self, place: int, block_bytes: int, answers: "queue.SimpleQueue[_Answer]") -> None:
+        self._place = place
+        self._block_bytes = block_bytes
+        self._answers = answers
+        self._payload: memoryview | None = None
+        self._is_here = False
+
+    def room(self, index: int, num_bytes: int) -> list[memoryview] | None:
+        if index or self._is_here or not 0 < num_bytes <= self._block_bytes:
+            return None
+        self._payload = memoryview(bytearray(num_bytes))
+        return [self._payload]
+
+    def arrived(self, index: int, header: bytes, digest: int | None) -> None:
+        self._is_here = True
+        self._answers.put(_Answer(self._place, header, self._payload))
+
+    def refused(self, index: int, why: str) -> None:
+        self._answers.put(_Answer(self._place, why=why))
+
+
+class Rebuilder:
+    """A few threads that rebuild.
+
+    Args:
+        served: this node's slots and vaults.
+        codec_for: the codec of a k and m.
+        patience_s: how long a node may take for one block; less than whoever asks us has with us.
+    """
+
+    def __init__(
+        self,
+        desk: FetchDesk,
+        served: Served,
+        *,
+        run: int,
+        codec_for: Callable[[int, int], Codec],
+        patience_s: float,
+    ) -> None:
+        self._desk = desk
+        self._served = served
+        self._run = run
+        self._codec_for = codec_for
+        self._patience_s = patience_s
+        self._asks: queue.SimpleQueue[tuple[str, t.AskRebuilt] | None] = queue.SimpleQueue()
+        self._num_threads = 0
+        self._silent: set[str] = set()
+        self._is_stopped = False
+        self._lock = threading.Lock()
+
+    def ask(self, asker: str, ask: t.AskRebuilt) -> None:
+        """Rebuild this block, after those that were asked for before."""
+        with self._lock:
+            is_new = self._num_threads < NUM_THREADS and not self._is_stopped
+            self._num_threads += is_new
+        if is_new:
+            self._desk.runner.start("ftrun-rebuild", self._work())
+        self._asks.put((asker, ask))
+
+    def stop(self) -> None:
+        """End the threads, soon; what is asked for is not answered."""
+        self._is_stopped = True
+        for _ in range(NUM_THREADS):
+            self._asks.put(None)
+
+    def _work(self) -> Steps[None]:
+        while not self._is_stopped and (one := (yield Wait(self._asks))) is not None:
+            asker, ask = one
+            try:
+                raw = yield from self._rebuild(ask)
+            except (LayoutUnknown, SnapshotCorrupt) as error:
+                self._desk.refuse(asker, ask, 0, error)
+            else:
+                crash_point("smp.fetch.rebuilt")
+                self._desk.tell(asker, Frame(t.Found(ask.request, 0), [raw], digest_of([raw])))
+
+    def rebuild(self, ask: t.AskRebuilt) -> memoryview:
+        """As `_rebuild`, in this thread."""
+        return drive(self._rebuild(ask))
+
+    def _rebuild(self, ask: t.AskRebuilt) -> Steps[memoryview]:
+        """The block of the lost node.
+
+        Raises:
+            LayoutUnknown: too little is left of the stripe, or nothing of it is known here.
+            SnapshotCorrupt: this node's own parity is damaged.
+        """
+        vault, record = self._served.vault(ask)
+        stripes = stripes_of(record)
+        places = range(len(record.members))
+        if ask.place not in places or not 0 <= ask.stripe < num_stripes_of(record):
+            raise LayoutUnknown(f"there is no stripe {ask.stripe} of place {ask.place}")
+        senders = stripes.senders(ask.stripe, record.coded_bytes)
+        block = stripes.block_of(ask.place, ask.stripe)
+        if block is None or ask.place not in senders:
+            raise LayoutUnknown(f"place {ask.place} has no block in stripe {ask.stripe}")
+        header, (row,) = self._served.row(vault, record, ask.stripe)
+        own_index = stripes.index(ask.stripe, record.place)
+        own = Fragment(record.members[record.place].node_id, own_index, header, row)
+        facts = self._facts(record, ask.stripe, senders)
+        candidates = [
+            node
+            for node in (*senders, *stripes.parity_nodes(ask.stripe))
+            if node in ask.alive and node not in (ask.place, record.place)
+        ]
+        candidates.sort(key=lambda node: self._is_doubtful(record.members[node].node_id))
+        out = bytearray(record.block_bytes)
+        codec = self._codec_for(stripes.k, stripes.m)
+        work = StripeWork(codec, facts, {stripes.index(ask.stripe, ask.place): out})
+        if not work.take(own):
+            needed = stripes.k - 1 - len(facts.empty)
+            yield from self._gather(ask, record, work, (candidates, needed))
+        _, size = stripes.span(block, record.coded_bytes[ask.place])
+        return memoryview(out)[:size]
+
+    def _is_doubtful(self, node_id: str) -> bool:
+        """It has not answered before, so others are asked first."""
+        return node_id in self._silent or bool(self._desk.why_gone(node_id))
+
+    def _facts(self, record: VaultRecord, stripe: int, senders: tuple[int, ...]) -> StripeFacts:
+        stripes = stripes_of(record)
+        in_order = [stripes.node_at(stripe, index) for index in range(stripes.n)]
+        empty = set(stripes.data_nodes(stripe)) - set(senders)
+        return StripeFacts(
+            of=StripeId(self._run, record.version, group_of(record).id, stripe),
+            nodes=tuple(record.members[node].node_id for node in in_order),
+            empty=frozenset(stripes.index(stripe, node) for node in empty),
+            generation=Generation(record.protected_in),
+        )
+
+    def _gather(
+        self,
+        ask: t.AskRebuilt,
+        record: VaultRecord,
+        work: StripeWork,
+        others: tuple[list[int], int],
+    ) -> Steps[None]:
+        """Ask others for their fragments until the stripe is rebuilt.
+
+        Args:
+            ask: what is to be rebuilt.
+            record: of this node's part.
+            work: takes the fragments.
+            others: places to ask, the best first, and how many of them are needed.
+
+        Raises:
+            LayoutUnknown: too little of the stripe is left.
+        """
+        answers: queue.SimpleQueue[_Answer] = queue.SimpleQueue()
+        stripes = stripes_of(record)
+        left, needed = others
+        waiting: dict[int, float] = {}
+        numbers: list[int] = []
+        problems: list[str] = []
+        try:
+            while True:
+                while left and len(waiting) < max(needed, 1):
+                    node = left.pop(0)
+                    waiting[node] = self._now_s()
+                    numbers.append(self._ask(ask, record, node, answers))
+                if not waiting:
+                    raise LayoutUnknown("; ".join([str(work.refusal()), *problems]))
+                answer = yield Wait(answers, _TICK_S)
+                for found in self._settled(record, waiting, answer):
+                    name = record.members[found.place].node_id
+                    if found.payload is None:
+                        problems.append(f"{name}: {found.why}")
+                        continue
+                    needed -= 1
+                    index = stripes.index(ask.stripe, found.place)
+                    if work.take(Fragment(name, index, found.header, found.payload)):
+                        return
+        finally:
+            for number in numbers:
+                self._desk.requests.close(number)
+
+    def _settled(
+        self, record: VaultRecord, waiting: dict[int, float], answer: _Answer | None
+    ) -> list[_Answer]:
+        """This answer; without one, those that will not come. Taken out of `waiting`."""
+        if answer is None:
+            found = self._silent_ones(record, waiting)
+        else:
+            if answer.payload is not None:
+                self._silent.discard(record.members[answer.place].node_id)
+            found = [answer] if answer.place in waiting else []
+        for one in found:
+            del waiting[one.place]
+        return found
+
+    def _silent_ones(self, record: VaultRecord, waiting: dict[int, float]) -> list[_Answer]:
+        found = []
+        for place, since_s in waiting.items():
+            name = record.members[place].node_id
+            why = self._desk.why_gone(name)
+            if not why and self._now_s() - since_s > self._patience_s:
+                self._silent.add(name)
+                why = f"silent for {self._patience_s:.0f} s"
+            if why:
+                found.append(_Answer(place, why=why))
+        return found
+
+    def _now_s(self) -> float:
+        return self._desk.runner.now_s()
+
+    def _ask(
+        self,
+        ask: t.AskRebuilt,
+        record: VaultRecord,
+        node: int,
+        answers: "queue.SimpleQueue[_Answer]",
+    ) -> int:
+        sink = _Asked(node, record.block_bytes, answers)
+        number = self._desk.requests.open(sink)
+        body = t.AskUnit(
+            number, ask.generation, ask.step, ask.group, ask.protected_in, stripe=ask.stripe
+        )
+        if not self._desk.tell(record.members[node].node_id, Frame(body)):
+            sink.refused(0, "this node is not known here")
+        return number

@@ -1,0 +1,140 @@
+"""What comes over the links, taken to whom it concerns.
+
+Runs in:  the SMP, in the threads of the links that come in; messages go on to the server's.
+Takes in: frames.
+Gives:    blocks and mirrors to the vault that is being filled, in the link's own thread; messages
+          to `Protector`, answers and questions to `FetchDesk`.
+"""
+
+import logging
+import threading
+from functools import partial
+
+import msgspec
+
+from ftrun.errors import FragmentRefused, ProtocolError
+from ftrun.smp.jobs import Jobs
+from ftrun.smp.link_rules import FETCH, PROTECT
+from ftrun.smp.peer_listener import Incoming
+from ftrun.smp.redundancy.protector import Protector
+from ftrun.smp.restore.rpc import FetchDesk
+from ftrun.snapshot.manifest import NodeManifest
+from ftrun.snapshot.redundancy import MAX_BLOCK_BYTES
+from ftrun.wire.cluster import transfer as t
+
+MAX_MANIFEST_BYTES = 1 << 28
+# Made once, here: two threads that make one for the same types at once crash msgspec 0.22.
+_MANIFEST = msgspec.msgpack.Decoder(NodeManifest)
+_of_thread = threading.local()
+_log = logging.getLogger(__name__)
+
+
+class Receiving:
+    """The `PeerEvents` of this SMP."""
+
+    def __init__(self, protector: Protector, fetch_desk: FetchDesk, jobs: Jobs) -> None:
+        self._protector = protector
+        self._fetch_desk = fetch_desk
+        self._jobs = jobs
+
+    def received(self, source: Incoming, envelope: t.TransferEnvelope) -> None:
+        """Take one frame.
+
+        Raises:
+            PeerError: the link is of no more use.
+        """
+        body = envelope.body
+        if source.hello.purpose == FETCH:
+            self._fetch_desk.received(source, envelope)
+        elif isinstance(body, t.BlockOf):
+            self._take_block(source, envelope, body)
+        elif isinstance(body, t.MirrorOf):
+            self._take_mirror(source, envelope, body)
+        elif isinstance(body, t.ManifestOf):
+            self._take_manifest(source, envelope, body)
+        elif isinstance(body, t.RoundMessage) and not envelope.raw_bytes:
+            self._jobs.post(
+                partial(self._protector.heard, source.hello.session, source.node_id, body)
+            )
+        else:
+            raise ProtocolError(f"{type(body).__name__} is not for a link to {PROTECT}")
+
+    def lost(self, node_id: str, purpose: str, why: str) -> None:
+        if purpose == PROTECT:
+            self._jobs.post(partial(self._protector.lost, node_id, why))
+        else:
+            self._fetch_desk.lost(node_id, why)
+
+    def linked(self, node_id: str, purpose: str) -> None:
+        if purpose == PROTECT:
+            self._jobs.post(partial(self._protector.linked, node_id))
+        else:
+            self._fetch_desk.linked(node_id)
+
+    # --- the link's thread -----------------------------------------------------------------
+
+    def _take_block(self, source: Incoming, envelope: t.TransferEnvelope, body: t.BlockOf) -> None:
+        found = self._protector.fill_of(source.hello.session, body)
+        size = envelope.raw_bytes
+        if found is None or size > MAX_BLOCK_BYTES:
+            source.socket.receive_raw(envelope, None)
+            return
+        fill, group = found
+        place = group.place_of(source.node_id)
+        payload = self._staging()[:size]
+        source.socket.receive_raw(envelope, [payload])
+        if place is None:
+            return
+        try:
+            fill.take_block(place, source.node_id, body.header, payload)
+        except FragmentRefused as error:
+            self._damaged(source, body, str(error))
+
+    def _take_mirror(
+        self, source: Incoming, envelope: t.TransferEnvelope, body: t.MirrorOf
+    ) -> None:
+        found = self._protector.fill_of(source.hello.session, body)
+        place = found[1].place_of(source.node_id) if found is not None else None
+        if found is None or place is None:
+            source.socket.receive_raw(envelope, None)
+            return
+        fill, _ = found
+        if envelope.raw_bytes > fill.mirror_room(place):
+            source.socket.receive_raw(envelope, None)
+            self._damaged(source, body, f"the mirror of {source.node_id} has no room here")
+            return
+        payload = bytearray(envelope.raw_bytes)
+        is_whole = source.socket.receive_raw(envelope, [memoryview(payload)])
+        if not is_whole or envelope.raw_digest is None:
+            self._damaged(source, body, f"the mirror of {source.node_id} is not what it sent")
+            return
+        fill.take_mirror(place, payload, envelope.raw_digest)
+
+    def _take_manifest(
+        self, source: Incoming, envelope: t.TransferEnvelope, body: t.ManifestOf
+    ) -> None:
+        if envelope.raw_bytes > MAX_MANIFEST_BYTES:
+            raise ProtocolError(f"a manifest of {envelope.raw_bytes} bytes")
+        raw = bytearray(envelope.raw_bytes)
+        if not source.socket.receive_raw(envelope, [memoryview(raw)]):
+            self._damaged(source, body, f"the manifest of {source.node_id} is not what it sent")
+            return
+        try:
+            manifest = _MANIFEST.decode(raw)
+        except msgspec.MsgspecError as error:
+            raise ProtocolError(f"the manifest of {source.node_id} is none: {error}") from error
+        session, node_id = source.hello.session, source.node_id
+        self._jobs.post(partial(self._protector.manifest_came, session, node_id, body, manifest))
+
+    def _damaged(self, source: Incoming, body: t.RoundMessage, why: str) -> None:
+        _log.warning("%s", why)
+        session, node_id = source.hello.session, source.node_id
+        self._jobs.post(partial(self._protector.damaged, session, node_id, body, why))
+
+    def _staging(self) -> memoryview:
+        """This thread's own block, touched once."""
+        if not hasattr(_of_thread, "block"):
+            _of_thread.block = memoryview(bytearray(MAX_BLOCK_BYTES))
+        found = _of_thread.block
+        assert isinstance(found, memoryview)
+        return found

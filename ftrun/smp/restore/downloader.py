@@ -1,0 +1,237 @@
+"""Gets many items from whoever has them, each from the next source where one fails.
+
+Runs in:  the SMP, in the thread that fetches (waits.py); answers come in threads of links.
+Takes in: items, each with the memory it goes to and the nodes that may have it.
+Gives:    the items, checked; and for those that nobody could give, why not.
+
+Rule 1: a source has a bounded number of bytes to deliver at a time, so memory and queues stay
+        small on both sides, and all sources are busy.
+Rule 2: a source that delivers nothing for longer than the patience is asked no more, and what it
+        owed is asked of the next; a late answer of its is forgotten (see `requests.py`).
+"""
+
+import queue
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from ftrun.smp.restore.requests import Requests
+from ftrun.smp.waits import Steps, Wait
+
+PIECE, BLOCK = "piece", "block"
+"""Kinds of items. Pieces are asked for several at a time."""
+
+WINDOW_BYTES = 16 << 20
+_MAX_BATCH = 16
+_TICK_S = 0.2
+
+
+@dataclass(eq=False)
+class Item:
+    """Something that is wanted.
+
+    Args:
+        kind: PIECE or BLOCK.
+        num_bytes: how long it is.
+        views: where it goes; in all `num_bytes`.
+        sources: node ids, the best first.
+        digest: of its bytes, where known.
+        is_coded: it could be rebuilt instead.
+        key: what the question needs to know: a digest, or a stripe.
+    """
+
+    kind: str
+    key: int
+    num_bytes: int
+    views: Sequence[memoryview]
+    sources: deque[str]
+    digest: int | None = None
+    is_coded: bool = False
+    source: str = ""
+    problems: list[str] = field(default_factory=list)
+
+
+Ask = Callable[[str, int, Sequence[Item]], bool]
+"""Ask a node for items of one kind: node, number of the question, items; False where the node
+cannot be asked."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Event:
+    """What became of one item of one question; an index of -1 is for all of a node."""
+
+    number: int
+    index: int
+    why: str = ""
+    digest: int | None = None
+    node: str = ""
+
+
+class _Batch:
+    """The `Sink` of one question for some items."""
+
+    def __init__(self, items: Sequence[Item], events: "queue.SimpleQueue[_Event]") -> None:
+        self.items = items
+        self.number = 0
+        self._events = events
+
+    def room(self, index: int, num_bytes: int) -> Sequence[memoryview] | None:
+        fits = 0 <= index < len(self.items) and self.items[index].num_bytes == num_bytes
+        return self.items[index].views if fits else None
+
+    def arrived(self, index: int, header: bytes, digest: int | None) -> None:
+        self._events.put(_Event(self.number, index, digest=digest))
+
+    def refused(self, index: int, why: str) -> None:
+        self._events.put(_Event(self.number, index, why or "it was refused"))
+
+
+@dataclass
+class _Question:
+    node: str
+    sink: _Batch
+    left: set[int]
+
+
+class Downloads:
+    """One set of items.
+
+    Args:
+        requests: where answers are waited for.
+        ask: sends a question.
+        patience_s: how long a source may deliver nothing.
+        now_s: the present time.
+    """
+
+    def __init__(
+        self, requests: Requests, ask: Ask, *, patience_s: float, now_s: Callable[[], float]
+    ) -> None:
+        self._requests = requests
+        self._ask = ask
+        self._patience_s = patience_s
+        self._now_s = now_s
+        self._events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
+        self._waiting: dict[str, deque[Item]] = defaultdict(deque)
+        self._open: dict[int, _Question] = {}
+        self._owed: dict[str, int] = defaultdict(int)
+        self._heard_s: dict[str, float] = {}
+        self._bad: dict[str, str] = {}
+        self._failed: list[Item] = []
+        self._is_cancelled = False
+        self.num_bytes = 0
+
+    def cancel(self) -> None:
+        """Give up; from whichever thread."""
+        self._is_cancelled = True
+        self._events.put(_Event(0, -1))
+
+    def lost(self, node: str, why: str) -> None:
+        """A node cannot be reached any more; from whichever thread."""
+        self._events.put(_Event(0, -1, why, node=node))
+
+    def steps(self, items: Sequence[Item]) -> Steps[list[Item]]:
+        """Get all of them; those that nobody could give, with their problems.
+
+        When this returns no answer is written to an item's memory any more.
+        """
+        self._failed = []
+        for item in items:
+            self._assign(item)
+        try:
+            while not self._is_cancelled:
+                self._ask_all()
+                if not self._open and not any(self._waiting.values()):
+                    break
+                event = yield Wait(self._events, min(_TICK_S, self._patience_s))
+                self._take_event(event)
+        finally:
+            for number in list(self._open):
+                self._requests.close(number)
+            self._open.clear()
+            self._owed.clear()
+            self._waiting.clear()
+        return self._failed
+
+    def _assign(self, item: Item) -> None:
+        """Queue an item at its next source that is any good."""
+        while item.sources:
+            node = item.sources.popleft()
+            if node not in self._bad:
+                item.source = node
+                self._waiting[node].append(item)
+                return
+            item.problems.append(f"{node}: {self._bad[node]}")
+        item.source = ""
+        self._failed.append(item)
+
+    def _ask_all(self) -> None:
+        for node in list(self._waiting):
+            waiting = self._waiting[node]
+            while waiting and (not self._owed[node] or self._owed[node] < WINDOW_BYTES):
+                batch = [waiting.popleft()]
+                while waiting and len(batch) < _MAX_BATCH and batch[0].kind == PIECE:
+                    if waiting[0].kind != PIECE:
+                        break
+                    batch.append(waiting.popleft())
+                self._ask_for(node, batch)
+
+    def _ask_for(self, node: str, batch: list[Item]) -> None:
+        sink = _Batch(batch, self._events)
+        sink.number = self._requests.open(sink)
+        if not self._owed[node]:
+            self._heard_s[node] = self._now_s()
+        self._open[sink.number] = _Question(node, sink, set(range(len(batch))))
+        self._owed[node] += sum(item.num_bytes for item in batch)
+        if not self._ask(node, sink.number, batch):
+            self.lost(node, "it cannot be asked")
+
+    def _take_event(self, event: _Event | None) -> None:
+        if event is None:
+            self._give_up_silent()
+            return
+        if event.node:
+            self._give_up(event.node, event.why)
+        question = self._open.get(event.number)
+        if question is None or event.index not in question.left:
+            return
+        self._heard_s[question.node] = self._now_s()
+        item = self._settle(event.number, question, event.index)
+        why = event.why
+        if not why and item.digest is not None and event.digest != item.digest:
+            why = "it has sent other bytes than were asked for"
+        if why:
+            item.problems.append(f"{question.node}: {why}")
+            self._assign(item)
+        else:
+            self.num_bytes += item.num_bytes
+
+    def _settle(self, number: int, question: _Question, index: int) -> Item:
+        question.left.remove(index)
+        item = question.sink.items[index]
+        self._owed[question.node] -= item.num_bytes
+        if not question.left:
+            self._requests.close(number)
+            del self._open[number]
+        return item
+
+    def _give_up_silent(self) -> None:
+        now_s = self._now_s()
+        for node in {question.node for question in self._open.values()}:
+            if now_s - self._heard_s[node] > self._patience_s:
+                self._give_up(node, f"silent for {self._patience_s:.0f} s")
+
+    def _give_up(self, node: str, why: str) -> None:
+        """Ask a source no more; what it owed goes to the next."""
+        if node in self._bad:
+            return
+        self._bad[node] = why
+        again: list[Item] = list(self._waiting.pop(node, ()))
+        for number, question in list(self._open.items()):
+            if question.node == node:
+                self._requests.close(number)
+                again += [question.sink.items[index] for index in sorted(question.left)]
+                del self._open[number]
+        self._owed.pop(node, None)
+        for item in again:
+            item.problems.append(f"{node}: {why}")
+            self._assign(item)

@@ -1,0 +1,336 @@
+"""What is fetched of one lost node, and where each part of it goes.
+
+Runs in:  the SMP, in the thread that fetches.
+Takes in: the group that protected it, its mirror, fresh arenas.
+Gives:    items to download, the questions for them, sealed slots; words for what is missing.
+"""
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import xxhash
+
+from ftrun import clock
+from ftrun.erasure.codec import MAX_DATA, MAX_PARITY
+from ftrun.erasure.groups import Group
+from ftrun.erasure.stripes import Stripes
+from ftrun.errors import LayoutUnknown, SnapshotCorrupt
+from ftrun.ids import Rank, Version
+from ftrun.smp.memory.sealed_shards import HeldShards
+from ftrun.smp.redundancy.mirror import Mirror, RankHead
+from ftrun.smp.restore.downloader import BLOCK, PIECE, Item
+from ftrun.snapshot.redundancy import MAX_BLOCK_BYTES
+from ftrun.snapshot.stripe_space import Extent, StripeSpace
+from ftrun.wire.cluster import transfer as t
+from ftrun.wire.messages.protected import NodePlace, OldGroup
+from ftrun.wire.shared_memory.arena import Arena, SlotHeader, SlotState
+
+_SLOT = 0
+
+
+@dataclass(frozen=True, slots=True)
+class LostNode:
+    """Whose state is fetched.
+
+    Args:
+        wanted: the version.
+        group: that protected it.
+        place: of the lost node in it.
+        ranks: of that node, those that are wanted.
+        own_id: the node that fetches.
+    """
+
+    wanted: Version
+    group: OldGroup
+    place: int
+    ranks: Sequence[Rank]
+    own_id: str
+
+    @property
+    def node_id(self) -> str:
+        return self.group.nodes[self.place].node_id
+
+    @property
+    def alive(self) -> list[NodePlace]:
+        """Nodes of the group that can be asked."""
+        return [node for node in self.group.nodes if node.smp_port > 0]
+
+    @property
+    def owner(self) -> NodePlace | None:
+        """The node itself, where it is there and a rank of it has only moved."""
+        node = self.group.nodes[self.place]
+        return node if node.smp_port > 0 and node.node_id != self.own_id else None
+
+    @property
+    def alive_places(self) -> list[int]:
+        alive = {node.node_id for node in self.alive}
+        return [at for at, node in enumerate(self.group.nodes) if node.node_id in alive]
+
+    @property
+    def mirror_holders(self) -> list[NodePlace]:
+        """Nodes that have its small state, as far as they can be asked."""
+        count = len(self.group.nodes)
+        places = [(self.place + ahead) % count for ahead in range(1, self.group.parity + 1)]
+        found = [self.group.nodes[at] for at in places if at in self.alive_places]
+        return found if self.owner is None else [self.owner, *found]
+
+    @property
+    def group_id(self) -> int:
+        return Group(tuple(node.node_id for node in self.group.nodes), self.group.parity).id
+
+    def missing(self, what: str, problems: Sequence[str]) -> str:
+        """In words: what cannot be had, and why."""
+        group = self.group
+        gone = [node.node_id for node in group.nodes if node.smp_port <= 0]
+        k = len(group.nodes) - group.parity
+        noun = "rank" if len(self.ranks) == 1 else "ranks"
+        ranks = ", ".join(map(str, self.ranks))
+        why = "; ".join(dict.fromkeys(problems)) or "nobody has it"
+        return (
+            f"{noun} {ranks} of node {self.node_id}, {self.wanted}: {what} cannot be had ({why}). "
+            f"{len(self.alive)} of the {len(group.nodes)} nodes of its group can be asked and "
+            f"{k} are needed; gone: {', '.join(gone) or 'none'}"
+        )
+
+
+class FetchWork:
+    """The state of one lost node on its way into arenas.
+
+    Args:
+        lost: whose it is.
+        mirror: its small state.
+        arenas: fresh ones, by rank.
+        held: what this node has of the version itself.
+
+    Raises:
+        LayoutUnknown: the mirror is not of this node and version.
+    """
+
+    def __init__(
+        self, lost: LostNode, mirror: Mirror, arenas: Mapping[Rank, Arena], held: HeldShards | None
+    ) -> None:
+        self._lost = lost
+        self._mirror = mirror
+        self._arenas = dict(arenas)
+        self._held = held
+        self._heads = {head.rank: head for head in mirror.head.ranks}
+        self._twins: list[tuple[Item, list[tuple[Rank, int]]]] = []
+        self._blocks: dict[int, Item] = {}
+        self._num_replicas = 0
+        head = mirror.head
+        pieces = {rank: layout.pieces for rank, layout in mirror.layouts.items()}
+        self._space = StripeSpace(head.own, pieces, head.block_bytes)
+        self._stripes = Stripes(len(head.members), head.parity, head.block_bytes)
+        for rank, arena in self._arenas.items():
+            self._begin(rank, arena)
+
+    def items(self) -> list[Item]:
+        """All that the mirror did not have, and nobody here has."""
+        replicas = self._replica_items()
+        if self._lost.owner is None:
+            return replicas + self.block_items()
+        # All of it is still there in one place: nothing has to be rebuilt.
+        return replicas + self._coded_pieces(self._lost.owner)
+
+    @property
+    def has_blocks(self) -> bool:
+        """Blocks were asked for."""
+        return bool(self._blocks)
+
+    def copy_twins(self) -> None:
+        """What several ranks hold alike was fetched once."""
+        for item, places in self._twins:
+            for rank, index in places:
+                self._piece(rank, index)[:] = item.views[0]
+
+    def bad_items(self) -> list[Item]:
+        """Blocks whose pieces are not what was captured: to be had from the next source.
+
+        Raises:
+            SnapshotCorrupt: a piece is bad that came with its digest checked: memory is failing.
+        """
+        bad: set[int] = set()
+        for rank in self._arenas:
+            table = self._mirror.tables[rank]
+            for index, digest in enumerate(table):
+                if xxhash.xxh3_64_intdigest(self._piece(rank, index)) != digest:
+                    blocks = self._space.blocks_with(rank, index) if self._blocks else []
+                    if not blocks:
+                        what = f"rank {rank}, {self._lost.wanted}"
+                        raise SnapshotCorrupt(what=what, piece=index, pieces=len(table))
+                    bad.update(blocks)
+        return [self._blocks[block] for block in sorted(bad)]
+
+    def seal(self) -> None:
+        """Every digest matches: make the slots count."""
+        for rank, arena in self._arenas.items():
+            header = self._header(rank, SlotState.SEALED)
+            arena.write_header(_SLOT, header)
+
+    def close(self) -> None:
+        """Unmap the arenas."""
+        for arena in self._arenas.values():
+            arena.close()
+
+    def question(self, number: int, batch: Sequence[Item]) -> t.AskPieces | t.AskRebuilt:
+        """What to ask for some items of one kind."""
+        lost = self._lost
+        name = (
+            number,
+            lost.wanted.generation,
+            lost.wanted.step,
+            lost.group_id,
+            lost.group.generation,
+        )
+        if batch[0].kind == PIECE:
+            digests = b"".join(item.key.to_bytes(8, "little") for item in batch)
+            return t.AskPieces(*name, digests=digests)
+        alive = [place for place in lost.alive_places if place != lost.place]
+        return t.AskRebuilt(*name, place=lost.place, stripe=batch[0].key, alive=alive)
+
+    def describe(self, item: Item) -> str:
+        if item.kind == PIECE:
+            return f"{item.num_bytes} bytes that other nodes had too"
+        return f"its block of stripe {item.key}"
+
+    # --- details -----------------------------------------------------------------------------
+
+    def _begin(self, rank: Rank, arena: Arena) -> None:
+        """What the mirror has of a rank, into its arena."""
+        arena.write_header(_SLOT, self._header(rank, SlotState.COPYING))
+        header = self._mirror.headers[rank]
+        arena.image(_SLOT)[: len(header)] = header
+        arena.table(_SLOT)[:] = self._mirror.tables[rank]
+        for index, view in self._mirror.mirrored(rank):
+            self._piece(rank, index)[:] = view
+
+    def _header(self, rank: Rank, state: SlotState) -> SlotHeader:
+        head: RankHead = self._heads[rank]
+        made = SlotHeader(
+            state,
+            self._lost.wanted.generation,
+            self._lost.wanted.step,
+            head.image_bytes,
+            head.table_digest,
+            0,
+        )
+        return replace(made, sealed_ns=clock.now_ns()) if state is SlotState.SEALED else made
+
+    def _replica_items(self) -> list[Item]:
+        found: dict[int, tuple[Item, list[tuple[Rank, int]]]] = {}
+        for rank in self._arenas:
+            table = self._mirror.tables[rank]
+            for replicated in self._mirror.plan_of(rank).replicated:
+                for run in replicated.runs:
+                    for index in range(run.first, run.first + run.count):
+                        digest = table[index]
+                        if digest in found:
+                            found[digest][1].append((rank, index))
+                        elif not self._copy_own(rank, index, digest):
+                            holders = self._mirror.head.holders[replicated.holders]
+                            item = self._replica(rank, index, digest, holders)
+                            found[digest] = (item, [])
+        self._twins = list(found.values())
+        return [item for item, _ in found.values()]
+
+    def _copy_own(self, rank: Rank, index: int, digest: int) -> bool:
+        """Take a piece from a slot of this node, if it has one like it."""
+        if self._held is None:
+            return False
+        try:
+            self._piece(rank, index)[:] = self._held.find(digest)
+        except (LayoutUnknown, SnapshotCorrupt):
+            return False
+        return True
+
+    def _replica(self, rank: Rank, index: int, digest: int, holders: Sequence[int]) -> Item:
+        lost = self._lost
+        best = [at for at in holders if at in lost.alive_places and at != lost.place]
+        others = [at for at in lost.alive_places if at not in best]
+        view = self._piece(rank, index)
+        self._num_replicas += 1
+        return Item(
+            kind=PIECE,
+            key=digest,
+            num_bytes=len(view),
+            views=[view],
+            sources=deque(self._names([*_turned(best, self._num_replicas), *others])),
+            digest=digest,
+        )
+
+    def _coded_pieces(self, owner: NodePlace) -> list[Item]:
+        items = []
+        for rank in self._arenas:
+            table = self._mirror.tables[rank]
+            for run in self._mirror.plan_of(rank).coded:
+                for index in range(run.first, run.first + run.count):
+                    view, digest = self._piece(rank, index), table[index]
+                    sources = deque([owner.node_id])
+                    items.append(Item(PIECE, digest, len(view), [view], sources, digest, True))
+        return items
+
+    def block_items(self) -> list[Item]:
+        """All blocks with bytes of the wanted ranks, to be rebuilt."""
+        scratch = memoryview(bytearray(self._space.block_bytes))
+        wanted = {block for rank in self._arenas for block in self._space.blocks_of(rank)}
+        for block in sorted(wanted):
+            extents = self._space.extents(block)
+            stripe = self._stripes.stripe_of(self._lost.place, block)
+            keepers = [
+                place
+                for place in self._stripes.parity_nodes(stripe)
+                if place in self._lost.alive_places
+            ]
+            self._blocks[block] = Item(
+                kind=BLOCK,
+                key=stripe,
+                num_bytes=sum(extent.num_bytes for extent in extents),
+                views=[self._room(extent, scratch) for extent in extents],
+                sources=deque(self._names(_turned(keepers, stripe // self._stripes.n))),
+            )
+        return [item for _, item in sorted(self._blocks.items())]
+
+    def _room(self, extent: Extent, scratch: memoryview) -> memoryview:
+        """Where bytes of a block go; those of a rank that nobody wants go nowhere."""
+        rank = Rank(extent.rank)
+        if rank not in self._arenas:
+            return scratch[: extent.num_bytes]
+        at = self._heads[rank].header_bytes + extent.offset
+        return self._arenas[rank].image(_SLOT)[at : at + extent.num_bytes]
+
+    def _piece(self, rank: Rank, index: int) -> memoryview:
+        piece = self._mirror.layouts[rank].pieces[index]
+        at = self._heads[rank].header_bytes + piece.offset
+        return self._arenas[rank].image(_SLOT)[at : at + piece.num_bytes]
+
+    def _names(self, places: Sequence[int]) -> list[str]:
+        return [self._lost.group.nodes[place].node_id for place in places]
+
+
+def check_mirror(mirror: Mirror, lost: LostNode) -> None:
+    """Raises: LayoutUnknown: this is not the mirror that was asked for."""
+    head = mirror.head
+    nodes = [member.node_id for member in head.members]
+    is_it = (
+        head.version == lost.wanted
+        and head.protected_in == lost.group.generation
+        and head.place == lost.place
+        and head.parity == lost.group.parity
+        and nodes == [node.node_id for node in lost.group.nodes]
+    )
+    is_sane = (
+        1 <= head.parity < len(nodes)
+        and len(nodes) <= MAX_DATA + MAX_PARITY
+        and 0 < head.block_bytes <= MAX_BLOCK_BYTES
+        and {plan.rank for plan in head.own.ranks} >= set(lost.ranks)
+        and {rank.rank for rank in head.ranks} >= set(lost.ranks)
+    )
+    if not (is_it and is_sane):
+        raise LayoutUnknown(f"a mirror of {head.version} came where {lost.wanted} was asked for")
+
+
+def _turned(places: list[int], times: int) -> list[int]:
+    """The same, begun elsewhere each time, so that all are asked equally often."""
+    at = times % max(1, len(places))
+    return places[at:] + places[:at]

@@ -1,0 +1,332 @@
+"""Shards of a version for ranks that did not take them, as far as other nodes have them.
+
+Runs in:  the SMP, in threads of jobs; links of other nodes answer in theirs.
+Takes in: the groups that held the version, and where their nodes are now.
+Gives:    heads and pieces of any old rank's shard, one request at a time and no more than is asked
+          for; or an error that names rank, version and nodes.
+Survives: the loss of up to m nodes of each of those groups.
+
+A shard whose node is here is read from there. Of one that is lost, or damaged, the mirror of its
+node says what is where: in the mirror itself, with whoever has the same piece, or in blocks that
+are rebuilt of parity. This node asks itself first: it may hold all of these.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from ftrun.erasure.groups import Group
+from ftrun.errors import LayoutUnknown, SnapshotCorrupt
+from ftrun.ids import Rank, Version
+from ftrun.smp.peer_link import Frame
+from ftrun.smp.redundancy.mirror import Mirror
+from ftrun.smp.restore.asking import Asking
+from ftrun.smp.restore.downloader import Item
+from ftrun.smp.restore.lost_node import LostNode, check_mirror
+from ftrun.smp.restore.lost_shards import Homes, LostShards, Wanted
+from ftrun.smp.restore.restore_server import Served
+from ftrun.smp.restore.rpc import FetchDesk
+from ftrun.smp.restore.whole_answers import ask_whole
+from ftrun.snapshot.layout import Layout, parse_header
+from ftrun.wire.cluster import transfer as t
+from ftrun.wire.messages.protected import NodePlace, OldGroup
+from ftrun.wire.shard_heads import PackedHead, unpack_head
+from ftrun.wire.shared_memory.arena import table_digest
+
+Rebuild = Callable[[t.AskRebuilt], memoryview]
+
+_TIMES = 3
+"""A piece is tried to be had: whole, put together, and whole once more."""
+
+
+@dataclass(frozen=True, slots=True)
+class OldWorld:
+    """What is read, and where.
+
+    Args:
+        wanted: the version.
+        groups: that held it; together they name all old ranks.
+        own: this SMP's place; None where it is alone.
+        own_id: its node.
+    """
+
+    wanted: Version
+    groups: Sequence[OldGroup]
+    own: NodePlace | None
+    own_id: str
+    patience_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Shard:
+    """A shard that is not here: its head, and where its bytes are.
+
+    Args:
+        node_id: of the node that has it whole; empty where it is put together.
+    """
+
+    head: PackedHead
+    layout: Layout
+    node_id: str
+    lost: LostShards | None
+
+
+class OldShards:
+    """The shards of one old world, for one generation. Thread-safe.
+
+    Args:
+        world: what is read.
+        desk: where other nodes are asked.
+        served: what this node has itself.
+        rebuild: makes a block of this node's own parity.
+    """
+
+    def __init__(
+        self, world: OldWorld, desk: FetchDesk, served: Served, rebuild: Rebuild | None
+    ) -> None:
+        self.world = world
+        self._desk = desk
+        self._served = served
+        self._rebuild = rebuild
+        self._shards: dict[Rank, _Shard] = {}
+        self._asking = Asking(desk, patience_s=world.patience_s)
+        self._has_met = False
+        self._heads_lock = threading.Lock()
+
+    def cancel(self) -> None:
+        """Give up what is under way. Does not wait."""
+        self._asking.cancel()
+
+    def note_lost(self, node_id: str, why: str) -> None:
+        """A node cannot be reached any more; called in links' threads."""
+        self._asking.note_lost(node_id, why)
+
+    def head(self, rank: Rank) -> PackedHead:
+        """The head of an old rank's shard, compared with what was sealed.
+
+        Raises:
+            LayoutUnknown: nobody has it.
+        """
+        with self._heads_lock:
+            if rank not in self._shards:
+                self._shards[rank] = self._find(rank)
+            return self._shards[rank].head
+
+    def layout(self, rank: Rank) -> Layout:
+        """The layout of an old rank's shard; raises as `head`."""
+        self.head(rank)
+        return self._shards[rank].layout
+
+    def read(self, wanted: Sequence[tuple[Rank, int]], out: memoryview) -> None:
+        """Pieces, as (rank, index), one after the other into `out`, which they fill.
+
+        Raises:
+            LayoutUnknown: one of them is nowhere to be had.
+        """
+        left = self._places(wanted, out)
+        for _ in range(_TIMES):
+            left = self._fetch([one for one in left if not self._copy_own(one)])
+            if not left:
+                return
+            for rank in {one.rank for one in left}:
+                self._find_another_way(rank, left)
+        raise LayoutUnknown(self._missing(left[0]))
+
+    # --- details -----------------------------------------------------------------------------
+
+    def _places(self, wanted: Sequence[tuple[Rank, int]], out: memoryview) -> list[Wanted]:
+        found, at = [], 0
+        for rank, index in wanted:
+            head = self.head(rank)
+            piece = self._shards[rank].layout.pieces[index]
+            room = out[at : at + piece.num_bytes]
+            found.append(Wanted(rank, index, head.table[index], room))
+            at += piece.num_bytes
+        return found
+
+    def _copy_own(self, one: Wanted) -> bool:
+        """Take a piece from a slot of this node, whosever it is."""
+        try:
+            one.room[:] = self._served.shards.find(one.digest)
+        except (LayoutUnknown, SnapshotCorrupt):
+            return False
+        return True
+
+    def _fetch(self, wanted: Sequence[Wanted]) -> list[Wanted]:
+        """Get these from other nodes; those that could not be had."""
+        homes = Homes(self._alive)
+        for one in wanted:
+            shard = self._shards[one.rank]
+            if shard.lost is not None:
+                shard.lost.add(one, homes)
+            else:
+                homes.add_piece(one, [shard.node_id])
+        while True:
+            items = homes.items()
+            failed = self._download(homes, items) if items else []
+            bad = homes.finish(failed)
+            if not bad:
+                return homes.missing
+            homes.try_again(bad)
+
+    def _download(self, homes: Homes, items: Sequence[Item]) -> list[Item]:
+        self._meet()
+        failed = self._asking.run(
+            items, lambda number, batch: homes.question(number, self.world.wanted, batch)
+        )
+        if self._asking.is_cancelled:
+            raise LayoutUnknown(f"{self.world.wanted} is not read any more: a generation begins")
+        return failed
+
+    # --- heads -------------------------------------------------------------------------------
+
+    @property
+    def _alive(self) -> list[str]:
+        """Other nodes that can be asked."""
+        own_id = self.world.own_id
+        nodes = [node for group in self.world.groups for node in group.nodes]
+        found = [n.node_id for n in nodes if n.smp_port > 0 and n.node_id != own_id]
+        return list(dict.fromkeys(found))
+
+    def _meet(self) -> None:
+        """Tell the others of one another, once, so that each can answer to all."""
+        if self._has_met or self.world.own is None:
+            return
+        self._has_met = True
+        for group in self.world.groups:
+            alive = [node for node in group.nodes if node.smp_port > 0]
+            others = [node for node in alive if node.node_id != self.world.own_id]
+            self._desk.meet(others)
+            for node in others:
+                self._desk.tell(node.node_id, Frame(t.Meet(alive)))
+
+    def _find(self, rank: Rank) -> _Shard:
+        """Raises: LayoutUnknown: nobody has it, whole or in parts."""
+        problems: list[str] = []
+        for group in self.world.groups:
+            for node in group.nodes:
+                if rank not in node.ranks or node.node_id not in self._alive:
+                    continue
+                try:
+                    return self._whole(rank, group, node)
+                except LayoutUnknown as error:
+                    problems.append(f"{node.node_id}: {error}")
+        try:
+            return self._in_parts(rank)
+        except LayoutUnknown as error:
+            problems.append(str(error))
+        raise LayoutUnknown(
+            f"rank {rank}, {self.world.wanted}: its shard is not to be had ({'; '.join(problems)})"
+        )
+
+    def _whole(self, rank: Rank, group: OldGroup, node: NodePlace) -> _Shard:
+        def ask(number: int) -> t.AskHead:
+            at = self.world.wanted
+            return t.AskHead(number, at.generation, at.step, 0, group.generation, rank=rank)
+
+        head = unpack_head(memoryview(self._ask(node.node_id, ask)))
+        layout, start = parse_header(head.header, image_bytes=head.image_bytes)
+        is_sound = start == len(head.header) and len(layout.pieces) == len(head.table)
+        if not is_sound or table_digest(head.table) != head.table_digest:
+            raise LayoutUnknown(f"the head it has sent is none of rank {rank}")
+        return _Shard(head, layout, node.node_id, None)
+
+    def _in_parts(self, rank: Rank) -> _Shard:
+        """Raises: LayoutUnknown: no mirror of its node is to be had."""
+        problems: list[str] = []
+        for group in self.world.groups:
+            for place, node in enumerate(group.nodes):
+                if rank not in node.ranks or group.parity < 1:
+                    continue
+                for holder in _mirror_holders(group, place):
+                    try:
+                        mirror = self._mirror(group, place, holder)
+                    except LayoutUnknown as error:
+                        problems.append(f"{holder.node_id}: {error}")
+                    else:
+                        return self._shard_of(rank, group, mirror)
+        raise LayoutUnknown("; ".join(problems) or "nothing protects it")
+
+    def _mirror(self, group: OldGroup, place: int, holder: NodePlace) -> Mirror:
+        at = self.world.wanted
+        group_id = _group_id(group)
+
+        def ask(number: int) -> t.AskMirror:
+            return t.AskMirror(
+                number, at.generation, at.step, group_id, group.generation, place=place
+            )
+
+        if holder.node_id == self.world.own_id:
+            try:
+                raw = memoryview(b"".join(self._served.mirror(ask(0))))
+            except SnapshotCorrupt as error:
+                raise LayoutUnknown(str(error)) from error
+        else:
+            raw = memoryview(self._ask(holder.node_id, ask))
+        mirror = Mirror(raw)
+        check_mirror(mirror, _lost_node(self.world, group, place))
+        return mirror
+
+    def _shard_of(self, rank: Rank, group: OldGroup, mirror: Mirror) -> _Shard:
+        about = next(head for head in mirror.head.ranks if head.rank == rank)
+        head = PackedHead(
+            mirror.headers[rank],
+            mirror.tables[rank],
+            about.image_bytes,
+            about.layout_id,
+            about.table_digest,
+        )
+        lost = LostShards(group, mirror, own_id=self.world.own_id, rebuild=self._rebuild)
+        return _Shard(head, mirror.layouts[rank], "", lost)
+
+    def _ask(self, node_id: str, question: Callable[[int], t.AskHead | t.AskMirror]) -> bytearray:
+        if why := self._asking.why_lost(node_id):
+            raise LayoutUnknown(why)
+        if node_id not in self._alive:
+            raise LayoutUnknown("the node is gone")
+        self._meet()
+        return ask_whole(
+            self._desk,
+            node_id,
+            question,
+            patience_s=self.world.patience_s,
+            is_over=lambda: (
+                self._asking.why_lost(node_id) or "it was given up" * self._asking.is_cancelled
+            ),
+        )
+
+    def _find_another_way(self, rank: Rank, left: Sequence[Wanted]) -> None:
+        """Have it put together if whoever has it whole cannot give a piece, and the other way.
+
+        What protected it may be gone because it is protected anew: then it is whole somewhere.
+        """
+        with self._heads_lock:
+            try:
+                is_whole = self._shards[rank].lost is None
+                self._shards[rank] = self._in_parts(rank) if is_whole else self._find(rank)
+            except LayoutUnknown as error:
+                for one in left:
+                    one.problems.append(str(error))
+
+    def _missing(self, one: Wanted) -> str:
+        why = "; ".join(dict.fromkeys(one.problems)) or "nobody has it"
+        gone = [n.node_id for g in self.world.groups for n in g.nodes if n.smp_port <= 0]
+        return (
+            f"piece {one.index} of rank {one.rank}, {self.world.wanted}, cannot be had ({why}); "
+            f"nodes that are gone: {', '.join(gone) or 'none'}"
+        )
+
+
+def _mirror_holders(group: OldGroup, place: int) -> list[NodePlace]:
+    """Nodes that have kept the small state of the node at a place: the m after it."""
+    count = len(group.nodes)
+    return [group.nodes[(place + ahead) % count] for ahead in range(1, group.parity + 1)]
+
+
+def _group_id(group: OldGroup) -> int:
+    return Group(tuple(node.node_id for node in group.nodes), group.parity).id
+
+
+def _lost_node(world: OldWorld, group: OldGroup, place: int) -> LostNode:
+    ranks = [Rank(rank) for rank in group.nodes[place].ranks]
+    return LostNode(world.wanted, group, place, ranks, world.own_id)

@@ -1,0 +1,175 @@
+"""Questions to other SMPs, and where their answers go.
+
+Runs in:  the SMP: asked in the threads that fetch, answered in those of the links.
+Takes in: answers, with their bytes.
+Gives:    the bytes where the asker wants them; word of each answer.
+
+Rule 1: when `close` returns, no thread writes any more to memory that belonged to that question.
+        An answer that comes later, from a peer that was frozen, is read and forgotten.
+Rule 2: where a connection is lost and made anew, what it may have taken along is asked for again.
+        So an answer may come twice: it is taken once, and never by two threads at a time.
+"""
+
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Protocol
+
+from msgspec import structs
+
+from ftrun.smp.peer_link import Frame
+from ftrun.smp.peer_listener import Incoming
+from ftrun.wire.cluster import transfer as t
+from ftrun.wire.transport.bulk_socket import Bytes
+
+
+class Sink(Protocol):
+    """Who has asked. All but `room` must return at once; all are called in links' threads."""
+
+    def room(self, index: int, num_bytes: int) -> Sequence[memoryview] | None:
+        """Where the bytes of an answer go; None where they are not wanted.
+
+        Asked again for the same answer where its connection was lost in the midst of it.
+        """
+        ...
+
+    def arrived(self, index: int, header: bytes, digest: int | None) -> None:
+        """They are there; `digest` is that of the bytes, where the answer carries one."""
+        ...
+
+    def refused(self, index: int, why: str) -> None:
+        """They will not come from there."""
+        ...
+
+
+class Requests:
+    """Open questions by number. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._sinks: dict[int, Sink] = {}
+        self._next = 1
+        self._inside: dict[int, int] = {}
+        self._sent: dict[int, tuple[str, Frame]] = {}
+        self._settled: dict[int, set[int]] = {}
+        self._reading: set[tuple[int, int]] = set()
+        self._changed = threading.Condition()
+
+    def open(self, sink: Sink) -> int:
+        """The number of a new question."""
+        with self._changed:
+            number, self._next = self._next, self._next + 1
+            self._sinks[number] = sink
+            return number
+
+    def close(self, number: int) -> None:
+        """No more answers to this one; waits for a thread that is just reading one.
+
+        That is no longer than the patience of a link, which a peer may not exceed within a frame.
+        """
+        with self._changed:
+            self._sinks.pop(number, None)
+            self._sent.pop(number, None)
+            self._settled.pop(number, None)
+            self._changed.wait_for(lambda: not self._inside.get(number))
+
+    def sent(self, node_id: str, number: int, frame: Frame) -> None:
+        """This question goes to that node, unless it is closed already."""
+        with self._changed:
+            if number in self._sinks:
+                self._sent[number] = node_id, frame
+
+    def owed_by(self, node_id: str) -> list[Frame]:
+        """Open questions to a node, without the parts that are answered."""
+        with self._changed:
+            return [
+                self._rest_of(number, frame)
+                for number, (asked, frame) in self._sent.items()
+                if asked == node_id
+            ]
+
+    def _rest_of(self, number: int, frame: Frame) -> Frame:
+        settled = self._settled.get(number)
+        if not settled or not isinstance(frame.body, t.AskPieces):
+            return frame
+        return replace(frame, body=structs.replace(frame.body, settled=sorted(settled)))
+
+    def take(self, source: Incoming, envelope: t.TransferEnvelope) -> None:
+        """Handle an answer, in its link's thread.
+
+        Raises:
+            PeerError: the link is lost in the midst of it.
+        """
+        body = envelope.body
+        assert isinstance(body, t.Found | t.NotHeld)
+        sink = self._enter(body)
+        if sink is None:
+            source.socket.receive_raw(envelope, None)
+            return
+        try:
+            self._hand_over(source, envelope, sink)
+        except BaseException:
+            self._leave(body, is_settled=False)
+            raise
+        self._leave(body, is_settled=True)
+
+    def take_own(self, body: t.Found | t.NotHeld, raw: Sequence[Bytes], digest: int | None) -> None:
+        """Handle an answer of this node to itself."""
+        with self._changed:
+            sink = self._sinks.get(body.request)
+        if sink is None:
+            return
+        if isinstance(body, t.NotHeld):
+            sink.refused(body.index, body.why)
+            return
+        room = sink.room(body.index, sum(map(len, raw)))
+        if room is not None:
+            joined = raw[0] if len(raw) == 1 else b"".join(raw)
+            at = 0
+            for view in room:
+                view[:] = memoryview(joined)[at : at + len(view)]
+                at += len(view)
+            sink.arrived(body.index, body.header, digest)
+
+    def _enter(self, body: t.Found | t.NotHeld) -> Sink | None:
+        """Whoever wants this answer; None where nobody does any more."""
+        key = (body.request, body.index)
+
+        def is_wanted() -> bool:
+            settled = self._settled.get(body.request, ())
+            return body.request in self._sinks and body.index not in settled
+
+        with self._changed:
+            # The other connection was interrupted: its thread comes out of there soon.
+            self._changed.wait_for(lambda: key not in self._reading or not is_wanted())
+            if not is_wanted():
+                return None
+            self._reading.add(key)
+            self._inside[body.request] = self._inside.get(body.request, 0) + 1
+            return self._sinks[body.request]
+
+    def _leave(self, body: t.Found | t.NotHeld, *, is_settled: bool) -> None:
+        number = body.request
+        with self._changed:
+            self._reading.discard((number, body.index))
+            if is_settled and number in self._sinks:
+                self._settled.setdefault(number, set()).add(body.index)
+            self._inside[number] -= 1
+            if not self._inside[number]:
+                del self._inside[number]
+            self._changed.notify_all()
+
+    @staticmethod
+    def _hand_over(source: Incoming, envelope: t.TransferEnvelope, sink: Sink) -> None:
+        body = envelope.body
+        if isinstance(body, t.NotHeld):
+            sink.refused(body.index, body.why)
+            return
+        assert isinstance(body, t.Found)
+        room = sink.room(body.index, envelope.raw_bytes)
+        is_good = source.socket.receive_raw(envelope, room)
+        if room is None:
+            return
+        if is_good:
+            sink.arrived(body.index, body.header, envelope.raw_digest)
+        else:
+            sink.refused(body.index, f"what {source.node_id} has sent was damaged on the way")

@@ -1,0 +1,204 @@
+"""The restored version, as this node can give it to others.
+
+Runs in:  the SMP: made in the server's thread when a generation begins, asked in those of links.
+Takes in: this node's slots and vaults.
+Gives:    mirrors, pieces and blocks, each compared with its digest before it goes out; or why not.
+
+Nothing is read before somebody asks: most generations begin without anybody who has to fetch.
+"""
+
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+
+import xxhash
+
+from ftrun.erasure.fragments import BlockDigest, FragmentHeader, StripeId, pack
+from ftrun.erasure.groups import Group
+from ftrun.errors import LayoutUnknown, SnapshotCorrupt
+from ftrun.ids import Generation, Rank, Version, version
+from ftrun.smp.checkpoint.shared_load import SharedLoad
+from ftrun.smp.memory.parity_store import Vaults
+from ftrun.smp.memory.sealed_shards import ArenaMaps, HeldShards
+from ftrun.smp.redundancy.block_sender import OwnBlocks
+from ftrun.smp.redundancy.mirror import mirror_parts
+from ftrun.smp.redundancy.parity_writer import stripes_of
+from ftrun.snapshot.stripe_space import StripeSpace
+from ftrun.wire.cluster import transfer as t
+from ftrun.wire.shard_heads import PackedHead, pack_head
+from ftrun.wire.shared_memory.parity_region import Vault, VaultRecord
+from ftrun.wire.transport.bulk_socket import Bytes
+
+
+class Served:
+    """One version for others to fetch.
+
+    Args:
+        run: `run_digest` of the run.
+        fds: descriptors of this node's arenas; duplicates are kept until `close`.
+        load: what this node has read of a checkpoint, whose slots may not be whole yet.
+    """
+
+    def __init__(
+        self,
+        run: int,
+        wanted: Version,
+        *,
+        maps: ArenaMaps,
+        fds: Mapping[Rank, Sequence[int]],
+        vaults: Vaults,
+        load: SharedLoad | None = None,
+    ) -> None:
+        self.version = wanted
+        self._load = load
+        self._run = run
+        self._maps = maps
+        self._fds = {rank: [os.dup(fd) for fd in some] for rank, some in fds.items()}
+        self._vaults = vaults
+        self._lock = threading.Lock()
+        self._held: HeldShards | None = None
+        self._blocks: dict[int, OwnBlocks] = {}
+
+    def close(self) -> None:
+        with self._lock:
+            for some in self._fds.values():
+                for fd in some:
+                    os.close(fd)
+            self._fds = {}
+
+    def take_in(self, fds: Mapping[Rank, Sequence[int]]) -> None:
+        """These are the arenas now: what was on its way when this was made has come.
+
+        Args:
+            fds: by rank; duplicates are kept.
+        """
+        with self._lock:
+            for some in self._fds.values():
+                for fd in some:
+                    os.close(fd)
+            self._fds = {rank: [os.dup(fd) for fd in some] for rank, some in fds.items()}
+            self._held = None
+
+    @property
+    def shards(self) -> HeldShards:
+        """This node's slots with the version."""
+        with self._lock:
+            if self._held is None:
+                self._held = self._maps.hold(self._fds, self.version)
+            return self._held
+
+    def piece(self, digest: int) -> memoryview:
+        """A piece with this digest.
+
+        Raises:
+            LayoutUnknown: there is none here.
+            SnapshotCorrupt: there is, and it is not what was captured.
+        """
+        if self._load is not None:
+            with suppress(LayoutUnknown):
+                return self._load.find(digest)
+        return self.shards.find(digest)
+
+    def vault(self, ask: t.Ask) -> tuple[Vault, VaultRecord]:
+        """This node's part of a protection.
+
+        Raises:
+            LayoutUnknown: it has none, or not all of it.
+        """
+        found = self._vaults.find(version(ask.generation, ask.step), ask.protected_in)
+        record = found.record if found is not None else None
+        if found is None or record is None or group_of(record).id != ask.group:
+            raise LayoutUnknown(
+                f"this node has no whole part of {version(ask.generation, ask.step)} as it was "
+                f"protected in generation {ask.protected_in}"
+            )
+        return found, record
+
+    def mirror(self, ask: t.AskMirror) -> Sequence[Bytes]:
+        """A node's small state; also our own, which a rank that has moved is fetched by.
+
+        Raises:
+            LayoutUnknown: it is not here.
+            SnapshotCorrupt: it is damaged.
+        """
+        vault, record = self.vault(ask)
+        if ask.place == record.place:
+            return mirror_parts(self.shards, record)
+        if ask.place not in vault.mirrored_places():
+            raise LayoutUnknown(f"the mirror of place {ask.place} is not here")
+        found = vault.mirror(ask.place)
+        if found is None:
+            what = f"mirror of place {ask.place}, {record.version}"
+            raise SnapshotCorrupt(what=what, piece=0, pieces=1)
+        return [found]
+
+    def head(self, ask: t.AskHead) -> Sequence[Bytes]:
+        """Header and digest table of a slot, see wire/shard_heads.py.
+
+        Raises:
+            LayoutUnknown: this rank has none here.
+            SnapshotCorrupt: they are not what was sealed.
+        """
+        shard = self.shards.shard(ask.rank)
+        about = shard.manifest()
+        header = shard.image[: shard.start]
+        return pack_head(
+            PackedHead(header, shard.table, about.image_bytes, about.layout_id, about.table_digest)
+        )
+
+    def unit(self, ask: t.AskUnit) -> tuple[bytes, list[memoryview]]:
+        """This node's block of a stripe: the fragment's header and its bytes.
+
+        Raises:
+            LayoutUnknown: it is not here.
+            SnapshotCorrupt: it is damaged.
+        """
+        vault, record = self.vault(ask)
+        stripes = stripes_of(record)
+        block = stripes.block_of(record.place, ask.stripe)
+        if block is None:
+            return self.row(vault, record, ask.stripe)
+        blocks = self._own_blocks(record)
+        if block >= blocks.space.num_blocks:
+            raise LayoutUnknown(f"this node has no block in stripe {ask.stripe}")
+        return blocks.read(block)
+
+    def row(self, vault: Vault, record: VaultRecord, stripe: int) -> tuple[bytes, list[memoryview]]:
+        """This node's parity of a stripe; raises as `unit`."""
+        stripes = stripes_of(record)
+        at = stripes.parity_block(record.place, stripe)
+        if at is None or not 0 <= at < record.num_rows:
+            raise LayoutUnknown(f"no parity of stripe {stripe} belongs here")
+        row = vault.row(at)
+        digest = xxhash.xxh3_64_intdigest(row)
+        if digest != vault.row_digest(at):
+            what = f"parity of stripe {stripe}, {record.version}"
+            raise SnapshotCorrupt(what=what, piece=at, pieces=record.num_rows)
+        header = FragmentHeader(
+            StripeId(self._run, record.version, group_of(record).id, stripe),
+            Generation(record.protected_in),
+            stripes.index(stripe, record.place),
+            BlockDigest(len(row), digest),
+        )
+        return pack(header), [row]
+
+    def _own_blocks(self, record: VaultRecord) -> OwnBlocks:
+        shards = self.shards
+        with self._lock:
+            if record.protected_in not in self._blocks:
+                pieces = {int(rank): one.layout.pieces for rank, one in shards.shards.items()}
+                self._blocks[record.protected_in] = OwnBlocks(
+                    shards=shards,
+                    space=StripeSpace(record.own, pieces, record.block_bytes),
+                    stripes=stripes_of(record),
+                    of=StripeId(self._run, record.version, group_of(record).id, 0),
+                    made_in=Generation(record.protected_in),
+                    place=record.place,
+                )
+            return self._blocks[record.protected_in]
+
+
+def group_of(record: VaultRecord) -> Group:
+    """The group that has made a record."""
+    return Group(tuple(member.node_id for member in record.members), record.parity)

@@ -1,0 +1,287 @@
+"""Brings the restored version to local ranks that have no slot of it, and tells who waits.
+
+Runs in:  the SMP, in the server's thread; the fetch itself in its own.
+Takes in: what a generation starts from, and where it can be had.
+Gives:    ArenaGranted, RestoreReady or RestoreFailed to the agent; arenas to workers that wait.
+"""
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from ftrun import clock
+from ftrun.ids import Generation, Rank, Version
+from ftrun.smp.checkpoint.service import check_available
+from ftrun.smp.checkpoint.shared_load import SharedLoad
+from ftrun.smp.client import Asker
+from ftrun.smp.jobs import Jobs
+from ftrun.smp.memory.arenas import ArenaMemory, HeldArena
+from ftrun.smp.restore.fetch import Fetcher, FetchEvents, FetchOrder
+from ftrun.smp.restore.rpc import FetchDesk
+from ftrun.smp.restore.share_fetch import ShareEvents, ShareFetch
+from ftrun.wire.crash_points import crash_point
+from ftrun.wire.messages import envelope as messages
+from ftrun.wire.messages import protected
+from ftrun.wire.messages import smp as smp_messages
+from ftrun.wire.messages import worker as worker_messages
+
+TellAgent = Callable[..., None]
+_log = logging.getLogger(__name__)
+
+
+@dataclass
+class _Restore:
+    """What one generation starts from."""
+
+    wanted: Version
+    generation: Generation
+    ranks: Sequence[Rank]
+    world_size: int
+    groups: Sequence[protected.OldGroup]
+    missing: set[Rank] = field(default_factory=set)
+    fetcher: Fetcher | ShareFetch | None = None
+    failed: str = ""
+    began_s: float = 0.0
+
+
+class Restores:
+    """One restore at a time.
+
+    Args:
+        memory: the arenas of this node.
+        desk: where questions to other nodes go.
+        here: called when all local ranks have the version.
+        fetcher: gets it from other nodes.
+    """
+
+    def __init__(
+        self,
+        memory: ArenaMemory,
+        desk: FetchDesk,
+        jobs: Jobs,
+        *,
+        tell_agent: TellAgent,
+        here: Callable[[], None],
+        fetcher: type[Fetcher] = Fetcher,
+    ) -> None:
+        self._memory = memory
+        self._desk = desk
+        self._jobs = jobs
+        self._tell_agent = tell_agent
+        self._here = here
+        self._fetcher = fetcher
+        self._restore: _Restore | None = None
+        self._load: SharedLoad | None = None
+        self._waiting: list[tuple[Asker, Rank, Version]] = []
+
+    def share(self, load: SharedLoad | None) -> None:
+        """A checkpoint was loaded, and this is still to come of other nodes; None: nothing is."""
+        if self._load is not None and not self._load.is_whole:
+            self.cancel()
+        self._load = load
+
+    def share_of(self, wanted: Version | None) -> SharedLoad | None:
+        """What was read here of this version, where it was shared."""
+        load = self._load
+        return load if load is not None and load.version == wanted else None
+
+    def begin(
+        self,
+        body: smp_messages.BeginGeneration,
+        wanted: Version | None,
+        own: protected.NodePlace | None,
+    ) -> None:
+        """Fetch what the local ranks do not have of this version.
+
+        Where just that is under way already, it goes on.
+        """
+        if self._is_under_way(body, wanted):
+            return
+        self.cancel()
+        self._refuse(lambda waited: waited != wanted, "a new generation begins from elsewhere")
+        if wanted is None:
+            return
+        restore = _Restore(
+            wanted,
+            Generation(body.generation),
+            _ranks_of(body),
+            body.world_size,
+            body.restore_from,
+            began_s=clock.now_s(),
+        )
+        restore.missing = self._missing(restore)
+        self._restore = restore
+        load = self.share_of(wanted)
+        if load is not None and not load.is_whole:
+            self._complete(restore, load, body)
+            return
+        if not restore.missing:
+            self._ready(restore)
+            return
+        if own is None or not body.restore_from:
+            # The agent may bring an arena yet, or have the worker start from something else.
+            if body.group:
+                self._fail(restore, f"nothing is known of where {wanted} could be fetched from")
+            return
+        self._fetch(restore, body, own)
+
+    def _fetch(
+        self,
+        restore: _Restore,
+        body: smp_messages.BeginGeneration,
+        own: protected.NodePlace,
+    ) -> None:
+        """Get what other nodes hold."""
+        order = FetchOrder(
+            wanted=restore.wanted,
+            generation=restore.generation,
+            ranks=sorted(restore.missing),
+            groups=body.restore_from,
+            world_size=body.world_size,
+            own=own,
+            patience_s=body.patience_s,
+            check=check_available,
+        )
+        events = FetchEvents(
+            done=lambda fds, num_bytes: self._jobs.post(
+                partial(self._fetched, restore, fds, num_bytes)
+            ),
+            failed=lambda why, is_link: self._jobs.post(
+                partial(self._fail, restore, why, is_link=is_link)
+            ),
+            notice=lambda why: self._jobs.post(
+                partial(self._tell_agent, smp_messages.SmpNotice("source_set_aside", why))
+            ),
+        )
+        restore.fetcher = self._fetcher(order, self._desk, events)
+        restore.fetcher.start()
+
+    def _complete(
+        self, restore: _Restore, load: SharedLoad, body: smp_messages.BeginGeneration
+    ) -> None:
+        """Get what other nodes have read."""
+        groups = body.restore_from or body.read_from
+        events = ShareEvents(
+            done=lambda num_bytes: self._jobs.post(
+                partial(self._completed, restore, load, num_bytes)
+            ),
+            failed=lambda why, is_link: self._jobs.post(
+                partial(self._fail, restore, why, is_link=is_link)
+            ),
+            notice=lambda why: self._jobs.post(
+                partial(self._tell_agent, smp_messages.SmpNotice("source_set_aside", why))
+            ),
+        )
+        nodes = groups[0].nodes if groups else []
+        restore.missing.update(load.ranks)
+        restore.fetcher = ShareFetch(load, nodes, self._desk, events)
+        restore.fetcher.start()
+
+    def _completed(self, restore: _Restore, load: SharedLoad, num_bytes: int) -> None:
+        if restore is not self._restore:
+            return
+        text = (
+            f"{load.num_read} bytes read and {num_bytes} got of other nodes in "
+            f"{clock.now_s() - restore.began_s:.3f} s"
+        )
+        self._tell_agent(smp_messages.SmpNotice("restore", f"{restore.wanted}: {text}"))
+        restore.missing.clear()
+        self._ready(restore)
+
+    def _is_under_way(self, body: smp_messages.BeginGeneration, wanted: Version | None) -> bool:
+        restore = self._restore
+        return (
+            restore is not None
+            and restore.fetcher is not None
+            and not restore.failed
+            and (restore.wanted, restore.generation) == (wanted, body.generation)
+            and restore.ranks == _ranks_of(body)
+            and restore.groups == body.restore_from
+        )
+
+    def cancel(self) -> None:
+        """Give up what is being fetched; workers that wait for it wait on."""
+        if self._restore is not None and self._restore.fetcher is not None:
+            self._restore.fetcher.cancel()
+        self._restore = None
+
+    def stop(self) -> None:
+        """Give up, and tell who waits."""
+        self.cancel()
+        self._refuse(lambda _: True, "the SMP ends")
+
+    def grant(self, asker: Asker, rank: Rank, wanted: Version) -> None:
+        """Give a worker its arena, when it is here."""
+        arena = self._holder(rank, wanted)
+        restore = self._restore
+        if arena is not None:
+            asker.tell(worker_messages.ArenaGranted(rank, arena.shape.layout_id), fds=(arena.fd,))
+        elif restore is None or restore.wanted != wanted or rank not in restore.missing:
+            asker.tell(
+                messages.Refused(f"{wanted} of rank {rank} is not here, and nobody fetches it")
+            )
+        elif restore.failed:
+            asker.tell(messages.Refused(restore.failed))
+        else:
+            self._waiting.append((asker, rank, wanted))
+
+    def look_again(self) -> None:
+        """Arenas have come in another way."""
+        restore = self._restore
+        if restore is not None and restore.missing and restore.fetcher is None:
+            restore.missing = self._missing(restore)
+            if not restore.missing:
+                self._ready(restore)
+
+    def _fetched(self, restore: _Restore, fds: Mapping[Rank, int], num_bytes: int) -> None:
+        if restore is not self._restore:
+            for fd in fds.values():
+                self._memory.discard(fd)
+            return
+        for rank, fd in sorted(fds.items()):
+            arena = self._memory.add(fd, restore.generation)
+            self._tell_agent(worker_messages.ArenaGranted(rank, arena.shape.layout_id), fds=(fd,))
+            crash_point("smp.fetch.agent_told")
+        text = f"fetched {num_bytes} bytes in {clock.now_s() - restore.began_s:.3f} s"
+        self._tell_agent(smp_messages.SmpNotice("restore", f"{restore.wanted}: {text}"))
+        restore.missing.clear()
+        self._ready(restore)
+
+    def _ready(self, restore: _Restore) -> None:
+        self._tell_agent(smp_messages.RestoreReady(restore.wanted.generation, restore.wanted.step))
+        waiting, self._waiting = self._waiting, []
+        for asker, rank, wanted in waiting:
+            self.grant(asker, rank, wanted)
+        self._here()
+
+    def _fail(self, restore: _Restore, why: str, *, is_link: bool = False) -> None:
+        if restore is not self._restore:
+            return
+        restore.failed = why
+        _log.warning("%s", why)
+        self._tell_agent(smp_messages.RestoreFailed(restore.generation, why, is_link))
+        self._refuse(lambda _: True, why)
+
+    def _refuse(self, chosen: Callable[[Version], bool], why: str) -> None:
+        """Let workers wait no longer that wait for such a version."""
+        waiting, self._waiting = self._waiting, []
+        for asker, rank, wanted in waiting:
+            if chosen(wanted):
+                asker.tell(messages.Refused(f"{wanted} of rank {rank} does not come: {why}"))
+            else:
+                self._waiting.append((asker, rank, wanted))
+
+    def _missing(self, restore: _Restore) -> set[Rank]:
+        held = self._memory.held(restore.world_size)
+        return {rank for rank in restore.ranks if restore.wanted not in held.get(rank, ())}
+
+    def _holder(self, rank: Rank, wanted: Version) -> HeldArena | None:
+        return next((one for one in self._memory.of(rank) if one.holds(wanted)), None)
+
+
+def _ranks_of(body: smp_messages.BeginGeneration) -> list[Rank]:
+    """Whose shards have to be here. Those of another number of ranks are read where they lie."""
+    if body.restored_world_size not in (0, body.world_size):
+        return []
+    return [Rank(rank) for rank in body.local_ranks]

@@ -1,0 +1,149 @@
+"""Answers workers of a new world that read shards of the old one which are not on this node.
+
+Runs in:  the SMP: asked in the server's thread, a job's lane for each local rank does the work.
+Takes in: FetchHeads and FetchPieces.
+Gives:    memfds with just what was asked for, which nobody here keeps; or a refusal in words.
+"""
+
+import os
+from collections.abc import Callable, Iterable
+from functools import partial
+from mmap import mmap
+
+from ftrun.errors import FtrunError, LayoutUnknown
+from ftrun.ids import Rank, version
+from ftrun.smp.client import Asker
+from ftrun.smp.jobs import Finish, Jobs
+from ftrun.smp.restore.previous_world import OldShards
+from ftrun.wire.crash_points import crash_point
+from ftrun.wire.messages import envelope as messages
+from ftrun.wire.messages import worker as worker_messages
+from ftrun.wire.shard_heads import pack_head
+
+MAX_HEADS = 200
+"""Descriptors of one answer."""
+
+MAX_BYTES = 64 << 20
+"""Of one answer, where it is more than one piece."""
+
+_BUG = messages.Refused("a bug in ftrun; the SMP's log has it")
+Body = worker_messages.FetchHeads | worker_messages.FetchPieces
+Work = Callable[[], tuple[messages.AnyMessage, list[int]]]
+
+
+class RangeFetches:
+    """The questions of local workers."""
+
+    def __init__(self, jobs: Jobs) -> None:
+        self._jobs = jobs
+        self._shards: OldShards | None = None
+
+    def begin(self, shards: OldShards | None) -> None:
+        """Answer with these from now on; what is under way is given up."""
+        if self._shards is not None:
+            self._shards.cancel()
+        self._shards = shards
+
+    def ask(self, asker: Asker, body: Body) -> None:
+        """Answer a worker, later."""
+        shards = self._shards
+        wanted = version(body.generation, body.step)
+        if shards is None or shards.world.wanted != wanted:
+            asker.tell(
+                messages.Refused(f"{wanted} is not on this node, and it is read from no other")
+            )
+            return
+        work: Work
+        if isinstance(body, worker_messages.FetchHeads):
+            work = partial(_heads, shards, body)
+        else:
+            work = partial(_pieces, shards, body)
+        self._jobs.submit(
+            f"read-{body.rank}",
+            partial(_answered, work, asker),
+            failed=partial(asker.tell, _BUG),
+        )
+
+
+def _answered(work: Work, asker: Asker) -> Finish:
+    try:
+        answer, fds = work()
+    except (FtrunError, OSError) as error:
+        return partial(asker.tell, messages.Refused(str(error)))
+    return partial(_tell, asker, answer, fds)
+
+
+def _tell(asker: Asker, answer: messages.AnyMessage, fds: list[int]) -> None:
+    try:
+        asker.tell(answer, fds=tuple(fds))
+    finally:
+        for fd in fds:
+            os.close(fd)
+
+
+def _heads(
+    shards: OldShards, body: worker_messages.FetchHeads
+) -> tuple[messages.AnyMessage, list[int]]:
+    if not 0 < len(body.ranks) <= MAX_HEADS:
+        raise LayoutUnknown(f"{len(body.ranks)} heads at a time; {MAX_HEADS} are given")
+    fds: list[int] = []
+    try:
+        for rank in body.ranks:
+            parts = pack_head(shards.head(Rank(rank)))
+            fds.append(_memory(sum(map(len, parts))))
+            _write(fds[-1], parts)
+    except BaseException:
+        for fd in fds:
+            os.close(fd)
+        raise
+    return worker_messages.HeadsFetched(list(body.ranks)), fds
+
+
+def _pieces(
+    shards: OldShards, body: worker_messages.FetchPieces
+) -> tuple[messages.AnyMessage, list[int]]:
+    wanted = [
+        (Rank(rank), index)
+        for rank, first, count in body.wanted
+        for index in range(first, first + count)
+    ]
+    size = sum(_size_of(shards, rank, index) for rank, index in wanted)
+    if not size or (size > MAX_BYTES and len(wanted) > 1):
+        raise LayoutUnknown(f"pieces of {size} bytes at a time; {MAX_BYTES} are given")
+    fd = _memory(size)
+    try:
+        with mmap(fd, size) as mapped, memoryview(mapped) as out:
+            shards.read(wanted, out)
+            crash_point("smp.fetch.pieces_taken")
+    except BaseException:
+        os.close(fd)
+        raise
+    return worker_messages.PiecesFetched(size), [fd]
+
+
+def _size_of(shards: OldShards, rank: Rank, index: int) -> int:
+    """Raises: LayoutUnknown: there is no such piece."""
+    pieces = shards.layout(rank).pieces
+    if not 0 <= index < len(pieces):
+        raise LayoutUnknown(f"rank {rank} has {len(pieces)} pieces and {index} is wanted")
+    return pieces[index].num_bytes
+
+
+def _memory(size: int) -> int:
+    """Raises: OSError: the memory is full."""
+    fd = os.memfd_create("ftrun-pieces", os.MFD_CLOEXEC)
+    try:
+        os.posix_fallocate(fd, 0, size)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _write(fd: int, parts: Iterable[bytes | memoryview]) -> None:
+    at = 0
+    for part in parts:
+        view = memoryview(part)
+        while view:
+            written = os.pwrite(fd, view, at)
+            at, view = at + written, view[written:]

@@ -1,0 +1,128 @@
+"""Gets of other nodes what they have read of a checkpoint; reads what they do not give.
+
+Runs in:  the SMP, in a thread of its own for as long as it takes.
+Takes in: a `SharedLoad`, the places of the nodes that load together.
+Gives:    sealed arenas, or why not.
+Survives: each of the others: what one does not give is read from storage.
+"""
+
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from ftrun.errors import FtrunError, SnapshotCorrupt
+from ftrun.smp.checkpoint.shared_load import SharedLoad
+from ftrun.smp.restore.asking import Asking
+from ftrun.smp.restore.downloader import PIECE, Item
+from ftrun.smp.restore.rpc import FetchDesk
+from ftrun.smp.waits import Steps
+from ftrun.snapshot.load_shares import Place
+from ftrun.wire.cluster import transfer as t
+from ftrun.wire.crash_points import crash_point
+from ftrun.wire.messages.protected import NodePlace
+
+PATIENCE_S = 60.0
+"""So long another node may give nothing: it may still be reading its own share. One that is known
+to be gone is not waited for."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ShareEvents:
+    """Who is told; in the thread that fetches.
+
+    Args:
+        done: all is sealed; how many bytes others gave.
+        failed: why nothing came of it, and whether connections to nodes were lost.
+        notice: what others did not give.
+    """
+
+    done: Callable[[int], None]
+    failed: Callable[[str, bool], None]
+    notice: Callable[[str], None]
+
+
+class ShareFetch:
+    """What is left of one load.
+
+    Args:
+        load: whose it is.
+        nodes: the places of all that load, by the numbers that the load has.
+        desk: where they are asked.
+        events: who is told.
+    """
+
+    def __init__(
+        self, load: SharedLoad, nodes: Sequence[NodePlace], desk: FetchDesk, events: ShareEvents
+    ) -> None:
+        self._load = load
+        self._nodes = nodes
+        self._desk = desk
+        self._events = events
+        self._asking = Asking(desk, patience_s=PATIENCE_S)
+
+    def start(self) -> None:
+        self._asking.begin("ftrun-share", self._run())
+
+    def cancel(self) -> None:
+        """Give up; see `Asking.cancel`."""
+        self._asking.cancel()
+
+    # --- the thread --------------------------------------------------------------------------
+
+    def _run(self) -> Steps[None]:
+        try:
+            with self._load.lock:  # one that was given up may not have ended yet
+                if not self._load.is_whole:
+                    yield from self._fill()
+        except (FtrunError, OSError) as error:
+            self._give_up(str(error))
+        except Exception:  # noqa: BLE001
+            # A thread's loop: a bug here must be an answer, not silence.
+            _log.exception("what others have read of a checkpoint ended in a bug of ftrun")
+            self._give_up("a bug in ftrun; the SMP's log has it")
+        else:
+            if not self._asking.is_cancelled:
+                self._events.done(self._asking.num_bytes)
+
+    def _fill(self) -> Steps[None]:
+        """Raises: FtrunError, OSError: something is nowhere to be had."""
+        load = self._load
+        self._desk.meet([place for place in self._nodes if place.smp_port > 0])
+        wanted = {place: self._item(place, reader) for place, reader in load.left.items()}
+        yield from self._asking.steps(list(wanted.values()), self._question)
+        if self._asking.is_cancelled:
+            return
+        problems: list[str] = []
+        for place, item in wanted.items():
+            try:
+                load.took(place)
+            except SnapshotCorrupt as error:
+                problems += item.problems or [str(error)]
+        if load.left:
+            said = "; ".join(dict.fromkeys(problems))
+            self._events.notice(
+                f"{len(load.left)} pieces of {load.version} that other nodes were to read are read "
+                f"here: {said}"
+            )
+            load.read_too(list(load.left))
+        crash_point("smp.checkpoint.share_taken")
+        load.seal()
+
+    def _item(self, place: Place, reader: int) -> Item:
+        room, digest = self._load.room(place), self._load.digest(place)
+        # Who it is is not known where a generation has begun with other nodes than have loaded.
+        sources = deque(node.node_id for node in self._nodes[reader : reader + 1])
+        return Item(PIECE, digest, len(room), [room], sources, digest)
+
+    def _question(self, number: int, batch: Sequence[Item]) -> t.AskPieces:
+        at = self._load.version
+        digests = b"".join(item.key.to_bytes(8, "little") for item in batch)
+        return t.AskPieces(number, at.generation, at.step, 0, -1, digests=digests)
+
+    def _give_up(self, why: str) -> None:
+        if not self._asking.is_cancelled:
+            # What no node gives is read from storage: a lost connection is no cause here.
+            self._events.failed(why, False)

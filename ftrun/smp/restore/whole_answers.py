@@ -1,0 +1,89 @@
+"""One question to one node, whose answer is of a length that only that node knows.
+
+Runs in:  the SMP, in the thread that asks; the answer comes in a link's.
+Takes in: a question.
+Gives:    the bytes, or why they do not come.
+"""
+
+import contextlib
+import queue
+from collections.abc import Callable, Sequence
+
+from ftrun import clock
+from ftrun.errors import LayoutUnknown
+from ftrun.smp.peer_link import Frame
+from ftrun.smp.restore.rpc import FetchDesk
+from ftrun.wire.cluster import transfer as t
+
+MAX_ANSWER_BYTES = 1 << 30
+_TICK_S = 0.1
+
+
+class WholeAnswer:
+    """The `Sink` of such a question."""
+
+    def __init__(self) -> None:
+        self._raw: bytearray | None = None
+        self._is_here = False
+        self._answers: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    def room(self, index: int, num_bytes: int) -> Sequence[memoryview] | None:
+        if index or self._is_here or not 0 < num_bytes <= MAX_ANSWER_BYTES:
+            return None
+        self._raw = bytearray(num_bytes)
+        return [memoryview(self._raw)]
+
+    def arrived(self, index: int, header: bytes, digest: int | None) -> None:
+        self._is_here = True
+        self._answers.put("" if digest is not None else "it has sent no digest")
+
+    def refused(self, index: int, why: str) -> None:
+        self._answers.put(why or "it was refused")
+
+    def take(self, *, timeout_s: float) -> bytearray:
+        """The bytes.
+
+        Raises:
+            queue.Empty: nothing has come yet.
+            LayoutUnknown: nothing will.
+        """
+        why = self._answers.get(timeout=timeout_s)
+        if why or self._raw is None:
+            raise LayoutUnknown(why)
+        return self._raw
+
+
+def ask_whole(
+    desk: FetchDesk,
+    node_id: str,
+    question: Callable[[int], t.AskHead | t.AskMirror],
+    *,
+    patience_s: float,
+    is_over: Callable[[], str],
+) -> bytearray:
+    """Ask, and wait for the answer.
+
+    Args:
+        desk: where questions go.
+        node_id: who is asked.
+        question: made for the number it is given.
+        patience_s: how long to wait.
+        is_over: why there is no use in waiting any longer; empty where there is.
+
+    Raises:
+        LayoutUnknown: it is refused, or does not come.
+    """
+    sink = WholeAnswer()
+    number = desk.requests.open(sink)
+    give_up_s = clock.now_s() + patience_s
+    try:
+        if not desk.tell(node_id, Frame(question(number))):
+            raise LayoutUnknown("it cannot be asked")
+        while True:
+            with contextlib.suppress(queue.Empty):
+                return sink.take(timeout_s=_TICK_S)
+            why = is_over()
+            if why or clock.now_s() > give_up_s:
+                raise LayoutUnknown(why or f"silent for {patience_s:.0f} s")
+    finally:
+        desk.requests.close(number)

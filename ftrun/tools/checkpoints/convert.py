@@ -1,0 +1,287 @@
+"""`python -m ftrun.tools.checkpoints.convert SOURCE OUT ...`: a checkpoint, made into one of another layout.
+
+Runs in:  a process of its own, started by the cli.
+Takes in: a checkpoint, or a directory of them; layout rules; a directory for the new one.
+Gives:    `ConvertFacts` as JSON on stdout; a checkpoint that a run of the new layout goes on from
+          as from its own.
+Survives: a kill at any point: the new checkpoint is there when it is whole, and not before.
+
+Nothing is converted where the layout stays the same: the files are linked.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from pathlib import Path
+
+import msgspec
+
+from ftrun import clock
+from ftrun.errors import CheckpointError, FtrunError, RulesUnfit, UsageError
+from ftrun.ids import RunId, version
+from ftrun.sharding.name_patterns import NamePattern
+from ftrun.sharding.rank_values import RankValues
+from ftrun.sharding.replica_check import differing
+from ftrun.sharding.rule_parser import read_rules
+from ftrun.sharding.rules import Rules
+from ftrun.sharding.stored_entries import stored_entries
+from ftrun.sharding.world_layout import FLOATS, WorldLayout, lay_out, read_world
+from ftrun.smp.checkpoint.convert_source import SourceCheckpoint
+from ftrun.smp.checkpoint.index import ShardFile, make_index, seal
+from ftrun.smp.checkpoint.storage.local import (
+    LATEST_NAME,
+    free_name,
+    locked,
+    point_latest,
+    remove,
+    replaced,
+    sync,
+    sync_folder,
+    temporary_name,
+)
+from ftrun.smp.checkpoint.storage.storage import sweep_alone
+from ftrun.tools.checkpoints.convert_writer import Conversion, WorldWriter
+from ftrun.wire.messages.checkpoint import INDEX_NAME
+from ftrun.wire.messages.shelf_facts import ConvertFacts
+
+MOST_WORKERS = 4
+"""Threads, where nobody says how many."""
+
+
+def main() -> int:
+    """Do what is asked; 0 also where it cannot be done: that is said."""
+    sys.stdout.buffer.write(msgspec.json.encode(convert(sys.argv[1:])))
+    return 0
+
+
+def convert(words: Sequence[str]) -> ConvertFacts:
+    """Make the new checkpoint; what was made, or why nothing was."""
+    arguments = _arguments(words)
+    began_s = clock.now_s()
+    try:
+        found = _convert(arguments)
+    except FtrunError as error:
+        found = ConvertFacts(problem=str(error), exit_code=error.exit_code)
+    except OSError as error:
+        problem = f"{error.filename or arguments.out}: {error.strerror or error}"
+        found = ConvertFacts(problem=problem, exit_code=CheckpointError.exit_code)
+    return msgspec.structs.replace(found, seconds=clock.now_s() - began_s)
+
+
+def _arguments(words: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="ftrun.tools.checkpoints.convert", description="another layout"
+    )
+    parser.add_argument("source", type=Path)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--rules", type=Path, required=True)
+    parser.add_argument("--to", type=Path)
+    parser.add_argument("--ranks", type=int)
+    parser.add_argument("--mesh", default="")
+    parser.add_argument("--workers", type=int, default=0)
+    parser.add_argument("--dtype", action="append", default=[])
+    return parser.parse_args(words)
+
+
+def _convert(arguments: argparse.Namespace) -> ConvertFacts:
+    rules = _read(arguments.rules)
+    wanted = target_rules(arguments, rules)
+    if arguments.workers < 0:
+        raise UsageError(f"--workers {arguments.workers}: at least 1, or 0 for as many as fit")
+    out = arguments.out.absolute()
+    folder = _folder_of(arguments.source.absolute())
+    if out == folder:
+        raise UsageError(f"{out} is the checkpoint itself: name another directory for the new one")
+    workers = arguments.workers or min(MOST_WORKERS, os.cpu_count() or 1)
+    with closing(SourceCheckpoint(folder)) as source:
+        stored = stored_entries(source.heads, source.parts, source=rules.source)
+        before = read_world(rules, stored)
+        after = lay_out(wanted, before)
+        dtypes = new_dtypes(arguments.dtype, before)
+        if rules.layout == wanted.layout and not dtypes:
+            path, num_bytes = publish(source, out, Linked(source))
+            return _facts(source, path, num_bytes, before, after, is_linked=True)
+        if problems := differing(source, before):
+            raise RulesUnfit(source=rules.source, problems=problems)
+        values = RankValues(source.parts, before, after)
+        plain = [values.of(rank) for rank in range(after.mesh.size)]
+        job = Conversion(source, before, after, dtypes, plain)
+        path, num_bytes = publish(source, out, WorldWriter(job, workers=workers))
+        return _facts(source, path, num_bytes, before, after, notes=values.notes())
+
+
+def _facts(
+    source: SourceCheckpoint,
+    path: Path,
+    num_bytes: int,
+    before: WorldLayout,
+    after: WorldLayout,
+    *,
+    is_linked: bool = False,
+    notes: Sequence[str] = (),
+) -> ConvertFacts:
+    return ConvertFacts(
+        source=str(source.folder),
+        path=str(path),
+        step=source.index.step,
+        mesh_before=str(before.mesh),
+        mesh_after=str(after.mesh),
+        world_size=after.mesh.size,
+        num_tensors=len(before.wholes),
+        num_bytes=num_bytes,
+        is_linked=is_linked,
+        notes=tuple(notes),
+    )
+
+
+# --- what is wanted -----------------------------------------------------------------------------
+
+
+def _read(path: Path) -> Rules:
+    try:
+        return read_rules(path.read_text(), source=str(path))
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path} is no text: {error}") from error
+
+
+def target_rules(arguments: argparse.Namespace, rules: Rules) -> Rules:
+    """The rules of the new world: those of a file, or the old ones on another mesh.
+
+    Raises:
+        UsageError: it is said twice, or cannot be so.
+    """
+    given = [n for n in ("to", "ranks", "mesh") if getattr(arguments, n) not in (None, "")]
+    if len(given) > 1:
+        raise UsageError(f"--{given[0]} and --{given[1]} both say the new layout: give one")
+    if arguments.to is not None:
+        return _read(arguments.to)
+    if arguments.mesh:
+        return rules.on(rules.mesh.having(_sizes(arguments.mesh, rules)))
+    if arguments.ranks is not None:
+        mesh = rules.mesh.resized(arguments.ranks)
+        if mesh is None:
+            raise UsageError(
+                f"--ranks {arguments.ranks} does not go with the mesh of {rules.source} "
+                f"({rules.mesh}): it changes the one axis of batches, and leaves the others. Say "
+                "the new sizes, such as --mesh tp=4,dp=2"
+            )
+        return rules.on(mesh)
+    if not arguments.dtype:
+        raise UsageError("say the new layout: --to FILE, --ranks M or --mesh tp=4,dp=1")
+    return rules
+
+
+def _sizes(text: str, rules: Rules) -> dict[str, int]:
+    found = {}
+    for part in text.split(","):
+        axis, equals, size = part.strip().partition("=")
+        if not equals or not size.isdecimal() or int(size) < 1:
+            raise UsageError(f"--mesh is axes with sizes, such as tp=4,dp=1, not {text!r}")
+        if axis not in rules.mesh.names:
+            raise UsageError(f"--mesh {text}: {axis} is no axis of {rules.source} ({rules.mesh})")
+        found[axis] = int(size)
+    return found
+
+
+def new_dtypes(orders: Sequence[str], world: WorldLayout) -> Mapping[str, str]:
+    """The tensors that get another dtype, and which; only floating ones ever do.
+
+    Args:
+        orders: `bf16`, which leaves the state of optimizers as it is, or `PATTERN=bf16`.
+        world: what there is.
+
+    Raises:
+        UsageError: an order makes no sense, or names nothing.
+    """
+    found: dict[str, str] = {}
+    for order in orders:
+        pattern, equals, name = order.rpartition("=")
+        dtype = name.upper()
+        if dtype not in FLOATS:
+            known = ", ".join(FLOATS).lower()
+            raise UsageError(f"--dtype {order}: there are {known}, and PATTERN= before one")
+        floats = [one for one in world.wholes.values() if one.dtype in FLOATS]
+        if equals:
+            of_all = NamePattern(pattern)
+            floats = [one for one in floats if of_all.match(one.name) is not None]
+        else:
+            floats = [one for one in floats if one.kin is None]
+        if not floats:
+            raise UsageError(f"--dtype {order} names no floating tensor of the checkpoint")
+        found |= {one.name: dtype for one in floats}
+    return {name: dtype for name, dtype in found.items() if world.wholes[name].dtype != dtype}
+
+
+def _folder_of(path: Path) -> Path:
+    """A checkpoint, or the latest one in a directory of them."""
+    if (path / INDEX_NAME).exists():
+        return path
+    latest = path / LATEST_NAME
+    if latest.is_symlink():
+        return path / latest.readlink()
+    raise CheckpointError(f"{path} is neither a checkpoint nor a directory with one that is latest")
+
+
+# --- the new checkpoint -------------------------------------------------------------------------
+
+
+class Linked:
+    """The files of a checkpoint as they are."""
+
+    def __init__(self, source: SourceCheckpoint) -> None:
+        self._source = source
+
+    def write(self, folder: Path) -> list[ShardFile]:
+        for shard in self._source.index.shards:
+            for name in shard.names:
+                _link(self._source.folder / name, folder / name)
+        return self._source.index.shards
+
+
+def _link(old: Path, new: Path) -> None:
+    try:
+        os.link(old, new)
+    except OSError:  # another file system, or one without links
+        with old.open("rb") as file, replaced(new) as write:
+            while data := file.read(1 << 22):
+                write(data)
+
+
+def publish(source: SourceCheckpoint, out: Path, writer: WorldWriter | Linked) -> tuple[Path, int]:
+    """The path of the new checkpoint, durable and the latest one, and its bytes."""
+    index = source.index
+    wanted = version(index.generation, index.step)
+    with locked(out) as folder_fd:
+        sweep_alone(out, RunId(index.run_id))
+        temporary = out / temporary_name(f"step-{index.step}")
+        temporary.mkdir()
+        try:
+            files = writer.write(temporary)
+            made = make_index(
+                out,
+                run_id=index.run_id,
+                generation=index.generation,
+                step=index.step,
+                world_size=len(files),
+                shards=files,
+                life=index.life,
+            )
+            with replaced(temporary / INDEX_NAME) as write:
+                write(seal(made))
+            sync_folder(temporary)
+        except BaseException:
+            remove(temporary)
+            raise
+        path = free_name(out, wanted)
+        temporary.rename(path)
+        sync(folder_fd)
+        point_latest(out, path, folder_fd)
+    return path, sum(one.num_bytes + 8 * one.num_pieces for one in files)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,275 @@
+"""The shards of a new world, written entry by entry.
+
+Runs in:  the process that converts checkpoints: entries are put together by a few threads, and
+          written by the one that asks for them.
+Takes in: a `Conversion`: the old checkpoint, both worlds.
+Gives:    files of all new ranks, durable, with digests of the bytes that were written.
+
+Rule 1: a file is written from its first byte to its last, so its bytes do not depend on how many
+        threads there are, nor on which is faster.
+Rule 2: at most one entry more than there are threads is in memory. Ranks that have the same entry
+        get the same bytes, put together once.
+
+Source: parallel within a file as across files is the nested parallel reconfiguration of Universal
+Checkpointing (arXiv 2406.18820), without files in between.
+"""
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+
+import numpy as np
+import xxhash
+
+from ftrun.sharding.box_copies import BoxCopy
+from ftrun.sharding.world_layout import Placed, WorldLayout
+from ftrun.smp.checkpoint.convert_source import SourceCheckpoint
+from ftrun.smp.checkpoint.index import ShardFile
+from ftrun.smp.checkpoint.storage.direct_file import DiskFile, no_pace
+from ftrun.smp.checkpoint.storage.local import replaced, replaced_large
+from ftrun.snapshot.layout import ITEM_BYTES, PLAIN_NAME, Entry, Layout, When, make_layout
+from ftrun.tools.checkpoints.float_bits import Bits, bits_type, converted, mean
+
+MOST_BYTES = 16 << 20
+"""Of one read: what is read has to be held meanwhile."""
+MOST_FILES = 4
+"""Written at the same time; each takes two buffers."""
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What is to be made of what.
+
+    Args:
+        source: the checkpoint.
+        before: the world that took it.
+        after: the world that is to go on from it.
+        dtypes: of tensors that get another one, by name.
+        plain: of each new rank: its plain values.
+    """
+
+    source: SourceCheckpoint
+    before: WorldLayout
+    after: WorldLayout
+    dtypes: Mapping[str, str]
+    plain: Sequence[bytes]
+
+    def dtype_of(self, name: str) -> str:
+        return self.dtypes.get(name, self.before.wholes[name].dtype)
+
+    @cached_property
+    def placed(self) -> list[dict[str, Placed]]:
+        """What each new rank has, by the names that it calls its entries."""
+        return [
+            {self.after.own_name(rank, name): one for name, one in entries.items()}
+            for rank, entries in enumerate(self.after.entries)
+        ]
+
+    @cached_property
+    def layouts(self) -> list[Layout]:
+        """The layout of each new rank's image."""
+        return [
+            make_layout(
+                [
+                    Entry(name, self.dtype_of(one.name), one.shape, self._when[one.name])
+                    for name, one in placed.items()
+                ],
+                plain_bytes=len(self.plain[rank]) + 8,
+                metadata={"format": "pt", "ftrun.rank": str(rank)},
+            )
+            for rank, placed in enumerate(self.placed)
+        ]
+
+    @cached_property
+    def _when(self) -> dict[str, When]:
+        return {
+            name: self.source.entry(rank, self.before.own_name(rank, name)).when
+            for rank, entries in enumerate(self.before.entries)
+            for name in entries
+        }
+
+
+class WorldWriter:
+    """Writes the files of all ranks.
+
+    Args:
+        conversion: what is to be written.
+        workers: threads; at least 1.
+    """
+
+    def __init__(self, conversion: Conversion, *, workers: int) -> None:
+        self._job = conversion
+        self._stock = conversion.before.stock()
+        self._workers = workers
+
+    def write(self, folder: Path) -> list[ShardFile]:
+        """All files, durable.
+
+        Raises:
+            CheckpointError: the old checkpoint is not what was written.
+            OSError: a file cannot be written.
+        """
+        found: list[ShardFile] = []
+        with ThreadPoolExecutor(self._workers, thread_name_prefix="convert") as pool:
+            for ranks in self._batches():
+                found += self._write_ranks(folder, ranks, pool)
+        return found
+
+    def _batches(self) -> Iterator[list[int]]:
+        """Ranks whose files have the same entries at the same places, a few at a time."""
+        alike: dict[tuple[Entry, ...], list[int]] = {}
+        for rank, layout in enumerate(self._job.layouts):
+            alike.setdefault(layout.entries, []).append(rank)
+        for ranks in alike.values():
+            yield from (ranks[at : at + MOST_FILES] for at in range(0, len(ranks), MOST_FILES))
+
+    def _write_ranks(
+        self, folder: Path, ranks: Sequence[int], pool: ThreadPoolExecutor
+    ) -> list[ShardFile]:
+        with ExitStack() as ends:
+            writers = {}
+            for rank in ranks:
+                path = folder / f"rank-{rank:05d}.safetensors"
+                file = ends.enter_context(replaced_large(path, no_pace))
+                writers[rank] = _ShardWriter(rank, file, self._job.layouts[rank])
+            for some, data in self._in_order(ranks, pool):
+                for rank in some:
+                    writers[rank].add(data)
+        return [writers[rank].finish(folder) for rank in ranks]
+
+    def _in_order(
+        self, ranks: Sequence[int], pool: ThreadPoolExecutor
+    ) -> Iterator[tuple[list[int], memoryview]]:
+        """The bytes of each entry in the order of the files, and the ranks that have them."""
+        waiting: deque[tuple[list[int], Future[memoryview]]] = deque()
+        try:
+            for entry in self._job.layouts[ranks[0]].entries:
+                for some in self._alike(entry, ranks):
+                    work = partial(self._bytes_of, entry, some[0])
+                    waiting.append((some, pool.submit(work)))
+                    if len(waiting) > self._workers:
+                        first, done = waiting.popleft()
+                        yield first, done.result()
+            while waiting:
+                first, done = waiting.popleft()
+                yield first, done.result()
+        finally:
+            for _, left in waiting:
+                left.cancel()
+
+    def _alike(self, entry: Entry, ranks: Sequence[int]) -> list[list[int]]:
+        """Ranks by what they have of an entry."""
+        if entry.name == PLAIN_NAME:
+            return [[rank] for rank in ranks]
+        found: dict[int, list[int]] = {}
+        for rank in ranks:
+            placed = self._job.placed[rank].get(entry.name)
+            found.setdefault(id(placed), []).append(rank)
+        return list(found.values())
+
+    def _bytes_of(self, entry: Entry, rank: int) -> memoryview:
+        if entry.name == PLAIN_NAME:
+            text = self._job.plain[rank]
+            data = len(text).to_bytes(8, "little") + text
+            return memoryview(data.ljust(entry.num_bytes, b"\0"))
+        placed = self._job.placed[rank].get(entry.name)
+        if placed is None:  # what fills a gap
+            return memoryview(bytes(entry.num_bytes))
+        made = self._put_together(placed, self._job.before.wholes[placed.name].dtype, entry.dtype)
+        return made.view(np.uint8).data
+
+    def _put_together(self, placed: Placed, old: str, new: str) -> Bits:
+        """[items] of one entry; padding is 0."""
+        copies = self._stock.copies(placed.patches)
+        read = [filled(self._job.source, c, placed.num_items, ITEM_BYTES[old]) for c in copies]
+        made = read[0] if len(read) == 1 else mean(read, old)
+        return made if old == new else converted(made, old, new)
+
+
+def filled(
+    source: SourceCheckpoint, copies: Sequence[BoxCopy], num_items: int, item_bytes: int
+) -> Bits:
+    """[num_items] with what copies bring; 0 where they bring nothing.
+
+    Raises:
+        CheckpointError: what is read is not what was written.
+    """
+    kind = bits_type(item_bytes)
+    made: Bits = np.zeros(num_items, kind)
+    for whole in copies:
+        for copy in whole.cut_to(MOST_BYTES // item_bytes):
+            first, size = copy.first * item_bytes, copy.span * item_bytes
+            found = np.frombuffer(source.read(copy.rank, copy.entry, first, size), kind)
+            np.copyto(
+                _strided(made[copy.to_first :], copy.shape, copy.to_strides),
+                _strided(found, copy.shape, copy.strides),
+            )
+    return made
+
+
+def _strided(items: Bits, shape: tuple[int, ...], strides: tuple[int, ...]) -> Bits:
+    steps = tuple(step * items.itemsize for step in strides)
+    return np.lib.stride_tricks.as_strided(items, shape, steps)
+
+
+class _ShardWriter:
+    """One file, in order; the digest of each piece is of what went into the file."""
+
+    def __init__(self, rank: int, file: DiskFile, layout: Layout) -> None:
+        self._rank = rank
+        self._file = file
+        self._layout = layout
+        self._digest = xxhash.xxh3_64()
+        self._left = 0
+        """Bytes of the piece under way that are still to come."""
+        self._sizes = deque(piece.num_bytes for piece in layout.pieces)
+        self._digests: list[int] = []
+        file.write(layout.header)
+
+    def add(self, data: memoryview) -> None:
+        """The next bytes of the data."""
+        self._file.write(data)
+        while data:
+            if not self._left:
+                self._begin_piece()
+            part = data[: self._left]
+            self._digest.update(part)
+            self._left -= len(part)
+            data = data[len(part) :]
+            if not self._left:
+                self._digests.append(self._digest.intdigest())
+
+    def finish(self, folder: Path) -> ShardFile:
+        """The digests, durable; the file itself is."""
+        self._add_empty_pieces()
+        assert not self._left
+        assert len(self._digests) == len(self._layout.pieces)
+        table = np.array(self._digests, np.uint64).tobytes()
+        name = f"rank-{self._rank:05d}"
+        with replaced(folder / f"{name}.digests") as write:
+            write(table)
+        header_digest = xxhash.xxh3_64_hexdigest(self._layout.header)
+        return ShardFile(
+            rank=self._rank,
+            file=f"{name}.safetensors",
+            digests=f"{name}.digests",
+            num_bytes=self._layout.image_bytes,
+            num_pieces=len(self._digests),
+            layout_id=header_digest,
+            table_digest=xxhash.xxh3_64_hexdigest(table),
+            header_digest=header_digest,
+        )
+
+    def _begin_piece(self) -> None:
+        self._add_empty_pieces()
+        self._left = self._sizes.popleft()
+        self._digest = xxhash.xxh3_64()
+
+    def _add_empty_pieces(self) -> None:
+        while self._sizes and not self._sizes[0]:
+            self._sizes.popleft()
+            self._digests.append(xxhash.xxh3_64_intdigest(b""))

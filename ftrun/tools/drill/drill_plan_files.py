@@ -1,0 +1,162 @@
+"""The files of drill plans: found by name, read, and checked key by key.
+
+Runs in:  cli.
+Takes in: a YAML file, or the name of a plan that comes with ftrun.
+Gives:    a `DrillPlan`, or an error with all that is wrong with the file.
+"""
+
+import difflib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from ftrun.cli.launch.profiles import MAX_PROFILE_BYTES, PlainLoader, profile_folder, shown_path
+from ftrun.errors import ProfileInvalid, UsageError
+from ftrun.tools.drill.expected import CLUSTER
+from ftrun.tools.drill.plan import DrillPlan, ExpectPart, FaultPart, RunPart, ranks_of, trials_of
+from ftrun.wire.fault_catalog import fault_kind
+
+MAX_TRIALS = 2000
+_PREFIX = "drill"
+"""Of the names of the plans that come with ftrun; they lie with the profiles."""
+
+
+def drill_plan_names() -> list[str]:
+    """Those that come with ftrun."""
+    return sorted(path.stem for path in profile_folder().glob(f"{_PREFIX}*.yaml"))
+
+
+def find_drill_plan(name: str) -> Path:
+    """The file of a plan that is given by name or as a path.
+
+    Raises:
+        UsageError: there is none.
+    """
+    names = drill_plan_names()
+    for stem in (name, f"{_PREFIX}-{name}"):
+        if stem in names:
+            return profile_folder() / f"{stem}.yaml"
+    if Path(name).is_file():
+        return Path(name)
+    near = difflib.get_close_matches(name, names, n=1)
+    hint = f" Did you mean {near[0]}?" if near and os.sep not in name else ""
+    raise UsageError(
+        f"there is no drill plan {name!r}, neither of that name ({', '.join(names)}) nor as a file "
+        f"under {Path.cwd()}.{hint}"
+    )
+
+
+def read_drill_plan(path: Path) -> DrillPlan:
+    """The plan in a file.
+
+    Raises:
+        ProfileInvalid: with all that is wrong with it.
+    """
+    source = shown_path(path)
+    data = path.read_bytes()
+    if len(data) > MAX_PROFILE_BYTES:
+        raise ProfileInvalid(
+            source=source,
+            problems=[f"it has {len(data)} bytes, and a plan has {MAX_PROFILE_BYTES} at most"],
+        )
+    try:
+        found = yaml.load(data, Loader=PlainLoader)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f"line {mark.line + 1}: " if mark is not None else ""
+        raise ProfileInvalid(
+            source=source, problems=[f"{where}{getattr(error, 'problem', None) or error}"]
+        ) from None
+    return plan_from(found, source)
+
+
+def plan_from(found: object, source: str) -> DrillPlan:
+    """A plan out of what YAML holds.
+
+    Raises:
+        ProfileInvalid: with all that is wrong with it.
+    """
+    if not isinstance(found, dict):
+        raise ProfileInvalid(
+            source=source, problems=["a plan holds keys with values, such as faults"]
+        )
+    try:
+        plan = DrillPlan.model_validate(found)
+    except ValidationError as error:
+        details: dict[tuple[Any, ...], str] = {}
+        for detail in error.errors(include_url=False):
+            said = _in_words(detail)
+            details.setdefault(tuple(one for one in detail["loc"] if not _is_noise(one)), said)
+        raise ProfileInvalid(source=source, problems=list(details.values())) from None
+    if problems := list(_problems(plan)):
+        raise ProfileInvalid(source=source, problems=problems)
+    return plan
+
+
+def _problems(plan: DrillPlan) -> Iterator[str]:
+    """What has the right type and still makes no sense."""
+    parts = plan.parts()
+    if not parts:
+        yield "it orders nothing: give it faults, or runs with faults"
+    count = 0
+    for number, part in enumerate(parts):
+        where = part.name or f"runs[{number}]"
+        for at, fault in enumerate(part.faults):
+            yield from (f"{where}: faults[{at}]: {said}" for said in _of_fault(fault, part))
+        if part.script is None and (part.notes or (part.args and part.job != "gpt")):
+            yield f"{where}: args and notes go with a script of yours, or args with job gpt"
+        count += sum(1 for _ in trials_of(part))
+    if count > MAX_TRIALS:
+        yield f"it orders {count} faults, and a plan orders {MAX_TRIALS} at most"
+
+
+def _of_fault(fault: FaultPart, part: RunPart) -> Iterator[str]:
+    if fault.kind.startswith(CLUSTER):
+        return
+    kind = fault_kind(fault.kind)
+    if kind.by_rank and fault.node is not None:
+        yield f"{kind.name} is done to a rank, not to a node"
+    if not kind.by_rank and fault.rank is not None:
+        yield f"{kind.name} is done to a node, not to a rank"
+    world = part.nodes * part.ranks
+    if wrong := [rank for rank in ranks_of(fault, world) if rank >= world]:
+        yield f"there is no rank {wrong[0]} among {world}"
+    if fault.node is not None and fault.node >= part.nodes + part.spares:
+        yield f"there is no node {fault.node} among {part.nodes + part.spares}"
+    if part.nodes > 1 and not kind.by_rank and fault.node is None and kind.name != "lead-kill":
+        yield f"{kind.name}: which node?"
+    if fault.amount is not None and not kind.unit:
+        yield f"{kind.name} takes no amount"
+
+
+def _is_noise(one: object) -> bool:
+    """What pydantic adds for the members of a union."""
+    return isinstance(one, str) and ("[" in one or one in ("int", "bool", "float", "str"))
+
+
+def _in_words(detail: Any) -> str:
+    loc = [one for one in detail["loc"] if not _is_noise(one)]
+    where = "".join(f"[{one}]" if isinstance(one, int) else f".{one}" for one in loc).lstrip(".")
+    if detail["type"] == "value_error":  # our own words
+        return f"{where}: {detail['ctx']['error']}"
+    if detail["type"] != "extra_forbidden":
+        return f"{where}: {str(detail['msg']).removeprefix('Input ')}, and is {detail['input']!r}"
+    keys = _keys_at(loc[:-1])
+    near = difflib.get_close_matches(str(loc[-1]), keys, n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(keys)}"
+    return f"{where}: there is no such key; {hint}"
+
+
+def _keys_at(loc: list[Any]) -> list[str]:
+    names = [one for one in loc if isinstance(one, str)]
+    models: dict[str, type[BaseModel]] = {
+        "runs": RunPart,
+        "faults": FaultPart,
+        "expect": ExpectPart,
+    }
+    model: type[BaseModel] = models.get(names[-1], DrillPlan) if names else DrillPlan
+    return [info.alias or name for name, info in model.model_fields.items()]

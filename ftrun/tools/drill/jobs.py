@@ -1,0 +1,166 @@
+"""What a drill has running: a job of ftrun's own, or a script of the user's.
+
+Runs in:  cli.
+Takes in: a part of a plan, and how many steps its faults will need.
+Gives:    the words to start it with, the files in which it notes its steps, the same job
+          undisturbed under torchrun.
+"""
+
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ftrun.errors import FtrunError
+from ftrun.linux import end_with_parent
+from ftrun.tools.drill.drill_outcome import Outcome, outcome_of
+from ftrun.tools.drill.environments import environment, scripts_folder
+from ftrun.tools.drill.plan import RunPart, Trial
+
+_TAIL_BYTES = 8192
+_STEPS_AT_LEAST = 120
+_STEPS_PER_FAULT = 45
+"""Beside those that a fault lasts by itself: to order it, to see it, and to the next."""
+
+_GPT_STEP_S = 0.05
+_UNDISTURBED_S = 900.0
+_GPT = ("--layers", "2", "--width", "96", "--context", "64")
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One job as it is started.
+
+    Args:
+        name: for the table.
+        argv: script and arguments; FOLDER is the folder of its run.
+        notes: files that it writes there; empty: none.
+        steps: that it makes; 0: not known.
+    """
+
+    name: str
+    argv: tuple[str, ...]
+    notes: tuple[str, ...]
+    steps: int = 0
+
+    def words(self, folder: Path) -> list[str]:
+        return [str(folder) if word == "FOLDER" else word for word in self.argv]
+
+    def note_files(self, folder: Path) -> list[Path]:
+        return [folder / name for name in self.notes]
+
+    def let_go(self, folder: Path) -> None:
+        """Jobs of ftrun's own are slow until they are told that nothing more will happen."""
+        (folder / "go").touch()
+
+    def last_step(self, path: Path) -> int:
+        """The newest in a file of notes; -1: none yet."""
+        if not path.exists():
+            return -1
+        with path.open("rb") as file:
+            size = file.seek(0, 2)
+            file.seek(max(0, size - _TAIL_BYTES))
+            tail = file.read()
+        steps = [line["step"] for line in _lines_of(tail) if "loss" in line and "step" in line]
+        return int(steps[-1]) if steps else -1
+
+
+def _lines_of(tail: bytes) -> list[dict[str, Any]]:
+    found = []
+    for raw in tail.split(b"\n")[:-1]:
+        try:
+            line = json.loads(raw)
+        except ValueError:  # the first of the tail is mostly half a line
+            continue
+        if isinstance(line, dict):
+            found.append(line)
+    return found
+
+
+def steps_for(part: RunPart, trials: Sequence[Trial]) -> int:
+    """So many that the faults of a run fit in, in whole epochs of the job."""
+    step_s = part.step_s or (_GPT_STEP_S if part.job == "gpt" else max(part.pace, 0.01))
+    lasting = sum(max(min(trial.lasts_s, 600.0), _goes_on_s(trial)) / step_s for trial in trials)
+    between = max(part.steps_between, 1) * (len(trials) + 1)
+    named = max((trial.step for trial in trials), default=0)
+    steps = _STEPS_AT_LEAST + _STEPS_PER_FAULT * len(trials) + between + lasting + named
+    return math.ceil(steps / 10) * 10
+
+
+def _goes_on_s(trial: Trial) -> float:
+    """So long steps may be made before the fault is seen; a rank that hangs makes none."""
+    kinds = ("slow computation", "slow communication", "replicas differ")
+    return trial.expected.within_s if set(trial.expected.verdicts) & {*kinds} else 0.0
+
+
+def job_for(part: RunPart, steps: int) -> Job:
+    """The job of a part of a plan.
+
+    Raises:
+        FtrunError: its script is not there.
+    """
+    if part.script is not None:
+        script = Path(part.script).resolve()
+        if not script.is_file():
+            raise FtrunError(f"{part.script}: there is no such script under {Path.cwd()}")
+        notes = (part.notes,) if part.notes else ()
+        return Job(script.name, (str(script), *part.args), notes)
+    folder = scripts_folder()
+    if part.job == "gpt":
+        argv = (str(folder / "train_gpt.py"), "--steps", str(steps), *_GPT, *part.args)
+        return Job("gpt", (*argv, "--losses", "losses.jsonl"), ("losses.jsonl",), steps)
+    argv = (
+        str(folder / "drill_job.py"), "--folder", "FOLDER", "--kind", part.job,
+        "--steps", str(steps), "--pace", str(part.pace),
+    )  # fmt: skip
+    world = part.nodes * part.ranks
+    return Job(part.job, argv, tuple(f"rank{rank}.jsonl" for rank in range(world)), steps)
+
+
+@dataclass
+class Undisturbed:
+    """What torchrun gives; each job is run once with as many ranks."""
+
+    folder: Path
+    _found: dict[tuple[Job, int], list[Outcome]] = field(default_factory=dict)
+
+    def of(self, job: Job, ranks: int) -> list[Outcome]:
+        """Raises: FtrunError: torchrun fails."""
+        if not job.notes:
+            return []
+        if (job, ranks) not in self._found:
+            folder = self.folder / f"undisturbed-{len(self._found) + 1}-{job.name}-{ranks}"
+            self._found[job, ranks] = self._run(job, ranks, folder)
+        return self._found[job, ranks]
+
+    def _run(self, job: Job, ranks: int, folder: Path) -> list[Outcome]:
+        folder.mkdir(parents=True)
+        job.let_go(folder)
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+        output = folder / "output"
+        with output.open("wb") as out:
+            process = subprocess.Popen(
+                [sys.executable, *torchrun, *job.words(folder)], cwd=folder,
+                env=environment({"TMPDIR": str(folder)}),  # it leaves a folder of logs there
+                stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT,
+                preexec_fn=end_with_parent,
+            )  # fmt: skip
+            try:
+                code = process.wait(_UNDISTURBED_S)
+            except subprocess.TimeoutExpired:
+                raise FtrunError(f"torchrun takes over {_UNDISTURBED_S:.0f} s: {output}") from None
+            finally:
+                if process.poll() is None:
+                    process.terminate()
+                    process.wait()
+        found = [outcome_of(path) for path in job.note_files(folder)]
+        # A rank that aborts while gloo is taken down has noted all that is compared.
+        is_whole = all("digest" in one for one in found)
+        if code != 0 and not is_whole:
+            said = output.read_text(errors="replace")[-2000:]
+            raise FtrunError(f"torchrun ended with {code}:\n{said}")
+        return found

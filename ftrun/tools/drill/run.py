@@ -1,0 +1,322 @@
+"""One run under drill: started, watched by its journals and notes, broken, and let go to its end.
+
+Runs in:  cli.
+Takes in: a place, a folder of its own, a part of a plan, the trials of this run.
+Gives:    a `Row` for each trial; what the ranks have noted.
+Survives: nothing: all that it has started is gone when its block ends.
+
+Rule 1: a fault is ordered only in a run in order: every rank makes steps, no incident is open.
+"""
+
+import json
+import os
+import secrets
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+
+from ftrun import clock
+from ftrun.cli.screen.report_clean import clean
+from ftrun.errors import FtrunError, InternalError
+from ftrun.tools.drill.drill_outcome import Outcome, outcome_of
+from ftrun.tools.drill.environments import Place, end
+from ftrun.tools.drill.jobs import Job
+from ftrun.tools.drill.judge import JournalLine, Row, is_over, judge
+from ftrun.tools.drill.plan import RunPart, Trial
+
+FIRST_STEP = 12
+"""Before the first fault: a p99 is known, and snapshots are committed."""
+
+PORT = 29400
+_POLL_S = 0.05
+_START_S = 120.0
+_END_S = 180.0
+_ASK_S = 60.0
+_SPARE_S = 45.0
+"""For a fault beyond the times that are known of it."""
+
+_NO_NOTES_S = 3.0
+"""Between two faults of a script whose steps are not known."""
+
+_LAST_STEPS = 15
+"""Before its last ten a job of ftrun's own waits until it is let go, which looks like a hang."""
+
+
+class RunFailed(FtrunError):
+    """The run cannot be broken any further: it has ended, or does not go on."""
+
+
+class DrillRun:
+    """One run. Use it in a `with` block."""
+
+    def __init__(self, place: Place, folder: Path, part: RunPart, job: Job) -> None:
+        self.place = place
+        self.folder = folder
+        self.part = part
+        self.job = job
+        self.run_id = f"drill-{os.getpid()}-{secrets.token_hex(3)}"
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._may_end: set[int] = set()
+        self._journals: dict[Path, _JournalFile] = {}
+        folder.mkdir(parents=True)
+
+    def __enter__(self) -> "DrillRun":
+        try:
+            self._start()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    # --- from the start to the end ------------------------------------------------------------
+
+    def _start(self) -> None:
+        secret = self.folder / "secret"
+        secret.write_bytes(secrets.token_bytes(32))
+        secret.chmod(0o600)
+        for node in range(self.place.nodes):
+            words = [*self._command(secret), *self.job.words(self.folder)]
+            output = self._output(node)
+            started = self.place.start(node, words, folder=self.folder, output=output)
+            self._processes.append(started)
+
+    def _command(self, secret: Path) -> list[str]:
+        part = self.part
+        words: list[object] = [sys.executable, "-m", "ftrun", "run", "--allow-faults"]
+        words += ["--run-id", self.run_id, "--nproc-per-node", part.ranks]
+        words += ["--snapshot-every", 1, "--set", "restart.budget=100000"]
+        words += ["--set", "smp.orphan_s=30"]
+        if self.place.nodes > 1:
+            words += ["--nnodes", part.nodes, "--allow-network-faults"]  # its own, as its process 1
+            words += ["--spares", part.spares] if part.spares else []
+            words += ["--rdzv-endpoint", f"{self.place.address(0)}:{PORT}"]
+            words += ["--secret-file", secret, "--set", "nodes.failures_per_hour=100000"]
+        for key, value in part.settings.items():
+            words += ["--set", f"{key}={json.dumps(value)}"]
+        return [str(word) for word in (*words, *part.flags)]
+
+    def ready(self) -> None:
+        """Wait until every rank makes steps, and what is usual can be told by them.
+
+        Raises:
+            RunFailed: it has ended, or the time is over.
+        """
+        if self.job.notes:
+            first = max(FIRST_STEP, self.part.steps_between)
+            self._wait(f"step {first}", lambda: self.last_step() >= first, _START_S)
+        else:
+            self._wait("the first step of every rank", self._runs, _START_S)
+
+    def perform(self, trial: Trial, row: Row) -> None:
+        """Order one fault and wait until it is over; the row says what it has shown.
+
+        Raises:
+            RunFailed: nothing more can be done with this run. The row is judged all the same.
+        """
+        since = len(self.journal())
+        if trial.rank < 0 and trial.node >= 0:
+            self._may_end.add(trial.node)
+        try:
+            order_id = self._order(trial)
+        except FtrunError as error:
+            row.problem = f"refused: {error}"
+            return
+        try:
+            if trial.expected.ends:
+                code, patience_s = trial.expected.exit_code, self._patience_s(trial)
+                self._wait("the end of the run", self.has_ended, patience_s, exit_code=code)
+            else:
+                watch = _Watch(self, trial, order_id, since)
+                self._wait(f"the end of {trial.name}", watch.is_over, self._patience_s(trial))
+        except RunFailed as error:
+            row.problem = str(error)
+            raise
+        finally:
+            lines = self.journal()[since:]
+            self._may_end |= _lost_nodes(lines)
+            judge(trial, row, lines, order_id=order_id)
+
+    def finish(self, *, exit_code: int = 0) -> None:
+        """Let the job go to its end.
+
+        Raises:
+            RunFailed: it ends with something else, or not at all.
+        """
+        self.job.let_go(self.folder)
+        self._wait(
+            "the end of the job",
+            self.has_ended,
+            _END_S + self.job.steps * 0.3,
+            exit_code=exit_code,
+        )
+        for node, process in enumerate(self._processes):
+            if process.poll() not in (None, exit_code) and node not in self._may_end:
+                raise RunFailed(
+                    f"it ended with {process.returncode}, not {exit_code}. {self._last_words(node)}"
+                )
+
+    def close(self) -> None:
+        """End all of it."""
+        for process in self._processes:
+            end(process)
+        if any(process.returncode for process in self._processes) and self.place.nodes == 1:
+            words = [sys.executable, "-m", "ftrun", "stop", self.run_id]
+            try:  # what is left of a run that was lost; mostly there is nothing
+                self.place.ask(0, words, folder=self.folder, within_s=_ASK_S)
+            except FtrunError:
+                return
+
+    # --- what it shows ------------------------------------------------------------------------
+
+    def journal(self) -> list[JournalLine]:
+        """The lines of all nodes, in the order of time; they share a clock."""
+        logs = self.folder / "ftrun-logs" / self.run_id
+        of_nodes = list(logs.glob("*/journal.jsonl"))  # beside them lies one with all lines
+        for path in of_nodes if self.place.nodes > 1 else [logs / "journal.jsonl"]:
+            self._journals.setdefault(path, _JournalFile(path))
+        found = [line for journal in self._journals.values() for line in journal.read()]
+        return sorted(found, key=lambda line: float(line["mono_s"]))
+
+    def outcomes(self) -> list[Outcome]:
+        return [outcome_of(path) for path in self.job.note_files(self.folder)]
+
+    def last_step(self) -> int:
+        """That every rank has noted; -1: none yet."""
+        return min((self.job.last_step(path) for path in self.job.note_files(self.folder)),
+                   default=-1)  # fmt: skip
+
+    def is_near_end(self, spare: int = 60) -> bool:
+        """So few steps are left that no more fault fits in."""
+        return self.job.steps > 0 and self.last_step() > self.job.steps - spare
+
+    # --- inside -------------------------------------------------------------------------------
+
+    def _order(self, trial: Trial) -> str:
+        """Raises: FtrunError: it is refused."""
+        words = [sys.executable, "-m", "ftrun", "inject-fault", trial.kind, self.run_id, "--json"]
+        words += ["--rank", str(trial.rank)] if trial.rank >= 0 else []
+        words += ["--node", str(trial.node)] if trial.node >= 0 and self.place.nodes > 1 else []
+        words += ["--at-step", str(trial.step)] if trial.step else []
+        words += ["--for", f"{trial.for_s:g}s"] if trial.for_s is not None else []
+        words += ["--amount", str(trial.amount)] if trial.amount is not None else []
+        alive = [at for at, one in enumerate(self._processes) if one.poll() is None]
+        # On the node itself where that can be: the way there may be what is broken.
+        node = trial.node if trial.node in alive else (alive or [0])[0]
+        said = self.place.ask(node, words, folder=self.folder, within_s=_ASK_S)
+        return str(json.loads(said)["id"])
+
+    def _patience_s(self, trial: Trial) -> float:
+        kill_after_s = 0.0
+        if trial.expected.within_s >= 10:
+            kill_after_s = float(self.part.settings.get("hang.kill_after_s", 120.0))
+        return trial.expected.within_s + min(trial.lasts_s, 3600.0) + kill_after_s + _SPARE_S
+
+    def _runs(self) -> bool:
+        states = [line for line in self.journal() if line["kind"] == "Transition"]
+        return bool(states) and states[-1]["new"] == "run"
+
+    def has_ended(self) -> bool:
+        """All nodes that were not broken have come to their end."""
+        return all(
+            process.poll() is not None
+            for node, process in enumerate(self._processes)
+            if node not in self._may_end
+        )
+
+    def _wait(
+        self, what: str, is_so: Callable[[], bool], within_s: float, *, exit_code: int = 0
+    ) -> None:
+        """Look again and again.
+
+        Raises:
+            RunFailed: the run has ended otherwise, or the time is over.
+        """
+        give_up_s = clock.now_s() + within_s
+        while not is_so():
+            codes = [process.poll() for process in self._processes]
+            for node, code in enumerate(codes):
+                is_wrong = code is not None and code != exit_code and node not in self._may_end
+                if is_wrong or all(one is not None for one in codes):
+                    if is_so():
+                        return
+                    raise RunFailed(f"it ended with {code} before {what}. {self._last_words(node)}")
+            if clock.now_s() > give_up_s:
+                raise RunFailed(
+                    f"waited {within_s:.0f} s in vain for {what}. {self._last_words(0)}"
+                )
+            clock.sleep(_POLL_S)
+
+    def _output(self, node: int) -> Path:
+        return self.folder / f"node{node}.output"
+
+    def _last_words(self, node: int) -> str:
+        path = self._output(node)
+        lines = path.read_text(errors="replace").splitlines() if path.exists() else []
+        own = [line for line in lines if line.startswith("ftrun")] or lines
+        return f"Its last word: {clean(own[-1], 400)}" if own else "It has said nothing"
+
+
+def _lost_nodes(lines: Sequence[JournalLine]) -> set[int]:
+    """Those that may come back when the job has ended, and then wait for the others."""
+    verdicts = [line["verdict"] for line in lines if line["kind"] == "Verdict"]
+    lost = [name for one in verdicts if one["kind"] == "node lost" for name in one["nodes"]]
+    return {int(name.removeprefix("node")) for name in lost if name[4:].isdigit()}
+
+
+class _Watch:
+    """Whether a fault is over: what had to follow has followed, and steps are made again."""
+
+    def __init__(self, run: DrillRun, trial: Trial, order_id: str, since: int) -> None:
+        self._run, self._trial, self._order_id, self._since = run, trial, order_id, since
+        self._mark: tuple[int, float] | None = None
+
+    def is_over(self) -> bool:
+        lines = self._run.journal()[self._since :]
+        if not is_over(self._trial, lines, self._order_id, more_steps=True):
+            self._mark = None
+            if self._run.is_near_end(_LAST_STEPS):
+                raise RunFailed(f"its {self._run.job.steps} steps are over, and nothing was seen")
+            return False
+        if self._mark is None:
+            self._mark = (self._run.last_step(), clock.now_s())
+        step, at_s = self._mark
+        if not self._run.job.notes:
+            return clock.now_s() - at_s >= _NO_NOTES_S or self._run.has_ended()
+        return self._run.last_step() >= step + self._run.part.steps_between
+
+
+class _JournalFile:
+    """Follows one node's journal."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._read_bytes = 0
+        self._lines: list[JournalLine] = []
+
+    def read(self) -> Sequence[JournalLine]:
+        if not self._path.exists():
+            return self._lines
+        with self._path.open("rb") as file:
+            file.seek(self._read_bytes)
+            data = file.read()
+        whole = data[: data.rfind(b"\n") + 1]
+        self._read_bytes += len(whole)
+        for raw in whole.splitlines():
+            try:
+                line = json.loads(raw)
+            except ValueError:
+                continue
+            if not isinstance(line, dict) or "kind" not in line or "mono_s" not in line:
+                raise InternalError(f"{self._path} holds a line without kind and mono_s")
+            self._lines.append(line)
+        return self._lines

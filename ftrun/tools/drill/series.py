@@ -1,0 +1,207 @@
+"""A whole drill plan, one run after the other: every fault ordered, judged and compared.
+
+Runs in:  cli.
+Takes in: a plan, a folder.
+Gives:    a `Row` for each fault, as soon as its run has ended.
+
+Faults of one part share a run where they can: what ends a run, or changes what the next one would
+meet, has one of its own. When a run fails, the faults that it still had before it get a new one.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ftrun import clock
+from ftrun.errors import FtrunError
+from ftrun.tools.drill.drill_cluster import cluster_row
+from ftrun.tools.drill.drill_outcome import Outcome, first_difference
+from ftrun.tools.drill.environments import load_script, place_for
+from ftrun.tools.drill.expected import CLUSTER
+from ftrun.tools.drill.jobs import Undisturbed, job_for, steps_for
+from ftrun.tools.drill.judge import Row, compare, row_of
+from ftrun.tools.drill.plan import DrillPlan, RunPart, Trial, trials_of
+from ftrun.tools.drill.run import DrillRun, RunFailed
+
+OVER = "not made: the plan's minutes are over"
+
+Tell = Callable[[Row], None]
+"""Called with a row when it is judged, and again when its run's result is not as it should be."""
+
+
+@dataclass
+class Series:
+    """One plan being carried out."""
+
+    plan: DrillPlan
+    folder: Path
+    tell: Tell
+
+    def __post_init__(self) -> None:
+        self._undisturbed = Undisturbed(self.folder)
+        self._end_s = clock.now_s() + self.plan.minutes * 60
+        self._count = 0
+        self.rows: list[Row] = []
+        """Of all runs that are over."""
+
+    def carry_out(self) -> None:
+        """Until `rows` has one for each fault.
+
+        Raises:
+            FtrunError: nothing can be drilled here: no cluster, no script, torchrun fails.
+        """
+        for part in self.plan.parts():
+            for batch in batches(list(trials_of(part)), part.most_faults):
+                self.rows.extend(self._batch(part, batch))
+
+    def _batch(self, part: RunPart, batch: Sequence[Trial]) -> Iterator[Row]:
+        """Until every trial has its row, in as many runs as that takes."""
+        left = list(batch)
+        steps = steps_for(part, batch)
+        while left:
+            trial = left[0]
+            if clock.now_s() > self._end_s:
+                for one in left:
+                    row = row_of(one, part.script or part.job, shape(part))
+                    row.problem = OVER
+                    self.tell(row)
+                    yield row
+                return
+            if trial.kind.startswith(CLUSTER):
+                row = cluster_row(trial, part, self._next_folder(trial.name))
+                self.tell(row)
+                yield row
+                left.pop(0)
+                continue
+            rows = self._one_run(part, left, steps)
+            yield from rows
+            del left[: len(rows)]
+
+    def _one_run(self, part: RunPart, trials: Sequence[Trial], steps: int) -> list[Row]:
+        """At least one row; as many as the run lives for."""
+        job = job_for(part, steps)
+        is_compared = any(trial.expected.equal for trial in trials)
+        expected = self._undisturbed.of(job, part.nodes * part.ranks) if is_compared else []
+        name = trials[0].name if len(trials) == 1 else part.name or job.name
+        folder = self._next_folder(name)
+        rows: list[Row] = []
+        outcomes: list[Outcome] = []
+        problem = ""
+        with place_for(part.nodes + (part.spares if part.nodes > 1 else 0)) as place:
+            try:
+                with DrillRun(place, folder, part, job) as run:
+                    run.ready()
+                    try:
+                        self._break(run, trials, rows)
+                        if rows:
+                            run.finish(exit_code=trials[len(rows) - 1].expected.exit_code)
+                    finally:
+                        outcomes = run.outcomes()
+            except RunFailed as error:
+                problem = str(error)
+        if not rows:
+            rows.append(row_of(trials[0], job.name, shape(part)))
+            problem = problem or f"not made: no minutes are left, or {steps} steps are too few"
+        for row in rows:
+            row.run = folder.name
+        if problem and problem not in rows[-1].problem:
+            rows[-1].fail(problem)
+            self.tell(rows[-1])
+        made = rows
+        if problem:  # up to the fault that it did not live through
+            made, last = rows[:-1], rows[-1].fired_step or 0
+            expected = [{at: it for at, it in one.items() if at != "digest" and int(at) < last}
+                        for one in expected]  # fmt: skip
+        for row in compare_all(made, trials, expected, outcomes) if outcomes else ():
+            self.tell(row)
+        return rows
+
+    def _break(self, run: DrillRun, trials: Sequence[Trial], rows: list[Row]) -> None:
+        """One fault after the other, while there are steps and minutes left."""
+        for trial in trials:
+            if run.is_near_end() or clock.now_s() > self._end_s:
+                return
+            rows.append(row_of(trial, run.job.name, shape(run.part)))
+            try:
+                run.perform(trial, rows[-1])
+            finally:
+                self.tell(rows[-1])
+
+    def _next_folder(self, name: str) -> Path:
+        self._count += 1
+        plain = re.sub(r"[^\w.]+", "-", name)
+        return self.folder / f"run-{self._count:02d}-{plain}"
+
+
+def compare_all(
+    rows: Sequence[Row],
+    trials: Sequence[Trial],
+    expected: Sequence[Outcome],
+    outcomes: Sequence[Outcome],
+) -> list[Row]:
+    """Put into each row whether the result was right up to the next fault; those that fail by it.
+
+    A step that differs spoils all that follow: it is the fault's before it, and of all later ones.
+    """
+    at, said = first_difference(expected, outcomes) if expected else (None, "")
+    failed = []
+    for number, (row, trial) in enumerate(zip(rows, trials, strict=False)):
+        next_step = rows[number + 1].fired_step if number + 1 < len(rows) else None
+        is_right = at is None or (
+            next_step is not None and (at == "digest" or int(at) >= next_step)
+        )
+        had_passed = row.passed
+        is_compared = bool(expected) and not trial.expected.ends
+        compare(row, trial, difference="" if is_right else said, is_compared=is_compared)
+        if had_passed and not row.passed:
+            failed.append(row)
+    return failed
+
+
+def batches(trials: Sequence[Trial], most: int) -> Iterator[list[Trial]]:
+    """Those that share a run, in order."""
+    together: list[Trial] = []
+    for trial in trials:
+        if trial.expected.alone or trial.kind.startswith(CLUSTER):
+            if together:
+                yield together
+            together = []
+            yield [trial]
+            continue
+        together.append(trial)
+        if len(together) == most:
+            yield together
+            together = []
+    if together:
+        yield together
+
+
+def shape(part: RunPart) -> str:
+    """Such as `1 x 2`, or `2 x 2 + 1`."""
+    spares = f" + {part.spares}" if part.spares and part.nodes > 1 else ""
+    return f"{part.nodes} x {part.ranks}{spares}"
+
+
+def check(plan: DrillPlan) -> None:
+    """What can be said before anything is started.
+
+    Raises:
+        FtrunError: a script is missing, or this machine cannot have so many nodes.
+    """
+    for part in plan.parts():
+        job_for(part, 10)
+        if part.nodes > 1 or any(fault.kind.startswith(CLUSTER) for fault in part.faults):
+            _check_cluster(part)
+
+
+def _check_cluster(part: RunPart) -> None:
+    module = load_script("virtual_cluster", "a drill on several nodes")
+    if why := module.available():
+        raise FtrunError(f"{part.name or 'a part of the plan'} needs a virtual cluster: {why}")
+    names = [fault.kind for fault in part.faults if fault.kind.startswith(CLUSTER)]
+    if names:
+        known = load_script("drill_faults", "breaking virtual nodes").FAULTS
+        for kind in names:
+            if kind.removeprefix(CLUSTER) not in known:
+                raise FtrunError(f"there is no fault {kind}: {', '.join(known)}")

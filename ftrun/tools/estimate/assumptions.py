@@ -1,0 +1,202 @@
+"""Everything that an estimate takes for granted: its unit, its default, and where that is from.
+
+Runs in:  whoever asks (the cli). Pure.
+
+Rule 1: what is not known is an assumption with a name, which can be set; no other module of this
+        folder has a number of its own.
+Rule 2: a default is somebody's figure, or says that it is a guess.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+
+from ftrun.tools.estimate.failure_rates import FT_HSDP, LLAMA3, RSC1, RSC2
+
+SNAPSHOT_S_PER_GB = 0.157
+"""bench_snapshot: 160.7 ms added by one of 2 x 512 MB, two cores, docs/benchmarks.md."""
+
+CRASH_DETECT_S, CRASH_RESTART_S = 0.04, 0.35
+"""bench_recovery: 38 ms to notice, 0.386 s in all, docs/benchmarks.md."""
+
+TRANSFER_GB_PER_S = 0.226
+"""bench_erasure: 256 MB of each of six nodes in 1.13 s, 4+2, cables without a limit, two cores."""
+
+
+AUTO_BUDGET = 0.02
+"""snapshot.overhead_budget of the profile: what `auto` may spend on snapshots."""
+
+
+@dataclass(frozen=True, slots=True)
+class Assumptions:
+    """What is taken for granted. None: from the others, as `ABOUT` says."""
+
+    days: float = 54.0
+    rate: float = LLAMA3
+    crowding: float = 0.0
+    hang_share: float = 0.10
+    node_share: float = 0.27
+    domain_share: float = 0.004
+    disk_share: float = 0.01
+    domain_nodes: int = 16
+    repair_s: float = 21_300.0
+
+    step_s: float = 15.0
+    state_gb: float = 10.0
+
+    periodic_cost_s: float = 60.0
+    periodic_detect_s: float = 600.0
+    periodic_restart_s: float = 600.0
+
+    snapshot_cost_s: float | None = None
+    crash_detect_s: float = CRASH_DETECT_S
+    hang_detect_s: float | None = None
+    node_detect_s: float = 3.0
+    restart_s: float = CRASH_RESTART_S
+    restart_more_s: float = 75.0
+    transfer_gb_per_s: float = TRANSFER_GB_PER_S
+    disk_every_s: float = 600.0
+    disk_blocks_s: float = 0.0
+
+    risk: float = 0.001
+
+    @property
+    def crash_share(self) -> float:
+        """What is none of the other kinds."""
+        return 1.0 - self.hang_share - self.node_share - self.domain_share - self.disk_share
+
+    @property
+    def one_snapshot_s(self) -> float:
+        if self.snapshot_cost_s is not None:
+            return self.snapshot_cost_s
+        return SNAPSHOT_S_PER_GB * self.state_gb
+
+    @property
+    def hang_noticed_s(self) -> float:
+        return self.hang_detect_s if self.hang_detect_s is not None else max(10.0, 3 * self.step_s)
+
+    @property
+    def transfer_s(self) -> float:
+        """A node's state to or from the others, encoding or decoding included."""
+        return self.state_gb / self.transfer_gb_per_s
+
+
+@dataclass(frozen=True, slots=True)
+class About:
+    """What an assumption is.
+
+    Args:
+        group: what it is about.
+        unit: of its value.
+        meaning: in a few words.
+        source: of the default, or what the default is made of.
+        low: the least value.
+        high: the largest.
+        is_above: the least value itself is too little.
+    """
+
+    group: str
+    unit: str
+    meaning: str
+    source: str
+    low: float = 0.0
+    high: float = 1e9
+    is_above: bool = False
+
+
+_RUN, _FAILURES = "The run", "Failures"
+_PERIODIC, _FTRUN, _CHOICE = "Checkpoints and a restart", "ftrun", "The choice"
+
+ABOUT: Mapping[str, About] = {
+    "days": About(_RUN, "days", "how long it trains", "Llama 3's pre-training, arXiv 2407.21783",
+                  high=1e6, is_above=True),
+    "step_s": About(_RUN, "seconds", "one step", "a guess, for a large model", low=1e-6),
+    "state_gb": About(_RUN, "GB", "what one node saves: parameters, moments, all of its ranks",
+                      "a guess; 405e9 parameters of 14 bytes over 2,048 nodes are 2.8",
+                      low=1e-6),
+    "rate": About(_FAILURES, "N", "failures in 1000 node-days, whatever their cause",
+                  "Llama 3: 419 on 2,048 nodes in 54 days; "
+                  f"others: {RSC1:g} and {RSC2:g} (Meta's RSC-1 and RSC-2), {FT_HSDP:g} (FT-HSDP)"),
+    "crowding": About(_FAILURES, "X", "above 4,000 nodes N the time between failures is multiplied "
+                      "by (4000/N)^X", "failures are independent; 0.9 fits FT-HSDP's 18 min on "
+                      "12,500 nodes", high=3.0),
+    "hang_share": About(_FAILURES, "part", "of the failures, those where a rank hangs",
+                        "ByteRobust: 9.9 %", high=1.0),
+    "node_share": About(_FAILURES, "part", "those after which a node cannot be used",
+                        "Unicron: 73 % need only a restart", high=1.0),
+    "domain_share": About(_FAILURES, "part", "those that take a whole fault domain",
+                          "a guess: 5 % of the failures of switches and cables, which are 8 % "
+                          "(Llama 3)", high=1.0),
+    "disk_share": About(_FAILURES, "part", "those after which no memory helps, whatever the code",
+                        "a guess", high=1.0),
+    "domain_nodes": About(_FAILURES, "N", "nodes of one fault domain, as a switch or a rack",
+                          "a guess", low=1.0, high=1e6),
+    "repair_s": About(_FAILURES, "seconds", "until a node that was lost can be used again (mean)",
+                      "LANL: mean 355 min, median 54; elsewhere 38 % take above a day"),
+    "periodic_cost_s": About(_PERIODIC, "seconds", "training stands still for one checkpoint",
+                             "a guess"),
+    "periodic_detect_s": About(_PERIODIC, "seconds", "until a failure is noticed",
+                               "NCCL's timeout, 10 min"),
+    "periodic_restart_s": About(_PERIODIC, "seconds", "from there to the next step: scheduler, "
+                                "processes, imports, loading; ftrun's too where only a checkpoint "
+                                "on disk is left", "a guess; FT-HSDP: 200 s on 2,048 nodes, 900 on "
+                                "12,250"),
+    "snapshot_cost_s": About(_FTRUN, "seconds", "by which one snapshot makes the run longer",
+                             f"{SNAPSHOT_S_PER_GB:g} for each GB of --state-gb: "
+                             "scripts/bench_snapshot.py"),
+    "crash_detect_s": About(_FTRUN, "seconds", "until it knows of a rank that ended",
+                            "scripts/bench_recovery.py"),
+    "hang_detect_s": About(_FTRUN, "seconds", "until it names a rank that hangs",
+                           "3 steps, at least 10 s: hang.suspect_s and suspect_factor of the "
+                           "profile"),
+    "node_detect_s": About(_FTRUN, "seconds", "until a silent node counts as lost",
+                           "nodes.deadline_s of the profile"),
+    "restart_s": About(_FTRUN, "seconds", "from there to the next step, of a small model on two "
+                       "cores", "scripts/bench_recovery.py"),
+    "restart_more_s": About(_FTRUN, "seconds", "by which that is longer on your machines: process "
+                            "group, model, first step", "a guess, and the largest of ftrun's "
+                            "costs; measure it"),
+    "transfer_gb_per_s": About(_FTRUN, "GB/s", "a node's state to or from the others, with its "
+                               "code", "scripts/bench_erasure.py: six nodes on two cores",
+                               low=1e-6),
+    "disk_every_s": About(_FTRUN, "seconds", "between two checkpoints that the SMPs write",
+                          "checkpoint.every_s of the profile", low=1e-3),
+    "disk_blocks_s": About(_FTRUN, "seconds", "by which one of them makes the run longer",
+                           "written in the background"),
+    "risk": About(_CHOICE, "part", "how probable it may be that lost nodes cost all snapshots, "
+                  "once in all the days", "a guess: one run in a thousand", high=1.0,
+                  is_above=True),
+}  # fmt: skip
+
+
+def flag_of(name: str) -> str:
+    """`periodic_cost_s` is `--periodic-cost`: seconds are no part of a flag, a rate's unit is."""
+    plain = name if name.endswith("_per_s") else name.removesuffix("_s")
+    return "--" + plain.replace("_", "-")
+
+
+def problems(assumptions: Assumptions) -> list[str]:
+    """What cannot be so, in words; the flags are named."""
+    found = []
+    for field in fields(assumptions):
+        value, about = getattr(assumptions, field.name), ABOUT[field.name]
+        if value is None:
+            continue
+        is_low = value <= about.low if about.is_above else value < about.low
+        if is_low or value > about.high or not math.isfinite(value):
+            found.append(f"{flag_of(field.name)} {value:g} {_limits(about)}")
+    shares = ("hang_share", "node_share", "domain_share", "disk_share")
+    total = math.fsum(getattr(assumptions, name) for name in shares)
+    if not found and total > 1.0 + 1e-9:
+        named = ", ".join(flag_of(name) for name in shares)
+        found.append(
+            f"{named} are {total:g} together, and no more than all failures can be of them"
+        )
+    return found
+
+
+def _limits(about: About) -> str:
+    least = f"{'above' if about.is_above else 'at least'} {about.low:g}"
+    most = f" and at most {about.high:,.10g}"
+    unit = f", in {about.unit.lower()}" if about.unit in ("days", "seconds", "GB", "GB/s") else ""
+    return f"is not {least}{most}: {about.meaning}{unit}"

@@ -1,0 +1,323 @@
+"""What a run of so many nodes has to expect, and what it had better do.
+
+Runs in:  whoever asks (the cli). Pure.
+Takes in: a number of nodes, assumptions, and what somebody has decided already.
+Gives:    an `Outlook`: goodput of three ways to live with failures, the code, the interval, the
+          spares, and how often each choice lets the state be lost.
+
+Rule 1: the three ways differ in what the words say and in nothing else: same failures, and each at
+        its own best interval.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ftrun.erasure.groups import GROUP_NODES, default_parity
+from ftrun.tools.estimate.assumptions import AUTO_BUDGET, Assumptions
+from ftrun.tools.estimate.failure_rates import DAY_S, mtbf_s
+from ftrun.tools.estimate.goodput import Kind, best_interval_s, goodput, life_s, over_disk
+from ftrun.tools.estimate.spare_nodes import best_spares, too_few
+from ftrun.tools.estimate.survival import (
+    Losses,
+    loss_per_s,
+    lost_within,
+    side_by_side,
+    spread,
+)
+
+MAX_NODES = 100_000
+_MOST_PARITY = 3
+"""Beyond that losses are those of whole domains, which more parity does not mend."""
+
+_HARDLY = 0.9
+"""One more parity block that leaves more than this of the risk is not worth its memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Decided:
+    """What is not to be chosen; None: choose.
+
+    Args:
+        code: k and m.
+        every: steps between two snapshots.
+        spares: nodes that stand by.
+    """
+
+    code: tuple[int, int] | None = None
+    every: int | None = None
+    spares: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Code:
+    """A code, and what it is good for with so many nodes.
+
+    Args:
+        data: k.
+        parity: m; 0: a lost node costs the snapshots.
+        loss: the probability that lost nodes cost all snapshots, once in all the days; domains
+            spread over the groups, as ftrun does where it is told them.
+        loss_side_by_side: the same with neighbours in one group.
+        taken: the most nodes of one group that the loss of one domain takes, when spread.
+        share: of the failures, those that cost all snapshots.
+    """
+
+    data: int
+    parity: int
+    loss: float
+    loss_side_by_side: float
+    taken: int
+    share: float
+
+    @property
+    def name(self) -> str:
+        return f"{self.data}+{self.parity}" if self.parity else "none"
+
+    @property
+    def memory(self) -> float:
+        """What parity needs of memory, in parts of the state that it protects."""
+        return self.parity / self.data
+
+    @property
+    def bears_a_domain(self) -> bool:
+        return self.taken <= self.parity
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """One way to live with failures.
+
+    Args:
+        interval_s: useful time between two saves.
+        goodput: with it.
+        dead_s: mean of what a failure costs until the next step.
+        redone_s: mean of what is done again after a failure: half an interval, and the lag.
+    """
+
+    interval_s: float
+    goodput: float
+    dead_s: float
+    redone_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """For one number of nodes."""
+
+    nodes: int
+    mtbf_s: float
+    failures: float
+    """Expected in all the days."""
+    periodic: Way
+    """Checkpoints at their best interval, a restart by hand or by the scheduler."""
+    noticed: Way
+    """The same, but failures are noticed as ftrun does: a script without `attach`."""
+    ftrun: Way
+    """Snapshots in memory, ranks started again in place."""
+    every: int
+    """Steps between two snapshots."""
+    every_auto: int
+    """What `snapshot.every: auto` comes to."""
+    code: Code
+    codes: Sequence[Code]
+    """The others that were looked at, and the chosen one."""
+    auto_code: str
+    """What `erasure.scheme: auto` comes to."""
+    window_s: float
+    """From the loss of a node until the state is protected again."""
+    in_repair: float
+    """Nodes in repair, on average, of those that are lost by themselves."""
+    spares: int
+    too_few: float
+    """The part of the time in which more nodes are in repair than there are spares."""
+    too_few_without: float
+    """The same with no spare."""
+
+
+def outlook(nodes: int, given: Assumptions, decided: Decided) -> Outlook:
+    """Everything about one number of nodes, from 1 to `MAX_NODES`."""
+    m_s = mtbf_s(nodes, per_1000_node_days=given.rate, crowding=given.crowding)
+    every = decided.every or best_every(given, m_s)
+    interval_s = every * given.step_s
+    window_s = _node_dead_s(given) + interval_s + given.one_snapshot_s + given.transfer_s
+    codes = _codes(nodes, given, m_s, window_s, decided.code)
+    code = _chosen(codes, given.risk)
+    in_repair = given.node_share * given.repair_s / m_s
+    spares = decided.spares if decided.spares is not None else best_spares(nodes, in_repair)
+    return Outlook(
+        nodes=nodes,
+        mtbf_s=m_s,
+        failures=given.days * DAY_S / m_s,
+        periodic=_periodic(given, m_s),
+        noticed=_noticed(given, m_s),
+        ftrun=_ftrun(given, m_s, interval_s, code.share),
+        every=every,
+        every_auto=max(1, math.ceil(given.one_snapshot_s / (AUTO_BUDGET * given.step_s))),
+        code=code,
+        codes=codes,
+        auto_code=_auto_name(nodes),
+        window_s=window_s,
+        in_repair=in_repair,
+        spares=spares,
+        too_few=too_few(in_repair, spares),
+        too_few_without=too_few(in_repair, 0),
+    )
+
+
+# --- ways -------------------------------------------------------------------------------------
+
+
+def _longest_s(given: Assumptions) -> float:
+    return given.days * DAY_S
+
+
+def _periodic(given: Assumptions, m_s: float) -> Way:
+    dead_s = given.periodic_detect_s + given.periodic_restart_s
+    return _saved_on_disk(given, m_s, [Kind(1.0, dead_s)])
+
+
+def _noticed(given: Assumptions, m_s: float) -> Way:
+    restart_s = given.periodic_restart_s
+    kinds = [
+        Kind(given.crash_share, given.crash_detect_s + restart_s),
+        Kind(given.hang_share, given.hang_noticed_s + restart_s),
+        Kind(_lost_share(given) + given.disk_share, given.node_detect_s + restart_s),
+    ]
+    return _saved_on_disk(given, m_s, kinds)
+
+
+def _saved_on_disk(given: Assumptions, m_s: float, kinds: Sequence[Kind]) -> Way:
+    cost_s = given.periodic_cost_s
+    interval_s = best_interval_s(save_s=cost_s, mtbf_s=m_s, longest_s=_longest_s(given))
+    interval_s = max(interval_s, given.step_s)
+    found = goodput(interval_s=interval_s, save_s=cost_s, mtbf_s=m_s, kinds=kinds)
+    return Way(interval_s, found, _mean_dead_s(kinds), interval_s / 2)
+
+
+def _ftrun(given: Assumptions, m_s: float, interval_s: float, lost: float) -> Way:
+    """With the failures that cost the snapshots, which go back to the disk."""
+    on_disk = min(1.0, given.disk_share + lost)
+    kinds = ftrun_kinds(given, on_disk)
+    # What is written to the disk is a snapshot.
+    disk_every_s = max(given.disk_every_s, interval_s)
+    memory = goodput(interval_s=interval_s, save_s=given.one_snapshot_s, mtbf_s=m_s, kinds=kinds)
+    found = over_disk(
+        memory,
+        every_s=disk_every_s,
+        blocks_s=given.disk_blocks_s,
+        share=on_disk,
+        recovery_s=life_s(mtbf_s=m_s, kinds=kinds),
+    )
+    redone_s = interval_s / 2 + sum(kind.share * kind.lag_s for kind in kinds)
+    redone_s += on_disk * disk_every_s / 2
+    return Way(interval_s, found, _mean_dead_s(kinds), redone_s)
+
+
+def ftrun_kinds(given: Assumptions, on_disk: float) -> list[Kind]:
+    """What each kind of failure costs under ftrun.
+
+    Args:
+        given: the assumptions.
+        on_disk: the share of failures that go back to the disk, `disk_share` and more. What is
+            more was a lost node.
+    """
+    again_s = given.restart_s + given.restart_more_s
+    more = on_disk - given.disk_share
+    return [
+        # A rank's last snapshot is in its node's memory the moment it is sealed; a lost node's
+        # only when the others have its parity.
+        Kind(given.crash_share, given.crash_detect_s + again_s),
+        Kind(given.hang_share, given.hang_noticed_s + again_s),
+        Kind(max(0.0, _lost_share(given) - more), _node_dead_s(given), lag_s=given.transfer_s),
+        Kind(on_disk, given.node_detect_s + given.periodic_restart_s),
+    ]
+
+
+def best_every(given: Assumptions, m_s: float) -> int:
+    """Whole steps between two snapshots, for which goodput is highest.
+
+    Not below the time that protecting one takes: one that falls due before is skipped.
+    """
+    cost_s = given.one_snapshot_s
+    kinds = ftrun_kinds(given, given.disk_share)
+    least = max(1, math.ceil(given.transfer_s / given.step_s - 1e-9))
+    best_s = best_interval_s(save_s=cost_s, mtbf_s=m_s, longest_s=_longest_s(given))
+    steps = best_s / given.step_s
+    around = {max(least, math.floor(steps)), max(least, math.ceil(steps))}
+    return max(
+        sorted(around),
+        key=lambda n: goodput(interval_s=n * given.step_s, save_s=cost_s, mtbf_s=m_s, kinds=kinds),
+    )
+
+
+def _node_dead_s(given: Assumptions) -> float:
+    return given.node_detect_s + given.restart_s + given.restart_more_s + given.transfer_s
+
+
+def _lost_share(given: Assumptions) -> float:
+    return given.node_share + given.domain_share
+
+
+def _mean_dead_s(kinds: Sequence[Kind]) -> float:
+    return math.fsum(kind.share * kind.dead_s for kind in kinds)
+
+
+# --- codes ------------------------------------------------------------------------------------
+
+
+def _codes(
+    nodes: int,
+    given: Assumptions,
+    m_s: float,
+    window_s: float,
+    code: tuple[int, int] | None,
+) -> list[Code]:
+    per_s = 0.0 if math.isinf(m_s) else 1.0 / m_s
+    losses = Losses(
+        node_per_s=given.node_share * per_s / nodes,
+        domains_per_s=given.domain_share * per_s,
+        window_s=window_s,
+    )
+    if code is not None:
+        return [_code(nodes, given, losses, m_s, code)]
+    found = [_code(nodes, given, losses, m_s, (1, 0))]
+    for parity in range(1, _MOST_PARITY + 1):
+        data = min(nodes, max(GROUP_NODES, 4 * parity)) - parity
+        if data >= 1:
+            found.append(_code(nodes, given, losses, m_s, (data, parity)))
+    return found
+
+
+def _code(
+    nodes: int, given: Assumptions, losses: Losses, m_s: float, code: tuple[int, int]
+) -> Code:
+    data, parity = code
+    domain_nodes, over_s = given.domain_nodes, _longest_s(given)
+    placed = spread(nodes, data=data, parity=parity, domain_nodes=domain_nodes)
+    beside = side_by_side(nodes, data=data, parity=parity, domain_nodes=domain_nodes)
+    per_s = loss_per_s(placed, losses)
+    return Code(
+        data=data,
+        parity=parity,
+        loss=lost_within(per_s, over_s=over_s),
+        loss_side_by_side=lost_within(loss_per_s(beside, losses), over_s=over_s),
+        taken=placed.worst,
+        share=per_s * m_s if per_s > 0.0 else 0.0,
+    )
+
+
+def _chosen(codes: Sequence[Code], risk: float) -> Code:
+    """The least parity with which the risk is borne; else the last that helped."""
+    chosen = codes[0]
+    for code in codes[1:]:
+        if chosen.loss <= risk or code.loss > _HARDLY * chosen.loss:
+            break
+        chosen = code
+    return chosen
+
+
+def _auto_name(nodes: int) -> str:
+    parity = default_parity(nodes)
+    data = min(nodes, GROUP_NODES) - parity
+    return f"{data}+{parity}" if data >= 1 else "none"

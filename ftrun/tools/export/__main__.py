@@ -1,0 +1,142 @@
+"""`python -m ftrun.tools.export.__main__`: a checkpoint, written in a format that others read.
+
+Runs in:  a process of its own, started by the cli: what knows tensors is of this folder. torch is
+          loaded only where the format or the dtype needs it.
+Takes in: an `ExportOrder` as JSON on stdin.
+Gives:    `ExportFacts` as JSON on stdout; a directory or a file that is whole, or nothing.
+Survives: the run that writes there meanwhile; files it removes are open already.
+"""
+
+import signal
+import sys
+from pathlib import Path
+from typing import Any, NoReturn
+
+import msgspec
+
+from ftrun import clock
+from ftrun.errors import FtrunError
+from ftrun.snapshot.plain_values import TensorRef
+from ftrun.tools.export.export_safetensors import left_out_of_safetensors, write_safetensors
+from ftrun.tools.export.selection import Choice, Outline, replaced
+from ftrun.tools.export.source import ExportWorld
+from ftrun.tools.export.tensor_writer import dtype_out
+from ftrun.wire.messages.export_facts import ExportFacts, ExportOrder
+from ftrun.worker.disk_images import DiskImages
+from ftrun.worker.new_place import check_free, new_place
+
+
+def main() -> int:
+    """Do what is asked; 0 also where it cannot be done: that is said."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _end)
+    order = msgspec.json.decode(sys.stdin.buffer.read(), type=ExportOrder)
+    began_s = clock.now_s()
+    facts = ExportFacts(order.source.path, order.source.step, order.format, order.out)
+    try:
+        facts = _export(order, facts)
+    except FtrunError as error:
+        facts = msgspec.structs.replace(facts, problem=str(error))
+    except ImportError as error:
+        problem = (
+            f"torch is needed for that, and cannot be loaded: {error}. --format safetensors "
+            "without --dtype does without it"
+        )
+        facts = msgspec.structs.replace(facts, problem=problem)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        problem = f"{order.out} is not written: {reason}. Nothing is left of it"
+        facts = msgspec.structs.replace(facts, problem=problem)
+    facts = msgspec.structs.replace(facts, seconds=clock.now_s() - began_s)
+    sys.stdout.buffer.write(msgspec.json.encode(facts))
+    return 0
+
+
+def _end(number: int, _: object) -> NoReturn:
+    """So that what is half-written is removed on the way."""
+    sys.exit(128 + number)
+
+
+def _export(order: ExportOrder, facts: ExportFacts) -> ExportFacts:
+    out = Path(order.out)
+    is_folder = order.format != "state_dict"
+    check_free(out, is_folder=is_folder, may_replace=order.may_replace)
+    images = DiskImages(order.source.shards)
+    try:
+        world = ExportWorld(images)
+        outline = world.outline(Choice(order.only), is_whole=order.format != "safetensors")
+        left_out = list(world.left_out)
+        if order.format == "safetensors":
+            left_out += left_out_of_safetensors(outline)
+        with new_place(out) as made:
+            num_tensors = _write(made, outline, world, order)
+    finally:
+        images.close()
+    files = sorted(out.iterdir()) if is_folder else [out]
+    return msgspec.structs.replace(
+        facts,
+        files=tuple(path.name for path in files),
+        num_tensors=num_tensors,
+        num_bytes=sum(path.stat().st_size for path in files),
+        left_out=tuple(left_out),
+        notes=tuple(world.notes),
+    )
+
+
+def _write(made: Path, outline: Outline, world: ExportWorld, order: ExportOrder) -> int:
+    """Write it; how many tensors there are in it."""
+    if order.format == "safetensors":
+        return write_safetensors(made, outline, world, order)
+    if order.format == "dcp":
+        from ftrun.tools.export.dcp import Placeholders, write_dcp
+
+        placeholders = Placeholders(world)
+        tree = _Filled(outline, world, order, lambda _, *kind: placeholders.make(*kind))
+        write_dcp(made, tree.of(by_index=False), placeholders, num_writers=order.num_writers)
+        return tree.num_tensors
+    from ftrun.tools.export.state_dict import Rooms, write_state_dict
+
+    rooms = Rooms()
+    tree = _Filled(outline, world, order, rooms.make)
+    write_state_dict(made, tree.of(by_index=True), rooms, world, num_writers=order.num_writers)
+    return tree.num_tensors
+
+
+class _Filled:
+    """The tree of an outline with something of the format's own in place of each reference.
+
+    Args:
+        outline: what is exported.
+        world: where the tensors are.
+        order: has the dtype for tensors of modules.
+        make: given a name, a tensor and a dtype, gives what stands for it.
+    """
+
+    def __init__(self, outline: Outline, world: ExportWorld, order: ExportOrder, make: Any) -> None:
+        self._outline = outline
+        self._world = world
+        self._dtype = order.dtype
+        self._make = make
+        self._learned = {name for names in outline.modules.values() for name in names.values()}
+        self.num_tensors = 0
+
+    def of(self, *, by_index: bool) -> dict[str, Any]:
+        tree = replaced(self._outline.tree(by_index=by_index), self._leaf)
+        assert isinstance(tree, dict)
+        return tree
+
+    def _leaf(self, value: object) -> object:
+        if isinstance(value, TensorRef):
+            tensor = self._world.whole(value.name)
+            self.num_tensors += 1
+            if value.kind == "array":
+                self._world.tell(f"{value.name} is a numpy array; it is written as a tensor")
+            wanted = self._dtype if value.name in self._learned else ""
+            return self._make(value.name, tensor, dtype_out(tensor, wanted))
+        if type(value).__module__ == "numpy":
+            return value.item()  # type: ignore[attr-defined]
+        return value
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,184 @@
+"""A checkpoint as one state, whatever number of ranks has written it.
+
+Runs in:  the process of ftrun.tools.export.__main__. Loads no torch.
+Takes in: the shards of all ranks, on disk.
+Gives:    the outline of what is exported, tensors by name; in words, what is left out, and where
+          ranks have different things so that one rank's were taken.
+
+Rule 1: what belongs to an optimizer, or is sharded, has one content in the world. Where ranks
+        differ in it, there is no whole tensor, and nothing is exported.
+Rule 2: buffers and objects that no optimizer owns are each rank's own. Those of rank 0 are taken,
+        and it is said where another rank has others.
+"""
+
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from typing import Any
+
+from ftrun.errors import CheckpointError, RanksDiffer, TensorIncomplete
+from ftrun.ids import Rank
+from ftrun.sharding.source_index import Chunk, Holder, WholeTensor, WorldIndex
+from ftrun.snapshot import plain_values as plain
+from ftrun.snapshot.agreement import difference
+from ftrun.snapshot.layout import PLAIN_NAME
+from ftrun.snapshot.shard_header import Fingerprint
+from ftrun.tools.export.selection import Choice, Outline, outline_of, refs_in
+from ftrun.tools.export.whole_tensors import TensorReader
+from ftrun.worker.disk_images import DiskImages
+
+FIRST = Rank(0)
+_OBJECTS = {"stateful": "", "dicts": "", "extra_state": "", "session": "session"}
+_SHOWN = 3
+
+
+class ExportWorld:
+    """One checkpoint.
+
+    Args:
+        images: its shards.
+
+    Raises:
+        CheckpointError: its plain values are damaged.
+        LayoutUnknown: an older ftrun has written it, which did not note what is a part of what.
+    """
+
+    def __init__(self, images: DiskImages) -> None:
+        self.images = images
+        self.notes: list[str] = []
+        self._heads = images.headers()
+        self._index = WorldIndex(self._heads, prefer=FIRST)
+        self._reader = TensorReader(images, self.tell)
+        self._parts = {rank: self._plain_of(rank) for rank in sorted(self._heads)}
+
+    def tell(self, note: str) -> None:
+        """Note once what the operator should know."""
+        if note not in self.notes:
+            self.notes.append(note)
+
+    def outline(self, choice: Choice, *, is_whole: bool) -> Outline:
+        """What is exported of it.
+
+        Args:
+            choice: which names are wanted.
+            is_whole: more than the tensors of modules is.
+
+        Raises:
+            CheckpointError: a pattern matches nothing.
+        """
+        parts = dict(self._first)
+        if (differing := self._differing("groups", "parameter groups")) is not None:
+            self.tell(f"optimizers are left out: {differing}")
+            parts["groups"] = {}
+        for name, words in _OBJECTS.items() if is_whole else ():
+            if (differing := self._differing(name, words)) is not None:
+                self.tell(f"{differing}; that of rank 0 was taken")
+        return outline_of(parts, self._optimizer_states, self._held, choice)
+
+    def whole(self, name: str) -> WholeTensor:
+        """A tensor that all ranks together have.
+
+        Raises:
+            CheckpointError: a part of it is nowhere, or ranks have different things in it.
+        """
+        try:
+            found = self._index.tensor(name)
+            assert found is not None, name
+            found.check_is_whole()
+        except TensorIncomplete as error:
+            raise CheckpointError(
+                f"{name} of shape {list(error.shape)} cannot be exported: no rank has saved "
+                f"{error.hole} as a block of it. Leave it out with --only"
+            ) from error
+        except RanksDiffer as error:
+            raise _no_one_tensor(name, error.ranks, " and ".join(error.values)) from error
+        for chunk in found.chunks:
+            other = self._other_content(name, chunk)
+            if other is not None and found.is_shared:
+                ranks = (chunk.holders[0].rank, other.rank)
+                raise _no_one_tensor(name, ranks, "tensors of different content")
+            if other is not None:
+                self.tell(f"{name} is not the same on all ranks; that of rank 0 was taken")
+        return found
+
+    @cached_property
+    def left_out(self) -> list[str]:
+        """What no format can hold, because each rank has its own, or it is no state of tensors."""
+        count = len(self._parts)
+        generators = ", ".join(["", *self._first["generators"]])
+        found = [f"random states of {count} rank{'s' if count > 1 else ''}{generators}"]
+        found += [f"position of {name}" for name in self._first["loaders"]]
+        if frozen := self._first["frozen"]:
+            more = f" and {len(frozen) - _SHOWN} more" if len(frozen) > _SHOWN else ""
+            found.append(f"that these are frozen: {', '.join(frozen[:_SHOWN])}{more}")
+        return found
+
+    # --- inside ------------------------------------------------------------------------------
+
+    def _plain_of(self, rank: Rank) -> dict[str, bytes]:
+        entry = self._heads[rank].entries[PLAIN_NAME]
+        raw = self._reader.held("plain values", Holder(rank, entry))
+        length = int.from_bytes(raw[:8], "little")
+        found: dict[str, bytes] = plain.decode(raw[8 : 8 + length])
+        return found
+
+    @cached_property
+    def _first(self) -> dict[str, Any]:
+        """The plain values of rank 0, with references in place of tensors."""
+        return {name: plain.decode(raw) for name, raw in self._parts[FIRST].items()}
+
+    def _each(self, name: str) -> Iterator[tuple[Rank, Any]]:
+        """A part of the plain values: of rank 0, and of each rank that has it otherwise."""
+        seen: set[bytes] = set()
+        for rank, parts in self._parts.items():
+            if name in parts and parts[name] not in seen:
+                seen.add(parts[name])
+                yield rank, plain.decode(parts[name])
+
+    def _differing(self, name: str, words: str) -> str | None:
+        """How the ranks differ in a part of the plain values, in words."""
+        (_, first), *others = self._each(name)
+        for rank, other in others:
+            if (found := difference(first, other, words)) is not None:
+                path = found.path.lstrip(".")
+                return f"{path} is {found.one} on rank 0 and {found.other} on rank {rank}"
+        return None
+
+    @cached_property
+    def _optimizer_states(self) -> Mapping[str, dict[Any, Any]]:
+        """The state of every parameter; a rank may have none of what another one steps."""
+        found: dict[str, dict[Any, Any]] = {}
+        for _, optimizers in self._each("optimizer_state"):
+            for name, saved in optimizers.items():
+                found[name] = {**saved["state"], **found.get(name, {})}
+        return found
+
+    @cached_property
+    def _held(self) -> list[str]:
+        """Tensors that nothing refers to: of modules, and attached by themselves."""
+        names = {name for parts in self._parts.values() for name in parts}
+        trees = (tree for name in names for _, tree in self._each(name))
+        referred = {ref.name for tree in trees for ref in refs_in(tree)}
+        return [name for name in self._index.names if name not in referred]
+
+    def _other_content(self, name: str, chunk: Chunk) -> Holder | None:
+        """A rank that holds something else in a chunk than the first of its holders does."""
+        first, *others = chunk.holders
+        known = self._fingerprint(first)
+        other = next((one for one in others if self._fingerprint(one) != known), None)
+        if other is None or not first.entry.is_small:
+            return other
+        # It is hashed with its neighbours, which may be what differs.
+        return other if self._bytes_of(name, first) != self._bytes_of(name, other) else None
+
+    def _fingerprint(self, holder: Holder) -> Fingerprint:
+        return self._heads[holder.rank].fingerprint(holder.entry)
+
+    def _bytes_of(self, name: str, holder: Holder) -> memoryview:
+        return self._reader.held(name, holder)
+
+
+def _no_one_tensor(name: str, ranks: tuple[int, int], values: str) -> CheckpointError:
+    return CheckpointError(
+        f"{name} cannot be exported: ranks {ranks[0]} and {ranks[1]} hold {values} under this "
+        "name, so there is no one tensor. Leave it out with --only, or shard it as a DTensor"
+    )

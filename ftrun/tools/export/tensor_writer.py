@@ -1,0 +1,125 @@
+"""Many tensors at once, each to its place in a file.
+
+Runs in:  the process of ftrun.tools.export.__main__; a few threads, since reading, hashing and writing
+          need no interpreter lock. Loads torch only where numbers are turned into another dtype.
+Takes in: where each tensor goes; the checkpoint.
+Gives:    the bytes in their places, the same for any number of writers; CRCs where they are asked.
+"""
+
+import os
+import threading
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from ftrun.sharding.source_index import WholeTensor
+from ftrun.tools.export.source import ExportWorld
+from ftrun.tools.export.whole_tensors import TensorReader
+
+Cast = Callable[[memoryview], memoryview]
+"""Items of one dtype in, the same numbers in another one out."""
+
+FLOATS = frozenset({"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"})
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A tensor and where its bytes go.
+
+    Args:
+        path: of a file that is there.
+        at: of its first byte.
+        dtype: in which it is written.
+    """
+
+    tensor: WholeTensor
+    path: Path
+    at: int
+    dtype: str
+
+
+def dtype_out(tensor: WholeTensor, wanted: str) -> str:
+    """The dtype in which a tensor is written: only floating-point numbers are turned."""
+    return wanted if wanted and tensor.dtype in FLOATS else tensor.dtype
+
+
+def write_tensors(
+    placed: Sequence[Placed], world: ExportWorld, *, num_writers: int, wants_crc: bool = False
+) -> list[int]:
+    """Write all of them; the CRC-32 of each, in the same order, or 0 where none is wanted.
+
+    Raises:
+        CheckpointError: a tensor is damaged; the files are not whole then.
+        OSError: there is no room, or another reason not to write.
+    """
+    casts = {(one.tensor.dtype, one.dtype): cast_of(one.tensor.dtype, one.dtype) for one in placed}
+    fds = {path: os.open(path, os.O_WRONLY | os.O_CLOEXEC) for path in {one.path for one in placed}}
+    own = threading.local()
+
+    def write(one: Placed) -> int:
+        if not hasattr(own, "reader"):
+            own.reader = TensorReader(world.images, world.tell)
+        cast = casts[one.tensor.dtype, one.dtype]
+        return _write(fds[one.path], one, own.reader, cast, wants_crc=wants_crc)
+
+    # The largest first, so that no thread is left with one when the others are done.
+    order = sorted(range(len(placed)), key=lambda at: -_num_items(placed[at].tensor))
+    pool = ThreadPoolExecutor(num_writers, thread_name_prefix="export")
+    try:
+        waiting = {at: pool.submit(write, placed[at]) for at in order}
+        return [waiting[at].result() for at in range(len(placed))]
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+        for fd in fds.values():
+            os.close(fd)
+
+
+def cast_of(source: str, target: str) -> Cast | None:
+    """What turns items of one dtype into another; None where there is nothing to do."""
+    if source == target:
+        return None
+    import torch  # some seconds, so only where it is needed
+
+    from ftrun.worker.reshard.tensor_reader import readable
+    from ftrun.worker.state.tensors import DTYPES, byte_view
+
+    def cast(raw: memoryview) -> memoryview:
+        turned: torch.Tensor = readable(raw, DTYPES[source]).to(DTYPES[target])
+        return byte_view(turned).numpy().data
+
+    return cast
+
+
+def create_files(sizes: Mapping[Path, int]) -> None:
+    """Make these files, of these sizes, all zeros."""
+    for path, num_bytes in sizes.items():
+        with path.open("xb") as file:
+            file.truncate(num_bytes)
+
+
+def write_at(fd: int, data: memoryview | bytes, at: int) -> None:
+    """Write all of it there."""
+    left = memoryview(data).cast("B")
+    while left:
+        done = os.pwrite(fd, left, at)
+        at += done
+        left = left[done:]
+
+
+def _write(
+    fd: int, one: Placed, reader: TensorReader, cast: Cast | None, *, wants_crc: bool
+) -> int:
+    at, crc = one.at, 0
+    for part in reader.parts(one.tensor):
+        data = part if cast is None else cast(part)
+        write_at(fd, data, at)
+        at += len(data)
+        if wants_crc:
+            crc = zlib.crc32(data, crc)
+    return crc
+
+
+def _num_items(tensor: WholeTensor) -> int:
+    return sum(chunk.box.num_items for chunk in tensor.chunks)

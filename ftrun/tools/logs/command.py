@@ -1,0 +1,170 @@
+"""`ftrun logs`: what the ranks have written, put together.
+
+Runs in:  cli.
+Takes in: the files that --redirects or --tee has had made, the run's journal.
+Gives:    whole lines on stdout, each with its rank: `node3:17 | loss 2.13`; what is said about
+          them on stderr.
+
+When a line was written is not in a file. Lines of one generation are put together as if each rank
+had written evenly from its generation's start to the last change of its file; while files are
+followed, in the order in which they grow.
+"""
+
+import heapq
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from ftrun.cli.runs import Life, choose, look_at
+from ftrun.cli.screen.report_clean import clean, numbers
+from ftrun.cli.screen.text import ranges
+from ftrun.errors import ExitCode, FtrunError, UsageError
+from ftrun.tools.logs.files import LogFile, log_files, parse_ranks, started
+from ftrun.tools.logs.follow import Choice, follow, is_run_alive, read_lines, say, say_generation
+from ftrun.tools.logs.log_lines import lines_of
+from ftrun.tools.report.facts import IncidentFacts
+from ftrun.tools.report.journal import Line
+from ftrun.tools.report.report_logs import folder_of, raw_lines
+from ftrun.tools.report.run import incident_by, run_facts
+from ftrun.wire.run_environment import all_run_folders
+
+INCIDENT_LINES = 40
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What was asked for, as it was typed."""
+
+    ranks: str | None = None
+    node: str | None = None
+    generation: int | None = None
+    incident: str | None = None
+    lines: int | None = None
+
+
+def logs(run_id: str | None, wanted: Wanted, *, follows: bool) -> int:
+    """Print them.
+
+    Raises:
+        UsageError: there is no such run, rank, node or incident.
+        FtrunError: the run has no log files.
+    """
+    folder = _folder(run_id)
+    lines = read_lines(folder)
+    choice = _choice(wanted, lines, folder)
+    every = log_files(folder, lines)
+    if not every and not (follows and is_run_alive(lines)):
+        raise FtrunError(_no_files(lines))
+    files = [file for file in every if choice.takes(file)]
+    if every and not files and not follows:
+        raise UsageError(_none_of_them(every, choice))
+    with suppress(KeyboardInterrupt):
+        try:
+            if follows:
+                follow(folder, choice)
+            else:
+                _show(files, choice.lines, lines)
+        except BrokenPipeError:  # `| head` has seen enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return ExitCode.DONE
+
+
+# --- what is there ----------------------------------------------------------------------------
+
+
+def _folder(run_id: str | None) -> Path:
+    """Of the run that is named; else of the one that is alive; else of the newest here."""
+    if run_id is None:
+        alive = [one for one in map(look_at, all_run_folders()) if one.life is Life.RUNNING]
+        here = (Path.cwd() / "ftrun-logs").is_dir()
+        if len({one.run_id for one in alive}) == 1 or (alive and not here):
+            run_id = choose(None, command="logs").run_id if len(alive) > 1 else alive[0].run_id
+    return folder_of(run_id, below=Path.cwd())
+
+
+def _choice(wanted: Wanted, lines: Sequence[Line], folder: Path) -> Choice:
+    ranks = parse_ranks(wanted.ranks) if wanted.ranks is not None else None
+    nodes = sorted({line.node for line in lines if line.kind == "run"})
+    if wanted.node is not None and wanted.node not in nodes:
+        known = ", ".join(node for node in nodes if node) or "none, it runs on one node"
+        raise UsageError(
+            f"there is no node {clean(wanted.node, 100)} in this run; there are {known}"
+        )
+    if wanted.lines is not None and wanted.lines < 0:
+        raise UsageError(f"--lines takes 0 and more, not {wanted.lines}")
+    if wanted.incident is None:
+        return Choice(ranks, wanted.node, wanted.generation, wanted.lines)
+    incident = _incident(wanted.incident, folder)
+    culprits = _culprits_of(incident, lines)
+    say(f"incident {incident.number}, generation {incident.generation}: {incident.sentence}")
+    count = INCIDENT_LINES if wanted.lines is None else wanted.lines
+    chosen = wanted.generation if wanted.generation is not None else incident.generation
+    return Choice(ranks if ranks is not None else culprits, wanted.node, chosen, count)
+
+
+def _incident(name: str, folder: Path) -> IncidentFacts:
+    """As `ftrun report` knows it."""
+    facts = run_facts(raw_lines(folder), name=folder.name)
+    try:
+        return incident_by(facts, name)
+    except FtrunError as error:
+        raise UsageError(clean(str(error), 500)) from None
+
+
+def _culprits_of(incident: IncidentFacts, lines: Sequence[Line]) -> frozenset[int] | None:
+    """Ranks to be looked at; of a lost node all of its ranks, of a slow link those of both ends."""
+    ranks = set(incident.culprits)
+    for node in () if ranks else incident.nodes:
+        start = started(lines, generation=incident.generation or 0, node=node)
+        ranks.update(numbers(start.fields.get("ranks")) if start is not None else ())
+    return frozenset(ranks) or None
+
+
+def _no_files(lines: Sequence[Line]) -> str:
+    nodes = sorted({line.node for line in lines if line.kind == "run" and line.node})
+    where = f" Each node has its own files: ask on {', '.join(nodes)}." if nodes else ""
+    return (
+        "no file on this machine holds what the ranks of this run have said: it went to the "
+        "terminal that started it. Start with --redirects 3 to have it in files, or with --tee 3 "
+        f"to have both.{where}"
+    )
+
+
+def _none_of_them(every: Sequence[LogFile], choice: Choice) -> str:
+    ranks = ranges(sorted({file.rank for file in every}))
+    generations = ranges(sorted({file.generation for file in every}))
+    asked = [
+        f"ranks {ranges(sorted(choice.ranks))}" if choice.ranks is not None else "",
+        f"node {choice.node}" if choice.node is not None else "",
+        f"generation {choice.generation}" if choice.generation is not None else "",
+    ]
+    what = ", ".join(one for one in asked if one)
+    return f"no log file here is of {what}; there are ranks {ranks} of generations {generations}"
+
+
+# --- all that is there ------------------------------------------------------------------------
+
+
+def _show(files: Sequence[LogFile], last: int | None, lines: Sequence[Line]) -> None:
+    """Generation after generation."""
+    width = max((len(file.prefix) for file in files), default=0)
+    eras = sorted({file.era for file in files})
+    for era in eras:
+        if len(eras) > 1:
+            say_generation(era[1], lines)
+        timed = [_timed(file, last) for file in files if file.era == era]
+        for _, _, prefix, text in heapq.merge(*timed):
+            sys.stdout.write(f"{prefix.ljust(width)} | {text}\n")
+    sys.stdout.flush()
+
+
+def _timed(file: LogFile, last: int | None) -> Iterator[tuple[float, int, str, str]]:
+    try:
+        ended_s = max(file.path.stat().st_mtime, file.began_s)
+    except OSError:
+        return
+    for part, text in lines_of(file.path, last=last):
+        yield file.began_s + part * (ended_s - file.began_s), file.rank, file.prefix, text

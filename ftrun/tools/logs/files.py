@@ -1,0 +1,155 @@
+"""Where the ranks of a run have written what they said: one file for each stream and generation.
+
+Runs in:  cli.
+Takes in: the folder of a run's logs, its journal.
+Gives:    `LogFile`s with the rank that wrote them.
+
+torch makes the files, `ROOT/RUNID_x/attempt_GENERATION/LOCAL_RANK/stdout.log`, where --redirects
+or --tee is given. Each launch of a run has a RUNID_x of its own. Which rank a local rank was is
+in the journal.
+"""
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ftrun.cli.screen.report_clean import numbers
+from ftrun.errors import UsageError
+from ftrun.tools.report.journal import Line
+
+STREAMS = ("stdout.log", "stderr.log")
+
+
+@dataclass(frozen=True, slots=True)
+class LogFile:
+    """One stream of one rank in one generation."""
+
+    path: Path
+    node: str
+    """Empty in a run on one node."""
+    rank: int
+    launch: int
+    """Counts the launches of the run, from 0."""
+    generation: int
+    began_s: float
+    """Wall time; of its generation."""
+    is_placed: bool
+    """The journal says which rank it is of; else it is taken for that of the local rank."""
+
+    @property
+    def era(self) -> tuple[int, int]:
+        """Launch and generation."""
+        return (self.launch, self.generation)
+
+    @property
+    def prefix(self) -> str:
+        """`node3:17`, or `17` in a run on one node."""
+        return f"{self.node}:{self.rank}" if self.node else str(self.rank)
+
+
+def log_files(folder: Path, lines: Sequence[Line]) -> list[LogFile]:
+    """All that can be seen from this machine, in the order of generations and ranks.
+
+    Args:
+        folder: of the run's logs.
+        lines: of its journals.
+    """
+    found: list[LogFile] = []
+    for node, root in _roots(folder, lines):
+        is_shared = root not in (folder / node / "workers", folder / "workers")
+        for number, launch in enumerate(_launches(root, lines, is_shared=is_shared)):
+            for attempt in launch.glob("attempt_*"):
+                generation = attempt.name.removeprefix("attempt_")
+                if generation.isdigit():
+                    found += _of_attempt(attempt, node, number, int(generation), lines)
+    return sorted(found, key=lambda one: (one.era, one.rank, one.path.name))
+
+
+def started(lines: Iterable[Line], *, generation: int, node: str) -> Line | None:
+    """The newest start of this generation on this node."""
+    starts = (
+        line
+        for line in lines
+        if line.kind == "StartGeneration"
+        and line.node == node
+        and line.whole("generation") == generation
+    )
+    return max(starts, key=lambda line: line.t_s, default=None)
+
+
+def parse_ranks(text: str) -> frozenset[int]:
+    """`3`, `0-7`, `1,5-6`.
+
+    Raises:
+        UsageError: it is none of these.
+    """
+    found: set[int] = set()
+    for part in text.split(","):
+        low, dash, high = part.strip().partition("-")
+        if not low.isdecimal() or (dash and not high.isdecimal()) or len(part) > 20:
+            raise UsageError(f"--rank takes ranks such as 3, 0-7 or 1,5-6, not {text[:100]!r}")
+        last = int(high) if dash else int(low)
+        if last < int(low):
+            raise UsageError(f"--rank {text[:100]}: {part.strip()} ends before it begins")
+        if last - int(low) > 1_000_000:
+            raise UsageError(f"--rank {text[:100]} names more ranks than any run has")
+        found.update(range(int(low), last + 1))
+    return frozenset(found)
+
+
+def _roots(folder: Path, lines: Sequence[Line]) -> list[tuple[str, Path]]:
+    """The folder of each node's files: as its journal says, or where it lies by default."""
+    told: dict[str, Path] = {}
+    for line in lines:
+        if line.kind == "run":
+            default = folder / line.node / "workers" if line.node else folder / "workers"
+            said = Path(line.text("logs") or default)
+            told[line.node] = said if said.is_dir() else default
+    if not told:
+        told[""] = folder / "workers"
+    return [(node, root) for node, root in sorted(told.items()) if root.is_dir()]
+
+
+def _launches(root: Path, lines: Sequence[Line], *, is_shared: bool) -> list[Path]:
+    """The oldest first. A folder of the user's own may hold other runs too."""
+    folders = [one for one in root.iterdir() if one.is_dir()]
+    told = [line for line in lines if line.kind == "run"]
+    names = {line.text("rdzv_id") or line.text("run_id") for line in told}
+    ours = [one for one in folders if any(_is_launch(one.name, name) for name in names)]
+    return sorted(ours if is_shared else folders, key=_born_s)
+
+
+def _is_launch(folder: str, name: str) -> bool:
+    """Torch puts eight letters of tempfile's behind it: run `a` is not to have those of `a_b`."""
+    return re.fullmatch(rf"{re.escape(name)}_[a-z0-9_]{{8}}", folder) is not None
+
+
+def _of_attempt(
+    attempt: Path, node: str, launch: int, generation: int, lines: Sequence[Line]
+) -> list[LogFile]:
+    start = started(lines, generation=generation, node=node)
+    ranks = numbers(start.fields.get("ranks")) if start is not None else ()
+    began_s = start.t_s if start is not None else _born_s(attempt)
+    found: list[LogFile] = []
+    for folder in attempt.iterdir():
+        if not folder.name.isdigit():
+            continue
+        local = int(folder.name)
+        rank = ranks[local] if local < len(ranks) else local
+        paths = [folder / name for name in STREAMS]
+        found += [
+            LogFile(path, node, rank, launch, generation, began_s, local < len(ranks))
+            for path in paths
+            if path.is_file()
+        ]
+    return found
+
+
+def _born_s(folder: Path) -> float:
+    """When its first entry was made, as nearly as that can be told."""
+    try:
+        inside = [one.stat().st_mtime for one in folder.iterdir()]
+        return min(inside, default=folder.stat().st_mtime)
+    except OSError:
+        return 0.0

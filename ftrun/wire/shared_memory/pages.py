@@ -1,0 +1,268 @@
+"""Small shared pages: what a worker tells without speaking, and what it is told.
+
+Runs in:  worker (writes its heartbeat page, reads the command page), agent and SMP.
+Takes in: a descriptor of one page.
+Gives:    named 8-byte fields. Each is written in one go; no two depend on each other, except
+          where the order of writing is said below.
+Survives: the worker; the agent reads how far a dead worker had come.
+
+All times are nanoseconds of the monotonic clock, which every process of a machine shares; 0
+means "not yet".
+"""
+
+import mmap
+import os
+import struct
+from collections.abc import Sequence
+from enum import IntEnum
+
+import xxhash
+
+from ftrun.monitor.page_values import FORGET_AT, NUM_BUCKETS, bucket_of
+from ftrun.monitor.repeat_check import BoundaryRecord
+
+PAGE_BYTES = 53248
+_TIMES_AT = 64  # in words: how often a step took how long, and how many of these are counted
+_NUM_TIMES_AT = _TIMES_AT + NUM_BUCKETS
+_CALLS_AT = 200  # in words: pairs of a step and the collectives called by then
+_CALLS_EVERY = (1, 8, 64, 512)
+_NAME_AT, _NAME_BYTES = 2048, 64
+_NOTE_AT, _NOTE_BYTES = 2176, 1024
+_GROUPS_AT, _GROUPS_BYTES = 4096, 4096
+MAX_GROUPS_BYTES = _GROUPS_BYTES - 2
+NEVER_STEP = (1 << 63) - 1
+
+MAX_SAMPLES = 32
+"""Parameters of which a boundary record has a digest."""
+
+NUM_RECORDS = 256
+"""Boundary records that a page holds; a newer one takes the place of the oldest."""
+
+MAX_SAMPLE_NAME_BYTES = 120
+_SAMPLES_AT, _SAMPLES_BYTES = 8192, 4096
+_RECORDS_AT = 12288
+_RECORD = struct.Struct(f"<IIIIqq{4 * MAX_SAMPLES}s")
+"""Check, has a loss, digests that are set, 0, step, bits of the loss, digests."""
+
+_RECORD_BYTES = _RECORD.size
+_CHECK_BYTES = 4
+
+
+class Beat(IntEnum):
+    """Fields of a heartbeat page: worker -> agent."""
+
+    PID = 0
+    GENERATION = 1
+    STARTED_NS = 2  # the first line of the user's script
+    STEP = 3  # step boundaries passed, or optimizer steps where nothing is attached
+    BEAT_NS = 4  # time of the last of them
+    FIRST_STEP_NS = 5  # end of the first step of this incarnation
+    ATTACHED = 6
+    ATTACH_NS = 7
+    RESTORE_BEGIN_NS = 8
+    RESTORE_END_NS = 9
+    RESTORED_GENERATION = 10  # of the version restored; meaningful when RESTORE_END_NS is set
+    RESTORED_STEP = 11
+    SEALED_GENERATION = 12
+    SEALED_STEP = 13
+    SEALED_NS = 14  # written last of the three
+    SEALED_COUNT = 15
+    SKIPPED_COUNT = 16  # snapshots that fell due before the last one was committed
+    DISCARDED_COUNT = 17  # snapshots given up because a tensor changed under the copy
+    BLOCKED_NS = 18  # training thread stood still for snapshots, in all
+    IMAGE_BYTES = 19
+    UNPROTECTED = 20  # no snapshots, for the reason in the note
+    LOSS = 21  # a float
+    OPTIMIZER_STEPS = 22
+    INIT_GROUP_NS = 23  # end of the first init_process_group
+    FAILED_NS = 24  # an exception reached the top of the script
+    STOPPED_AT_BOUNDARY = 25  # waits at a boundary for the end, last snapshot sealed
+    WISHED_EVERY = 26  # steps between snapshots that this rank's own measurements ask for
+    CORRUPT_SLOT = 27  # 1 + the slot whose digest did not match at the restore
+    CORRUPT_RANK = 28  # 1 + the rank of the old world whose slot that is; 0: this rank
+    BAD_NUMBERS_STEP = 29  # the first step after which a parameter was not a finite number
+    HAS_SERVER = 30  # the flight recorder can be read at the socket that the agent has named
+    HAS_DUMPER = 31  # signal number at which all stacks are written to the stack file
+
+
+class Command(IntEnum):
+    """Fields of the command page: agent and SMP -> workers."""
+
+    COMMITTED_GENERATION = 0
+    COMMITTED_STEP = 1
+    STOP_AFTER_STEP = 2  # take a last snapshot at this boundary or the first after it, and wait
+    COMMIT_COUNT = 3
+    SNAPSHOT_EVERY = 4  # steps between snapshots where the profile says auto; 0: every step
+    EVERY_FROM_STEP = 5  # SNAPSHOT_EVERY counts from this step on, so that all ranks agree
+    ABANDONED_STEP = 6  # some rank has no seal of this step and never will: it is not committed
+    COMMITTED_IN = 7  # generation of the last commit: after a restore nothing is taken before it
+    PROTECTING_STEP = 8  # sealed by all ranks of the node, on its way to other nodes
+    TAKE_FROM = 9  # none is taken before this step, so that all take the same; -1: no lead decides
+    LEASE_NS = 10  # no optimizer steps after this time; 0: no other node can take the ranks' place
+    KEPT_GENERATION = 11  # committed before this generation began; may be older than what the ranks
+    KEPT_STEP = 12  # start from, and is kept until a version of this generation is committed
+
+
+class Page:
+    """One page of shared memory, by field."""
+
+    def __init__(self, fd: int) -> None:
+        self._map = mmap.mmap(fd, PAGE_BYTES)
+        self._words = memoryview(self._map).cast("q")
+        self._floats = memoryview(self._map).cast("d")
+
+    def get(self, at: Beat | Command) -> int:
+        return self._words[at]
+
+    def set(self, at: Beat | Command, value: int) -> None:
+        self._words[at] = value
+
+    def add(self, at: Beat | Command, value: int) -> None:
+        """Only for fields with one writer."""
+        self._words[at] += value
+
+    @property
+    def loss(self) -> float:
+        return self._floats[Beat.LOSS]
+
+    @loss.setter
+    def loss(self, value: float) -> None:
+        self._floats[Beat.LOSS] = value
+
+    def count_step(self, duration_ns: int) -> None:
+        """Note how long a step took; only for the one writer of the page."""
+        self._words[_TIMES_AT + bucket_of(duration_ns)] += 1
+        self._words[_NUM_TIMES_AT] += 1
+        if self._words[_NUM_TIMES_AT] >= FORGET_AT:
+            for at in range(_TIMES_AT, _NUM_TIMES_AT + 1):
+                self._words[at] >>= 1
+
+    def note_calls(self, step: int, calls: int) -> None:
+        """How many collectives were called by this step; of some steps it is kept for longer."""
+        for place, every in enumerate(_CALLS_EVERY):
+            if step % every:
+                break
+            self._words[_CALLS_AT + 2 * place] = 0  # torn, until both are written
+            self._words[_CALLS_AT + 2 * place + 1] = calls
+            self._words[_CALLS_AT + 2 * place] = step
+
+    @property
+    def calls_at_steps(self) -> list[tuple[int, int]]:
+        """The newest step, and the newest multiples of 8, 64 and 512, with their counts."""
+        found = []
+        for place in range(len(_CALLS_EVERY)):
+            at = _CALLS_AT + 2 * place
+            step, calls = self._words[at], self._words[at + 1]
+            if step and calls and step == self._words[at]:
+                found.append((step, calls))
+        return list(dict.fromkeys(found))
+
+    @property
+    def step_times(self) -> list[int]:
+        """How often a step took how long: the counts of step_times.py."""
+        return self._words[_TIMES_AT:_NUM_TIMES_AT].tolist()
+
+    @property
+    def groups(self) -> str:
+        """The process groups of this rank, see process_groups.py."""
+        return self._text(_GROUPS_AT, _GROUPS_BYTES)
+
+    @groups.setter
+    def groups(self, text: str) -> None:
+        self._set_text(_GROUPS_AT, _GROUPS_BYTES, text)
+
+    @property
+    def samples(self) -> tuple[str, ...]:
+        """Names of the parameters of which boundary records have digests."""
+        text = self._text(_SAMPLES_AT, _SAMPLES_BYTES)
+        return tuple(text.split("\n")) if text else ()
+
+    @samples.setter
+    def samples(self, names: Sequence[str]) -> None:
+        """At most `MAX_SAMPLES` names; of a long one the end is kept. Removes all records."""
+        self._map[_RECORDS_AT : _RECORDS_AT + NUM_RECORDS * _RECORD_BYTES] = bytes(
+            NUM_RECORDS * _RECORD_BYTES
+        )
+        ends = (name.encode()[-MAX_SAMPLE_NAME_BYTES:].decode(errors="ignore") for name in names)
+        self._set_text(_SAMPLES_AT, _SAMPLES_BYTES, "\n".join(ends))
+
+    def write_record(self, step: int, loss: int | None, has_digest: int, digests: bytes) -> None:
+        """Keep what was noted at a boundary; another call for the same step replaces it.
+
+        A record that a kill, or the reader, finds half written does not match its check.
+
+        Args:
+            step: from 1.
+            loss: bits of the loss; None: not known.
+            has_digest: bit i is set if `digests[i]` is valid.
+            digests: 4 bytes for each of at most `MAX_SAMPLES` parameters.
+        """
+        known = int(loss is not None)
+        body = _RECORD.pack(0, known, has_digest, 0, step, loss or 0, digests)
+        check = xxhash.xxh32_intdigest(body).to_bytes(_CHECK_BYTES, "little")
+        at = _RECORDS_AT + step % NUM_RECORDS * _RECORD_BYTES
+        self._map[at : at + _RECORD_BYTES] = check + body[_CHECK_BYTES:]
+
+    def records(self) -> dict[int, BoundaryRecord]:
+        """The boundary records by step; a torn one is left out."""
+        found: dict[int, BoundaryRecord] = {}
+        raw = self._map[_RECORDS_AT : _RECORDS_AT + NUM_RECORDS * _RECORD_BYTES]
+        for at in range(0, len(raw), _RECORD_BYTES):
+            check, known, has_digest, _, step, loss, digests = _RECORD.unpack_from(raw, at)
+            if step == 0:
+                continue
+            body = bytes(_CHECK_BYTES) + raw[at + _CHECK_BYTES : at + _RECORD_BYTES]
+            if xxhash.xxh32_intdigest(body) == check:
+                found[step] = BoundaryRecord(loss if known else None, has_digest, digests)
+        return found
+
+    @property
+    def phase(self) -> str:
+        """What the worker says it is doing, such as "train" or "eval"."""
+        return self._text(_NAME_AT, _NAME_BYTES)
+
+    @phase.setter
+    def phase(self, name: str) -> None:
+        self._set_text(_NAME_AT, _NAME_BYTES, name)
+
+    @property
+    def note(self) -> str:
+        """Why snapshots are not taken, or what else the operator should know."""
+        return self._text(_NOTE_AT, _NOTE_BYTES)
+
+    @note.setter
+    def note(self, text: str) -> None:
+        self._set_text(_NOTE_AT, _NOTE_BYTES, text)
+
+    def _text(self, at: int, size: int) -> str:
+        (length,) = struct.unpack_from("<H", self._map, at)
+        raw = self._map[at + 2 : at + 2 + min(length, size - 2)]
+        return raw.decode("utf-8", "replace")
+
+    def _set_text(self, at: int, size: int, text: str) -> None:
+        raw = text.encode()[: size - 2]
+        self._map[at + 2 : at + 2 + len(raw)] = raw
+        struct.pack_into("<H", self._map, at, len(raw))
+
+
+def create_page(name: str) -> int:
+    """A descriptor of a fresh page of zeros."""
+    fd = os.memfd_create(f"ftrun-{name}", os.MFD_CLOEXEC)
+    os.ftruncate(fd, PAGE_BYTES)
+    return fd
+
+
+def create_command_page() -> int:
+    """A command page that commands nothing."""
+    fd = create_page("commands")
+    page = Page(fd)
+    page.set(Command.COMMITTED_GENERATION, -1)
+    page.set(Command.COMMITTED_STEP, -1)
+    page.set(Command.KEPT_GENERATION, -1)
+    page.set(Command.KEPT_STEP, -1)
+    page.set(Command.STOP_AFTER_STEP, NEVER_STEP)
+    page.set(Command.ABANDONED_STEP, -1)
+    page.set(Command.COMMITTED_IN, -1)
+    page.set(Command.PROTECTING_STEP, -1)
+    page.set(Command.TAKE_FROM, -1)
+    return fd

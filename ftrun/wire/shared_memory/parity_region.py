@@ -1,0 +1,255 @@
+"""What a node keeps for the others of its group: one memfd for each of two versions.
+
+Runs in:  SMP (makes, fills, reads); the agent keeps a descriptor and looks at nothing.
+Takes in: a `VaultRecord`, which says what goes where.
+Gives:    a `Vault`: views of the mirrors and parity rows, each with a digest of its own.
+Survives: the death of the SMP: the next one is handed the descriptor and can serve from it.
+
+    header | record | index: length and digest of each mirror, digest of each row | mirrors | rows
+
+Each part starts on a page. Memory is allocated and touched once and used again for as long as
+what is to be kept fits.
+
+Rule 1: a header is whole or it is nothing, as in an arena. Its first state is FILLING, and only
+        what is COMPLETE or COMMITTED is served.
+Rule 2: a row's digest is written after the row; an index entry of zeros means that nothing came.
+"""
+
+import contextlib
+import ctypes
+import fcntl
+import mmap
+import os
+import struct
+from enum import IntEnum
+
+import msgspec
+import xxhash
+
+from ftrun.errors import LayoutUnknown
+from ftrun.ids import Version, version
+from ftrun.snapshot.layout import PAGE_BYTES
+from ftrun.snapshot.redundancy import NodePlan
+from ftrun.wire.messages.protected import GroupMember
+
+_MAGIC = 0x56415554_46303031
+_HEADER = struct.Struct("<QQQQ")
+_CHECK = struct.Struct("<Q")
+_MIRROR = struct.Struct("<QQ")
+_ROW = struct.Struct("<Q")
+_MADV_POPULATE_WRITE = 23
+
+
+class VaultState(IntEnum):
+    """How far a vault is."""
+
+    EMPTY = 0
+    FILLING = 1
+    COMPLETE = 2
+    COMMITTED = 3
+    VOID = 4
+
+
+class VaultRecord(msgspec.Struct, frozen=True):
+    """What a vault holds, and all that is needed to serve from it.
+
+    Args:
+        protected_in: the generation in which the group protects this version.
+        members: the group, in order.
+        parity: m.
+        place: of the node whose vault it is.
+        coded_bytes: of each node, by place.
+        own: its own plan, to find its blocks in its ranks' slots.
+        holders: sets of nodes, by place, that hold the same sections.
+        mirrors: places whose small state goes here, and the room for each in bytes.
+        num_rows: parity rows.
+    """
+
+    generation: int
+    step: int
+    world_size: int
+    protected_in: int
+    members: list[GroupMember]
+    parity: int
+    place: int
+    block_bytes: int
+    coded_bytes: list[int]
+    own: NodePlan
+    holders: list[list[int]]
+    mirrors: list[tuple[int, int]]
+    num_rows: int
+
+    @property
+    def version(self) -> Version:
+        return version(self.generation, self.step)
+
+
+_RECORD = msgspec.msgpack.Decoder(VaultRecord)
+
+
+class _Areas:
+    """Where things lie in a vault, in bytes from its start."""
+
+    def __init__(self, record: VaultRecord, raw: bytes) -> None:
+        self.digests = PAGE_BYTES + _round_up(len(raw))
+        self.row_digests = self.digests + _MIRROR.size * len(record.mirrors)
+        self.index_end = self.row_digests + _ROW.size * record.num_rows
+        at = _round_up(self.index_end)
+        self.mirrors: dict[int, tuple[int, int, int]] = {}
+        for number, (place, room) in enumerate(record.mirrors):
+            self.mirrors[place] = (self.digests + _MIRROR.size * number, at, room)
+            at += _round_up(room)
+        self.rows = at
+        self.total = at + _round_up(record.num_rows * record.block_bytes)
+
+
+def vault_bytes(record: VaultRecord) -> int:
+    """Memory that a vault with this record takes."""
+    return _Areas(record, msgspec.msgpack.encode(record)).total
+
+
+def create_vault(total_bytes: int) -> int:
+    """A descriptor of an empty vault, its memory allocated and touched.
+
+    Raises:
+        OSError: ENOSPC or ENOMEM, with nothing left behind.
+    """
+    fd = os.memfd_create("ftrun-vault", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.posix_fallocate(fd, 0, total_bytes)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+        with mmap.mmap(fd, total_bytes) as memory:
+            held = ctypes.c_char.from_buffer(memory)
+            address, size = ctypes.addressof(held), ctypes.c_size_t(total_bytes)
+            ctypes.CDLL(None).madvise(ctypes.c_void_p(address), size, _MADV_POPULATE_WRITE)
+            del held
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+class Vault:
+    """A mapped vault. The descriptor is this object's.
+
+    Raises:
+        LayoutUnknown: the descriptor is none of a vault.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        self.size = os.fstat(fd).st_size
+        if self.size < 2 * PAGE_BYTES:
+            raise LayoutUnknown(f"{self.size} bytes are too few for a vault")
+        self._map = mmap.mmap(fd, self.size)
+        self._memory = memoryview(self._map)
+        self.state = VaultState.EMPTY
+        self.record: VaultRecord | None = None
+        self.is_damaged = False
+        """A block that was asked for does not match its digest."""
+        self._areas: _Areas | None = None
+        self._raw = b""
+        self._read()
+
+    def begin(self, record: VaultRecord) -> None:
+        """Start to keep another version; what was here is lost."""
+        raw = msgspec.msgpack.encode(record)
+        areas = _Areas(record, raw)
+        if areas.total > self.size:
+            raise LayoutUnknown(f"{areas.total} bytes do not fit a vault of {self.size}")
+        self.mark(VaultState.EMPTY)
+        self.record, self._areas, self._raw = record, areas, raw
+        self.is_damaged = False
+        self._memory[PAGE_BYTES : PAGE_BYTES + len(raw)] = raw
+        self._memory[areas.digests : areas.index_end] = bytes(areas.index_end - areas.digests)
+        self.mark(VaultState.FILLING)
+
+    def mark(self, state: VaultState) -> None:
+        """Write the header, the last word on what is here."""
+        digest = xxhash.xxh3_64_intdigest(self._raw)
+        data = _HEADER.pack(_MAGIC, state, len(self._raw), digest)
+        data += _CHECK.pack(xxhash.xxh3_64_intdigest(data))
+        self._memory[: len(data)] = data
+        self.state = state
+
+    # --- mirrors ---------------------------------------------------------------------------
+
+    def mirror_room(self, place: int) -> memoryview:
+        """The memory set aside for a node's small state."""
+        _, at, room = self._mirror_area(place)
+        return self._memory[at : at + room]
+
+    def keep_mirror(self, place: int, num_bytes: int, digest: int) -> None:
+        at, _, _ = self._mirror_area(place)
+        self._memory[at : at + _MIRROR.size] = _MIRROR.pack(num_bytes, digest)
+
+    def mirror(self, place: int) -> memoryview | None:
+        """A node's small state, or None where it has not come or is damaged."""
+        at, start, room = self._mirror_area(place)
+        num_bytes, digest = _MIRROR.unpack(self._memory[at : at + _MIRROR.size])
+        if not 0 < num_bytes <= room:
+            return None
+        view = self._memory[start : start + num_bytes]
+        return view if xxhash.xxh3_64_intdigest(view) == digest else None
+
+    def mirrored_places(self) -> list[int]:
+        """Places whose small state has come."""
+        areas = self._known().mirrors
+        return [p for p, (at, _, _) in areas.items() if any(self._memory[at : at + _MIRROR.size])]
+
+    # --- parity ----------------------------------------------------------------------------
+
+    def row(self, index: int) -> memoryview:
+        """One block of parity."""
+        assert self.record is not None
+        size = self.record.block_bytes
+        at = self._known().rows + index * size
+        return self._memory[at : at + size]
+
+    def keep_row(self, index: int, digest: int) -> None:
+        at = self._known().row_digests + index * _ROW.size
+        self._memory[at : at + _ROW.size] = _ROW.pack(digest)
+
+    def row_digest(self, index: int) -> int:
+        """What the row's bytes are; 0: nothing came."""
+        at = self._known().row_digests + index * _ROW.size
+        (found,) = _ROW.unpack(self._memory[at : at + _ROW.size])
+        return int(found)
+
+    def close(self) -> None:
+        """Unmap and close. Views that are still held keep the memory until they go."""
+        with contextlib.suppress(BufferError):
+            self._memory.release()
+            self._map.close()
+        os.close(self.fd)
+
+    def _known(self) -> _Areas:
+        if self._areas is None:
+            raise LayoutUnknown("this vault has no record")
+        return self._areas
+
+    def _mirror_area(self, place: int) -> tuple[int, int, int]:
+        area = self._known().mirrors.get(place)
+        if area is None:
+            raise LayoutUnknown(f"no mirror of place {place} belongs here")
+        return area
+
+    def _read(self) -> None:
+        """Take what another SMP has left here, if its header is whole."""
+        head = bytes(self._memory[: _HEADER.size + _CHECK.size])
+        magic, state, length, digest = _HEADER.unpack(head[: _HEADER.size])
+        (check,) = _CHECK.unpack(head[_HEADER.size :])
+        if magic != _MAGIC or check != xxhash.xxh3_64_intdigest(head[: _HEADER.size]):
+            return
+        raw = bytes(self._memory[PAGE_BYTES : PAGE_BYTES + length])
+        if xxhash.xxh3_64_intdigest(raw) != digest:
+            return
+        record = _RECORD.decode(raw)
+        areas = _Areas(record, raw)
+        if areas.total <= self.size:
+            self.record, self._areas, self._raw = record, areas, raw
+            self.state = VaultState(state)
+
+
+def _round_up(num_bytes: int) -> int:
+    return -(-num_bytes // PAGE_BYTES) * PAGE_BYTES

@@ -1,0 +1,217 @@
+"""One direction of a link between two SMPs: messages, and bytes from memory to memory.
+
+Runs in:  the SMP, in the sender's or the receiver's thread of a link.
+Takes in: a connected TCP socket and the session of its handshake.
+Gives:    frames: a message under the session's code and sequence number, and raw bytes behind it
+          that go from mapped memory to mapped memory.
+
+Raw bytes are covered by a digest inside the message, so they are hashed once; a mismatch costs
+those bytes, not the link.
+
+Rule 1: nothing is allocated by what a frame announces: the receiver says where the bytes go, and
+        what it has no place for is read and forgotten.
+Rule 2: a peer may be silent between frames for as long as it likes, and never inside of one.
+"""
+
+import contextlib
+import socket
+from collections.abc import Sequence
+
+import msgspec
+import xxhash
+
+from ftrun import clock
+from ftrun.errors import PeerLost, PeerTimeout, ProtocolError
+from ftrun.wire.cluster.transfer import AnyTransfer, TransferEnvelope
+from ftrun.wire.transport.framing import MAX_FRAME_BYTES, decode_body, encode_body
+from ftrun.wire.transport.handshake import Session
+from ftrun.wire.transport.sealing import PREFIX_BYTES, body_length, check_body, seal_header
+from ftrun.wire.transport.tcp import how_lost, silent_s
+
+MAX_RAW_BYTES = 1 << 31
+_MAX_VECTORS = 512
+_SCRATCH_BYTES = 1 << 18
+# Made once, here: two threads that make one for the same types at once crash msgspec 0.22.
+_DECODER = msgspec.msgpack.Decoder(TransferEnvelope)
+
+Bytes = bytes | bytearray | memoryview
+
+
+class TransferSocket:
+    """One direction of a connected socket. For one thread at a time, but for `interrupt`.
+
+    Args:
+        sock: blocking; this object's from now on.
+        session: of its handshake.
+        patience_s: how long a peer may take nothing, or stop in the middle of a frame.
+    """
+
+    def __init__(self, sock: socket.socket, session: Session, *, patience_s: float) -> None:
+        self._sock = sock
+        self._session = session
+        self._patience_s = patience_s
+        self._sequence = 0
+        self._timeout_s: float | None = None
+        self._until_s: float | None = None
+        self.num_bytes = 0
+        sock.settimeout(None)
+
+    @property
+    def peer(self) -> str:
+        return str(self._session.peer)
+
+    @property
+    def node_id(self) -> str:
+        return self._session.peer.node_id
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since the peer's kernel last acknowledged anything."""
+        return silent_s(self._sock)
+
+    def fileno(self) -> int:
+        return self._sock.fileno()
+
+    def send(
+        self,
+        generation: int,
+        body: AnyTransfer,
+        raw: Sequence[Bytes] = (),
+        *,
+        raw_digest: int | None = None,
+    ) -> None:
+        """Send a message and the bytes behind it.
+
+        Args:
+            generation: the running one.
+            body: the message.
+            raw: buffers, sent one after the other from where they lie.
+            raw_digest: of all of them; None where the body has it.
+
+        Raises:
+            PeerLost, PeerTimeout: the link is of no more use.
+        """
+        size = sum(map(len, raw))
+        told = encode_body(TransferEnvelope(generation, body, size, raw_digest))
+        key = self._session.send_key
+        head = seal_header(key, self._sequence, told, limit_bytes=MAX_FRAME_BYTES)
+        self._sequence += 1
+        left = [memoryview(part).cast("B") for part in (head, *raw) if len(part)]
+        try:
+            self._wait_at_most(self._patience_s)
+            while left:
+                left = _rest(left, self._sock.sendmsg(left[:_MAX_VECTORS]))
+        except OSError as error:
+            raise self._lost(error) from error
+        self.num_bytes += len(head) + size
+
+    def receive(self, *, within_s: float | None = None) -> TransferEnvelope:
+        """The next message; its bytes, if it has any, are to be read with `receive_raw`.
+
+        Args:
+            within_s: for all of the message; None: waits for as long as the peer says nothing.
+
+        Raises:
+            PeerLost, PeerTimeout, ProtocolError.
+        """
+        self._until_s = None if within_s is None else clock.now_s() + within_s
+        prefix = bytearray(PREFIX_BYTES)
+        self._read([memoryview(prefix)], may_wait=True)
+        length = body_length(prefix, self._sequence, limit_bytes=MAX_FRAME_BYTES)
+        body = bytearray(length)
+        self._read([memoryview(body)])
+        check_body(self._session.receive_key, prefix, body)
+        self._sequence += 1
+        self._until_s = None
+        envelope = decode_body(_DECODER, bytes(body))
+        if not 0 <= envelope.raw_bytes <= MAX_RAW_BYTES:
+            raise ProtocolError(f"{self.peer} announces {envelope.raw_bytes} bytes")
+        return envelope
+
+    def receive_raw(self, envelope: TransferEnvelope, into: Sequence[memoryview] | None) -> bool:
+        """Read the bytes behind a message.
+
+        Args:
+            envelope: the message just received.
+            into: as many bytes as are announced; None: read and forget.
+
+        Returns:
+            Whether they are there and match the digest, where the message has one.
+        """
+        if into is None or sum(map(len, into)) != envelope.raw_bytes:
+            self._skip(envelope.raw_bytes)
+            return False
+        self._read(list(into))
+        if envelope.raw_digest is None:
+            return True
+        return digest_of(into) == envelope.raw_digest
+
+    def interrupt(self) -> None:
+        """End it, from whichever thread: what waits for the socket raises PeerLost."""
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self._sock.close()
+
+    def _skip(self, num_bytes: int) -> None:
+        scratch = memoryview(bytearray(min(num_bytes, _SCRATCH_BYTES)))
+        while num_bytes:
+            part = scratch[: min(num_bytes, len(scratch))]
+            self._read([part])
+            num_bytes -= len(part)
+
+    def _read(self, left: list[memoryview], *, may_wait: bool = False) -> None:
+        left = [view for view in left if len(view)]
+        waits = may_wait
+        try:
+            while left:
+                self._wait_at_most(self._left_s(None if waits else self._patience_s))
+                got, *_ = self._sock.recvmsg_into(left[:_MAX_VECTORS])
+                if not got:
+                    raise PeerLost(peer=self.peer, how="closed")
+                self.num_bytes += got
+                left, waits = _rest(left, got), False
+        except OSError as error:
+            raise self._lost(error) from error
+
+    def _left_s(self, patience_s: float | None) -> float | None:
+        """Until the message must be here, where it must; else as given."""
+        if self._until_s is None:
+            return patience_s
+        left_s = self._until_s - clock.now_s()
+        if left_s <= 0:
+            raise TimeoutError
+        return left_s
+
+    def _wait_at_most(self, timeout_s: float | None) -> None:
+        if timeout_s != self._timeout_s:
+            self._sock.settimeout(timeout_s)
+            self._timeout_s = timeout_s
+
+    def _lost(self, error: OSError) -> PeerLost | PeerTimeout:
+        if isinstance(error, TimeoutError):
+            return PeerTimeout(peer=self.peer, waited_s=self._patience_s)
+        return PeerLost(peer=self.peer, how=how_lost(error))
+
+
+def digest_of(parts: Sequence[Bytes]) -> int:
+    """The xxh3 of some buffers, one after the other."""
+    if len(parts) == 1:
+        return xxhash.xxh3_64_intdigest(parts[0])
+    digest = xxhash.xxh3_64()
+    for part in parts:
+        digest.update(part)
+    return digest.intdigest()
+
+
+def _rest(left: list[memoryview], done: int) -> list[memoryview]:
+    """What remains of some buffers after so many bytes."""
+    at = 0
+    while at < len(left) and done >= len(left[at]):
+        done -= len(left[at])
+        at += 1
+    left = left[at:]
+    if done:
+        left[0] = left[0][done:]
+    return left

@@ -1,0 +1,294 @@
+"""Two processes on two nodes prove that they belong to one run, before anything else is said.
+
+Runs in:  agent, SMP; in a thread that lives for one handshake, with its own deadline.
+Takes in: a fresh TCP socket, the run's secret or None, who we are.
+Gives:    a `Session`: who the other one is, and a key for each direction.
+
+    dialler                                              acceptor
+    HELLO   protocol, has a secret?, nonce        ->
+                                                  <-     HELLO   the same
+    CLAIM   identity, code over all so far        ->
+                                                  <-     CLAIM   the same
+    WELCOME code over all so far                  ->
+
+Instead of any of these: REFUSED with a reason in words, and the end.
+
+Rule 1: a side with a secret talks only to one that proves the same secret. The codes cover both
+nonces, both roles and every byte before them, so none can be replayed, mirrored or made of parts.
+Rule 2: until the dialler has proven itself it gets a nonce or a reason, nothing else.
+Rule 3: a reason reveals nothing of a secret. Nothing that the other side says is believed before
+its code is checked; its reason is shown as words only, without control characters.
+Rule 4: at most 4 KiB are read, within one deadline, and nothing is allocated by what is announced.
+Rule 5: with no secret on both sides the exchange is the same and proves nothing: the session has
+empty keys and says so.
+"""
+
+import hmac
+import os
+import socket
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import IntEnum
+from hashlib import sha256
+
+import msgspec
+
+import ftrun
+from ftrun import clock
+from ftrun.errors import HandshakeRefused, PeerLost, PeerTimeout, ProtocolError
+from ftrun.wire.messages.envelope import PROTOCOL_VERSION
+from ftrun.wire.transport.framing import decode_body
+from ftrun.wire.transport.identity import PeerIdentity, unfit
+from ftrun.wire.transport.secret import Secret
+from ftrun.wire.transport.tcp import how_lost, name_of_peer
+
+HANDSHAKE_S = 3.0
+MAX_BYTES = 4096
+MAX_REASON_CHARACTERS = 500
+NONCE_BYTES = 32
+
+Admit = Callable[[PeerIdentity], str]
+"""Why a proven peer is not wanted here, in words for its user; "" where it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """What a handshake has proven. Keys are empty where the run has no secret."""
+
+    own: PeerIdentity
+    peer: PeerIdentity
+    send_key: bytes = field(repr=False)
+    receive_key: bytes = field(repr=False)
+    is_authenticated: bool
+
+
+def dial_handshake(
+    sock: socket.socket,
+    own: PeerIdentity,
+    secret: Secret | None,
+    *,
+    admit: Admit = lambda _: "",
+    deadline_s: float = HANDSHAKE_S,
+) -> Session:
+    """The dialler's side. The socket stays the caller's, to close it where this raises.
+
+    Raises:
+        HandshakeRefused: by one of the two sides, with its reason.
+        ProtocolError: whoever listens there does not speak this protocol.
+        PeerLost, PeerTimeout.
+    """
+    talk = _Talk(sock, deadline_s=deadline_s)
+    hello = talk.say(_Kind.HELLO, _hello(secret))
+    theirs = talk.hear(_Kind.HELLO)
+    _check_hello(talk, theirs, secret, own_nonce=hello[-NONCE_BYTES:])
+    proof = _Proof(secret, hello[-NONCE_BYTES:], theirs[-NONCE_BYTES:])
+    talk.say(_Kind.CLAIM, proof.claim(b"dialler", talk.digest, own))
+    peer = _check_claim(talk, b"acceptor", proof, own, admit)
+    talk.say(_Kind.WELCOME, proof.code(b"welcome", talk.digest))
+    talk.release()
+    to_acceptor, to_dialler = proof.keys(talk.digest)
+    return Session(own, peer, to_acceptor, to_dialler, secret is not None)
+
+
+def accept_handshake(
+    sock: socket.socket,
+    own: PeerIdentity,
+    secret: Secret | None,
+    *,
+    admit: Admit = lambda _: "",
+    deadline_s: float = HANDSHAKE_S,
+    hello_s: float = HANDSHAKE_S,
+) -> Session:
+    """The acceptor's side; as `dial_handshake`. The first message must come within `hello_s`."""
+    talk = _Talk(sock, deadline_s=min(hello_s, deadline_s))
+    theirs = talk.hear(_Kind.HELLO)
+    talk.extend(deadline_s)
+    nonce = os.urandom(NONCE_BYTES)
+    _check_hello(talk, theirs, secret, own_nonce=nonce)
+    talk.say(_Kind.HELLO, _hello(secret, nonce))
+    proof = _Proof(secret, theirs[-NONCE_BYTES:], nonce)
+    peer = _check_claim(talk, b"dialler", proof, own, admit)
+    talk.say(_Kind.CLAIM, proof.claim(b"acceptor", talk.digest, own))
+    expected = proof.code(b"welcome", talk.digest)
+    if not hmac.compare_digest(talk.hear(_Kind.WELCOME), expected):
+        raise ProtocolError(f"{talk.peer} ends the handshake with a code that is not of it")
+    talk.release()
+    to_acceptor, to_dialler = proof.keys(talk.digest)
+    return Session(own, peer, to_dialler, to_acceptor, secret is not None)
+
+
+class _Kind(IntEnum):
+    HELLO = 0xF1
+    CLAIM = 0xF2
+    WELCOME = 0xF3
+    REFUSED = 0xF4
+
+
+_FRAME = struct.Struct("<BH")
+_HELLO = struct.Struct(f"<8sIB{NONCE_BYTES}s")
+_MAGIC = b"ftrun/hs"
+_CODE_BYTES = 32
+_DECODER = msgspec.msgpack.Decoder(PeerIdentity)
+
+
+def _hello(secret: Secret | None, nonce: bytes | None = None) -> bytes:
+    nonce = os.urandom(NONCE_BYTES) if nonce is None else nonce
+    return _HELLO.pack(_MAGIC, PROTOCOL_VERSION, secret is not None, nonce)
+
+
+class _Talk:
+    """Frames of a handshake: bounded in bytes and time, and remembered for the codes."""
+
+    def __init__(self, sock: socket.socket, *, deadline_s: float) -> None:
+        self._sock = sock
+        self._left_bytes = MAX_BYTES
+        self._deadline_s = deadline_s
+        self._give_up_s = clock.now_s() + deadline_s
+        self._heard = sha256(b"ftrun handshake")
+        self.peer = name_of_peer(sock)
+
+    @property
+    def digest(self) -> bytes:
+        """Of every frame so far, in both directions."""
+        return self._heard.digest()
+
+    def say(self, kind: _Kind, body: bytes) -> bytes:
+        frame = _FRAME.pack(kind, len(body)) + body
+        self._heard.update(frame)
+        try:
+            self._wait_at_most()
+            self._sock.sendall(frame)
+        except TimeoutError as error:
+            raise PeerTimeout(peer=self.peer, waited_s=self._deadline_s) from error
+        except OSError as error:
+            raise PeerLost(peer=self.peer, how=how_lost(error)) from error
+        return body
+
+    def hear(self, wanted: _Kind) -> bytes:
+        start = self._take(_FRAME.size)
+        kind, length = _FRAME.unpack(start)
+        if kind not in (wanted, _Kind.REFUSED):
+            raise ProtocolError(f"{self.peer} does not speak ftrun's protocol")
+        body = self._take(length)
+        if kind == _Kind.REFUSED:
+            raise HandshakeRefused(peer=self.peer, why=_in_plain_words(body), is_ours=False)
+        self._heard.update(start + body)
+        return body
+
+    def refuse(self, why: str, *, told: str) -> HandshakeRefused:
+        """Tell the other side, as far as it still listens; the error to raise here.
+
+        Args:
+            why: the reason as this side's user reads it.
+            told: the same from the other side's point of view.
+        """
+        body = told[:MAX_REASON_CHARACTERS].encode()
+        try:
+            self._wait_at_most()
+            self._sock.sendall(_FRAME.pack(_Kind.REFUSED, len(body)) + body)
+            self._sock.shutdown(socket.SHUT_WR)
+        except OSError:
+            pass
+        return HandshakeRefused(peer=self.peer, why=why, is_ours=True)
+
+    def extend(self, deadline_s: float) -> None:
+        """The other side has this time instead, from the beginning."""
+        self._give_up_s += deadline_s - self._deadline_s
+        self._deadline_s = deadline_s
+
+    def release(self) -> None:
+        """The handshake is over; the deadline on the socket too."""
+        self._sock.settimeout(None)
+
+    def _take(self, num_bytes: int) -> bytes:
+        if num_bytes > self._left_bytes:
+            raise ProtocolError(f"{self.peer} says more than {MAX_BYTES} bytes before it is known")
+        self._left_bytes -= num_bytes
+        found = b""
+        while len(found) < num_bytes:
+            try:
+                self._wait_at_most()
+                more = self._sock.recv(num_bytes - len(found))
+            except TimeoutError as error:
+                raise PeerTimeout(peer=self.peer, waited_s=self._deadline_s) from error
+            except OSError as error:
+                raise PeerLost(peer=self.peer, how=how_lost(error)) from error
+            if not more:
+                raise PeerLost(peer=self.peer, how="closed")
+            found += more
+        return found
+
+    def _wait_at_most(self) -> None:
+        left_s = self._give_up_s - clock.now_s()
+        if left_s <= 0:
+            raise TimeoutError
+        self._sock.settimeout(left_s)
+
+
+class _Proof:
+    """Codes and keys from one secret and two nonces; all of them empty where there is none."""
+
+    def __init__(self, secret: Secret | None, dialler: bytes, acceptor: bytes) -> None:
+        # HKDF-Extract (RFC 5869), with the secret as its key: both are 32 bytes of HMAC.
+        self._seed = b"" if secret is None else secret.mac(b"ftrun session\0" + dialler + acceptor)
+
+    def code(self, role: bytes, digest: bytes) -> bytes:
+        return self._expand(b"code " + role + b"\0" + digest)
+
+    def keys(self, digest: bytes) -> tuple[bytes, bytes]:
+        """For what the dialler sends, and for what the acceptor sends."""
+        return self._expand(b"key dialler\0" + digest), self._expand(b"key acceptor\0" + digest)
+
+    def claim(self, role: bytes, digest: bytes, own: PeerIdentity) -> bytes:
+        told = msgspec.msgpack.encode(own)
+        return self.code(role, digest + told) + told
+
+    def _expand(self, info: bytes) -> bytes:
+        """HKDF-Expand for one block of 32 bytes."""
+        return hmac.digest(self._seed, info + b"\x01", "sha256") if self._seed else b""
+
+
+def _check_hello(talk: _Talk, theirs: bytes, secret: Secret | None, *, own_nonce: bytes) -> None:
+    if len(theirs) != _HELLO.size or not theirs.startswith(_MAGIC):
+        raise ProtocolError(f"{talk.peer} does not speak ftrun's protocol")
+    _, protocol, has_secret, nonce = _HELLO.unpack(theirs)
+    if protocol != PROTOCOL_VERSION:
+        raise talk.refuse(
+            f"its ftrun speaks protocol {protocol}, and this one, {ftrun.__version__}, speaks "
+            f"{PROTOCOL_VERSION}. Install the same ftrun on every node",
+            told=f"your protocol is {protocol}, and theirs is {PROTOCOL_VERSION} (ftrun "
+            f"{ftrun.__version__}). Install the same ftrun on every node",
+        )
+    if bool(has_secret) != (secret is not None):
+        ours = "this side has a secret, and the other has none"
+        other = "this side has no secret, and the other has one"
+        ours, other = (ours, other) if secret is not None else (other, ours)
+        cure = ". Give the same --secret-file to every node"
+        raise talk.refuse(ours + cure, told=other + cure)
+    if hmac.compare_digest(nonce, own_nonce):
+        raise ProtocolError(f"{talk.peer} repeats our own nonce")
+
+
+def _check_claim(
+    talk: _Talk, role: bytes, proof: _Proof, own: PeerIdentity, admit: Admit
+) -> PeerIdentity:
+    """Who the other side is; nothing in its claim is looked at before its code."""
+    before = talk.digest
+    body = talk.hear(_Kind.CLAIM)
+    cut = len(proof.code(role, before))
+    code, told = body[:cut], body[cut:]
+    if not hmac.compare_digest(code, proof.code(role, before + told)):
+        why = "the secret differs. Give the same --secret-file to every node of the run"
+        raise talk.refuse(why, told=why)
+    peer = decode_body(_DECODER, told)
+    if why := unfit(own, peer) or admit(peer):
+        raise talk.refuse(f"{peer}: {why}", told=unfit(peer, own) or why)
+    return peer
+
+
+def _in_plain_words(body: bytes) -> str:
+    """What a stranger says, without what could act on a terminal or a log."""
+    text = body[: 4 * MAX_REASON_CHARACTERS].decode(errors="replace")
+    plain = "".join(char if char.isprintable() else " " for char in text)
+    return " ".join(plain.split())[:MAX_REASON_CHARACTERS]

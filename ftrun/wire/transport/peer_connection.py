@@ -1,0 +1,203 @@
+"""One end of a TCP connection to a process on another node, after the handshake.
+
+Runs in:  agent (brain thread), SMP.
+Takes in: a connected TCP socket and its `Session`.
+Gives:    `send`, which never waits, and `receive_ready`; for a loop that waits on many sockets.
+
+Not thread-safe. It knows no clock: when a peer was last heard is the caller's to remember. A
+connection that has raised stays broken, and raises the same again.
+"""
+
+import socket
+from collections.abc import Callable
+from typing import Any, Generic, Protocol, TypeVar, cast
+
+import msgspec
+
+from ftrun.errors import PeerError, PeerLost, ProtocolError
+from ftrun.wire.transport.framing import MAX_FRAME_BYTES, decode_body, encode_body
+from ftrun.wire.transport.handshake import Session
+from ftrun.wire.transport.identity import PeerIdentity
+from ftrun.wire.transport.sealing import PREFIX_BYTES, body_length, check_body, seal_header
+from ftrun.wire.transport.tcp import how_lost
+
+MAX_QUEUED_BYTES = 8 << 20
+_RECEIVE_BYTES = 1 << 16
+_RECEIVES_AT_ONCE = 64
+"""One talkative peer does not keep the loop from the others."""
+
+
+class AnyEnvelope(Protocol):
+    """What a frame may hold: a struct with these fields in this order, and no others."""
+
+    @property
+    def run_id(self) -> str: ...
+    @property
+    def generation(self) -> int: ...
+    @property
+    def incarnation(self) -> int: ...
+    @property
+    def body(self) -> Any: ...
+
+
+E = TypeVar("E", bound=AnyEnvelope)
+
+
+class PeerConnection(Generic[E]):
+    """Sealed messages over one connected socket, each way in order or not at all.
+
+    Args:
+        sock: connected, and a handshake behind it; now this object's.
+        session: what the handshake has proven.
+        envelope: the struct that frames hold, such as `ClusterEnvelope`.
+        max_queued_bytes: of frames that the peer has not taken; with more it counts as lost.
+    """
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        session: Session,
+        envelope: type[E],
+        *,
+        max_queued_bytes: int = MAX_QUEUED_BYTES,
+    ) -> None:
+        sock.setblocking(False)
+        self._sock = sock
+        self._wrap = cast("Callable[[str, int, int, Any], msgspec.Struct]", envelope)
+        self._decoder = msgspec.msgpack.Decoder(envelope)
+        self._max_queued_bytes = max_queued_bytes
+        self._out = bytearray()
+        self._in = bytearray()
+        self._sent = 0
+        self._received = 0
+        self._broken: PeerError | None = None
+        self.session = session
+        self.generation = 0
+        self.is_spoilt = False
+        """A bit of the next frame flips on its way: `ftrun inject-fault bitflip-wire`."""
+
+    @property
+    def peer(self) -> PeerIdentity:
+        return self.session.peer
+
+    @property
+    def address(self) -> str:
+        """The address that the peer speaks from; empty once the connection is gone."""
+        try:
+            return str(self._sock.getpeername()[0])
+        except OSError:
+            return ""
+
+    @property
+    def wants_write(self) -> bool:
+        """Something is queued: call `flush` when the socket takes more."""
+        return bool(self._out)
+
+    def fileno(self) -> int:
+        return self._sock.fileno()
+
+    def send(self, body: object) -> None:
+        """Queue a message, and give the kernel what it takes now.
+
+        Raises:
+            PeerLost: the connection is gone, or the peer takes nothing for too long.
+            ProtocolError: the message does not fit a frame; the connection stays as it is.
+        """
+        self._check_whole()
+        own = self.session.own
+        told = encode_body(self._wrap(own.run_id, self.generation, own.incarnation, body))
+        self._out += seal_header(
+            self.session.send_key, self._sent, told, limit_bytes=MAX_FRAME_BYTES
+        )
+        self._sent += 1
+        if self.is_spoilt:
+            self.is_spoilt = False
+            self._out[-1] ^= 1
+        self.flush()
+        if len(self._out) > self._max_queued_bytes:
+            raise self._break(PeerLost(peer=str(self.peer), how="silent"))
+
+    def flush(self) -> None:
+        """Give the kernel what it takes of what is queued.
+
+        Raises:
+            PeerLost: the connection is gone.
+        """
+        self._check_whole()
+        try:
+            while self._out:
+                with memoryview(self._out) as view:
+                    sent = self._sock.send(view[:MAX_FRAME_BYTES], socket.MSG_NOSIGNAL)
+                del self._out[:sent]
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            lost = PeerLost(peer=str(self.peer), how=how_lost(error))
+            raise self._break(lost) from error
+
+    def receive_ready(self) -> list[E]:
+        """Messages that are here already; never waits, and leaves some for the next call.
+
+        Messages that came before a connection was lost are given first; the loss is raised by the
+        next call, for which the socket stays readable.
+
+        Raises:
+            PeerLost, ProtocolError.
+        """
+        self._check_whole()
+        found: list[E] = []
+        try:
+            for _ in range(_RECEIVES_AT_ONCE):
+                data = self._sock.recv(_RECEIVE_BYTES)
+                if not data:
+                    self._break(PeerLost(peer=str(self.peer), how="closed"))
+                    break
+                self._in += data
+                found += self._take()
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            self._break(PeerLost(peer=str(self.peer), how=how_lost(error)))
+        except ProtocolError as error:
+            raise self._break(error) from None
+        if not found:
+            self._check_whole()
+        return found
+
+    def close(self) -> None:
+        self._sock.close()
+
+    def _take(self) -> list[E]:
+        """Whole messages out of what has come; at most one frame is ever collected."""
+        found: list[E] = []
+        key, at = self.session.receive_key, 0
+        with memoryview(self._in) as view:
+            while len(view) - at >= PREFIX_BYTES:
+                prefix = bytes(view[at : at + PREFIX_BYTES])
+                length = body_length(prefix, self._received, limit_bytes=MAX_FRAME_BYTES)
+                if len(view) - at - PREFIX_BYTES < length:
+                    break
+                body = bytes(view[at + PREFIX_BYTES : at + PREFIX_BYTES + length])
+                check_body(key, prefix, body)
+                found.append(self._checked(decode_body(self._decoder, body)))
+                self._received += 1
+                at += PREFIX_BYTES + length
+        del self._in[:at]
+        return found
+
+    def _checked(self, envelope: E) -> E:
+        if envelope.run_id != self.session.own.run_id:
+            raise ProtocolError(
+                f"{self.peer} speaks for run {envelope.run_id!r}, not {self.session.own.run_id!r}"
+            )
+        if envelope.incarnation != self.peer.incarnation:
+            raise ProtocolError(f"{self.peer} speaks as another incarnation than it was met as")
+        return envelope
+
+    def _break(self, why: PeerError) -> PeerError:
+        self._broken = why
+        return why
+
+    def _check_whole(self) -> None:
+        if self._broken is not None:
+            raise self._broken

@@ -1,0 +1,374 @@
+"""The life of a snapshot in the worker: from a step boundary to the seal.
+
+Runs in:  worker; the boundary and the optimizer's pre-hook in the training thread, lazy copies
+          and the seal in the copy thread.
+Takes in: the state of each boundary, commits on the command page, memory from the SMP.
+Gives:    sealed slots, and word of them; counts and times on the heartbeat page.
+Survives: nothing by itself; the slot that holds the newest committed version is never touched,
+          so a kill at any moment leaves it whole.
+
+Rule 1: between two boundaries at most one snapshot is under way, and the thread that copies is
+        idle whenever an optimizer changes a parameter.
+Rule 2: what belongs to an optimizer is copied lazily, and each lazy copy is checked against the
+        boundary before its slot is sealed (laziness.py); a difference discards the snapshot. The
+        first snapshots, and one in `proof_every`, are verified snapshots: copied at the boundary,
+        so exact whatever the script does, and compared by digest just before the optimizer
+        steps. A tensor that differs is copied at the boundary from then on.
+Rule 3: a slot is overwritten only once what it holds is committed and superseded, or abandoned:
+        withdrawn by this rank or by another that has none of that step.
+Rule 4: nothing is waited for while the SMPs protect the last snapshot across nodes, nor after a
+        restore before the restored version is committed again: what falls due then is skipped.
+Rule 5: a fault in here costs protection, never the run: no exception reaches the script. A state
+        that cannot be taken costs the snapshot of this step, and later boundaries are tried; a
+        fault of a copy or of its check ends protection.
+
+Source: the lazy copy behind forward and backward is DataStates-LLM's (arXiv 2406.10707).
+"""
+
+import logging
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from ftrun import clock
+from ftrun.errors import (
+    FtrunError,
+    MemoryTooSmall,
+    PeerError,
+    StructureChanged,
+)
+from ftrun.wire.crash_points import crash_point
+from ftrun.wire.shared_memory.arena import Arena, SlotHeader, SlotState, table_digest
+from ftrun.wire.shared_memory.pages import Beat
+from ftrun.worker.capture.boundaries import Cadence, Turn
+from ftrun.worker.capture.copying import CopyThread, SlotCopy
+from ftrun.worker.capture.laziness import LazyCopyCheck
+from ftrun.worker.capture.settling import Settling
+from ftrun.worker.capture.slots import Slots, SlotStore
+from ftrun.worker.context import WorkerContext
+from ftrun.worker.smp_client import MemoryLink
+from ftrun.worker.state.state_tree import State, StateTree
+
+_POLL_S = 0.0005
+_LAST_COMMIT_WAIT_S = 5.0
+
+_HINT = " (code inside `with session.phase(...)` would run after the copy)"
+_UNDER_COPY = (
+    "changed while the snapshot of step {step} was copied, by code that is no optimizer step; the "
+    "snapshot is discarded" + _HINT
+)
+_BEFORE_STEP = "changed between a step boundary and the optimizer step" + _HINT
+_WITHOUT_HOOK = "changed in a step in which no optimizer hook ran"
+
+_log = logging.getLogger(__name__)
+
+
+class Capture:
+    """Takes snapshots at step boundaries."""
+
+    def __init__(self, context: WorkerContext, tree: StateTree, link: MemoryLink) -> None:
+        self._context = context
+        self._tree = tree
+        self._link = link
+        self._page = context.page
+        self._cadence = Cadence(context.settings, context.page, context.commands)
+        self._thread = CopyThread()
+        self._pid = os.getpid()
+        self._store = SlotStore(context)
+        self._hasty: set[str] = set()
+        self._settling = Settling(context.commands, context.generation, context.restore)
+        self._check: LazyCopyCheck | None = None
+        self._verified: tuple[SlotCopy, memoryview] | None = None
+        self._num_taken = 0
+        self._copy_s = 0.0
+        self._blocked_ns = 0
+        self._turn = Turn.QUIET
+        self._is_typical = True
+        self._last_boundary_ns = 0
+        self._hook_fired = False
+        self._is_patient = True
+        self._is_off = False
+        self._trouble = ""
+        self._hook = register_optimizer_step_pre_hook(self._before_optimizer_step)
+
+    # --- training thread -------------------------------------------------------------------
+
+    def boundary(
+        self, step: int, *, collect: Callable[[], State], force: bool, allowed: bool
+    ) -> None:
+        """Take a snapshot of this boundary where one is due.
+
+        Args:
+            step: boundaries passed, this one included.
+            collect: gives the state; called only where it is needed.
+            force: take one whatever the interval says, and wait for its seal.
+            allowed: the loop is where a snapshot may be taken.
+        """
+        if self._is_off:
+            return
+        began_ns = clock.now_ns()
+        try:
+            self._end_turn()
+            self._learn(began_ns)
+            self._link.tell_again()
+            is_due = force or (allowed and self._cadence.is_due(step))
+            self._try(step, collect, is_due=is_due, is_last=force)
+        except PeerError as error:
+            # The agent starts another SMP; until then there is no memory to ask for.
+            self._page.add(Beat.SKIPPED_COUNT, 1)
+            if str(error) != self._trouble:  # said once, not at each step
+                self._trouble = str(error)
+                _log.warning("no snapshot of step %d, nor until that is over: %s", step, error)
+        except StructureChanged as error:
+            self._go_without(step, "structure", str(error))
+        except MemoryTooSmall as error:
+            self._go_without(step, "memory", str(error))
+            if self._context.settings.required:
+                raise
+        except Exception as error:  # noqa: BLE001 - rule 5
+            self._give_up(error)
+        self._count_blocked(began_ns)
+        self._last_boundary_ns = clock.now_ns()
+
+    @property
+    def newest_step(self) -> int:
+        """The step of the newest snapshot that this rank has sealed; -1: none."""
+        self._thread.wait()
+        sealed = self._settling.newest_sealed
+        return -1 if sealed is None else sealed.step
+
+    def warm(self, arena: Arena) -> None:
+        """Map an inherited arena's pages while the first step computes."""
+        self._store.inherit(arena)
+        self._thread.start(arena.populate)
+
+    def finish(self) -> None:
+        """Wait for the copy under way; the end of the loop and of the process call this."""
+        if os.getpid() == self._pid:
+            self._thread.wait()
+
+    def close(self) -> None:
+        self.finish()
+        self._hook.remove()
+        self._is_off = True
+
+    def settle(self) -> None:
+        """Wait for the copy under way: the script may now change what it likes until its next step.
+
+        Never raises.
+        """
+        if self._is_off or os.getpid() != self._pid:
+            return
+        began_ns = clock.now_ns()
+        try:
+            self._observe()
+        except Exception as error:  # noqa: BLE001 - rule 5
+            self._give_up(error)
+        self._count_blocked(began_ns)
+
+    def _before_optimizer_step(self, *_: Any) -> None:
+        # A compiled step must not trace what follows, and is found out at the next boundary; a
+        # process forked by the script has this hook but no copy thread.
+        if torch.compiler.is_compiling():
+            return
+        self._hook_fired = True
+        if self._check is not None:
+            self.settle()
+
+    def _observe(self) -> None:
+        """End the copy, and look at its sources before they may change."""
+        self._thread.wait()
+        if self._check is not None:
+            self._check.observe()
+        verified, self._verified = self._verified, None
+        if verified is not None:
+            copy, table = verified
+            self._demote(copy.differing(table), _BEFORE_STEP)
+
+    def _end_turn(self) -> None:
+        """Find the lazy sources that did not stay as they were."""
+        hook_fired, self._hook_fired = self._hook_fired, False
+        check = self._check
+        self._observe()
+        self._check = None
+        if check is not None and hook_fired:
+            self._demote(check.changed_before_step(), _BEFORE_STEP)
+        elif check is not None:
+            self._demote(check.changed_now(), _WITHOUT_HOOK)
+
+    def _count_blocked(self, began_ns: int) -> None:
+        blocked_ns = clock.now_ns() - began_ns
+        self._blocked_ns += blocked_ns
+        self._page.add(Beat.BLOCKED_NS, blocked_ns)
+
+    def _learn(self, now_ns: int) -> None:
+        # A turn with a verified snapshot says nothing about the cost of the others.
+        if self._last_boundary_ns and self._is_typical:
+            self._cadence.learn(
+                self._turn,
+                step_s=(now_ns - self._last_boundary_ns) / 1e9,
+                copy_s=self._copy_s,
+                blocked_s=self._blocked_ns / 1e9,
+            )
+        self._turn = Turn.QUIET if self._settling.is_free else Turn.PROTECT
+        self._is_typical = True
+        self._blocked_ns = 0
+
+    def _try(self, step: int, collect: Callable[[], State], *, is_due: bool, is_last: bool) -> None:
+        """Take a snapshot, or see whether there is memory for one.
+
+        Raises:
+            PeerError, StructureChanged, MemoryTooSmall: there is none of this step.
+        """
+        try:
+            if is_due:
+                self._take(step, collect, is_last=is_last)
+                if is_last:
+                    self._thread.wait()
+            else:
+                self._store.check_size(self._tree, collect, self._link)
+        except (PeerError, StructureChanged, MemoryTooSmall):
+            raise
+        except Exception as error:  # noqa: BLE001 - rule 5
+            self._fail(step, error)
+
+    def _take(self, step: int, collect: Callable[[], State], *, is_last: bool) -> None:
+        if not self._may_overwrite(is_last=is_last):
+            # Not withdrawn: the SMP may still commit the last one, and no rank may overwrite it.
+            self._page.add(Beat.SKIPPED_COUNT, 1)
+            self._settling.skipped(step)
+            self._link.tell_skipped(step)
+            return
+        crash_point("worker.capture.begun")
+        state = collect()
+        slots = self._store.slots_for(state, is_last=is_last)
+        if slots is None:
+            self._settling.skipped(step)
+            self._link.withdraw(step)
+            return
+        slot = self._settling.slot_to_fill(slots.arena.find)
+        slots.arena.begin_copy(slot, self._header(slots, SlotState.COPYING, step, 0))
+        crash_point("worker.capture.marked")
+        copy = slots.copy_of(slot, state, self._hasty)
+        copy.copy_boundary()
+        slots.views[slot].write_header()
+        slots.views[slot].write_plain(state.plain)
+        crash_point("worker.capture.boundary_copied")
+        check = self._check = LazyCopyCheck(copy.samples)
+        if self._is_verified():
+            self._copy(slots, slot, copy, check, step)
+            self._verified = (copy, slots.arena.table(slot))
+            self._is_typical = False
+        else:
+            self._turn = Turn.COPY
+            self._thread.start(lambda: self._copy(slots, slot, copy, check, step))
+
+    def _is_verified(self) -> bool:
+        settings = self._context.settings
+        taken, self._num_taken = self._num_taken, self._num_taken + 1
+        return taken < settings.proof_first or (taken + 1) % settings.proof_every == 0
+
+    def _may_overwrite(self, *, is_last: bool) -> bool:
+        """Whether the last seal is committed, waiting a little for that, or else withdrawn.
+
+        Args:
+            is_last: this rank is about to stop, and has time.
+        """
+        wait_s = _LAST_COMMIT_WAIT_S if is_last else self._context.settings.commit_wait_s
+        # A rank that is slower than this one seals in a while, and this one would wait for it in
+        # the next collective anyway. Once nothing has come, nothing is waited for until it does.
+        give_up_s = clock.now_s() + (wait_s if is_last or self._is_patient else 0.0)
+        settling = self._settling
+        while not settling.is_free:
+            if settling.is_under_way and (not is_last or clock.now_s() >= give_up_s):
+                return False
+            if clock.now_s() >= give_up_s:
+                self._is_patient = False
+                last = settling.newest_sealed
+                if last is not None:
+                    settling.skipped(last.step)
+                    self._link.withdraw(last.step)
+                return settling.is_free
+            clock.sleep(_POLL_S)
+        self._is_patient = True
+        return True
+
+    def _header(self, slots: Slots, state: SlotState, step: int, digest: int) -> SlotHeader:
+        image_bytes = slots.layout.image_bytes
+        now_ns = clock.now_ns() if state is SlotState.SEALED else 0
+        return SlotHeader(state, self._context.generation, step, image_bytes, digest, now_ns)
+
+    # --- copy thread -----------------------------------------------------------------------
+
+    def _copy(
+        self, slots: Slots, slot: int, copy: SlotCopy, check: LazyCopyCheck, step: int
+    ) -> None:
+        began_ns = clock.now_ns()
+        try:
+            table = slots.arena.table(slot)
+            copy.copy_lazy(table)
+            crash_point("worker.capture.copied")
+            wrong = check.wrong_copies()
+            if wrong:
+                self._page.add(Beat.DISCARDED_COUNT, 1)
+                self._demote(wrong, _UNDER_COPY.format(step=step))
+                self._settling.skipped(step)
+                self._link.withdraw(step)
+                return
+            digest = table_digest(table)
+            slots.arena.write_header(slot, self._header(slots, SlotState.SEALED, step, digest))
+            crash_point("worker.capture.sealed")
+            self._settling.sealed(step)
+            for key in ("memory", "value"):
+                self._context.unprotected.remove(key)
+            self._page.set(Beat.SEALED_GENERATION, self._context.generation)
+            self._page.set(Beat.SEALED_STEP, step)
+            self._page.set(Beat.SEALED_NS, clock.now_ns())
+            self._page.add(Beat.SEALED_COUNT, 1)
+            self._link.tell_sealed(step=step, layout_id=slots.layout_id)
+            crash_point("worker.capture.told")
+        except Exception as error:  # noqa: BLE001 - rule 5
+            self._give_up(error)
+        finally:
+            self._copy_s = (clock.now_ns() - began_ns) / 1e9
+
+    def _demote(self, names: list[str], what: str) -> None:
+        """Copy these tensors at each boundary from now on."""
+        new = [name for name in names if name not in self._hasty]
+        if not new:
+            return
+        self._hasty.update(new)
+        self._store.forget_copies()
+        shown = ", ".join(new[:3]) + (f" and {len(new) - 3} more" if len(new) > 3 else "")
+        text = f"{shown} {what}. From now on ftrun copies it at the step boundary"
+        if not self._page.get(Beat.UNPROTECTED):
+            self._page.note = text
+        _log.warning("%s", text)
+
+    def _go_without(self, step: int, key: str, reason: str) -> None:
+        """No snapshot of this step; the slots stay as they are, and later ones are tried."""
+        self._page.add(Beat.SKIPPED_COUNT, 1)
+        self._context.unprotected.add(key, reason)
+        self._settling.skipped(step)
+        self._link.withdraw(step)
+
+    def _fail(self, step: int, error: Exception) -> None:
+        """No snapshot of this step, for a reason that may pass: a value that is removed again."""
+        self._check = self._verified = None
+        kind = "" if isinstance(error, FtrunError) else f"{type(error).__name__}: "
+        is_new = "value" not in self._context.unprotected
+        text = f"no snapshots until this is over: {kind}{error}"
+        self._go_without(step, "value", text)
+        if is_new and (kind or error.__cause__ is not None):
+            _log.warning("rank %d: %s", self._context.rank, text, exc_info=error)
+
+    def _give_up(self, error: Exception) -> None:
+        """No more snapshots from this process, because its checks cannot be relied on."""
+        self._is_off = True
+        kind = "" if isinstance(error, FtrunError) else f"a bug in ftrun: {type(error).__name__}: "
+        text = f"no more snapshots: {kind}{error}"
+        self._context.unprotected.add("capture", text)
+        _log.warning("rank %d: %s", self._context.rank, text, exc_info=error)

@@ -1,0 +1,268 @@
+"""Snapshots that the script asks for one by one, without a session: copied at once, then awaited.
+
+Runs in:  worker, in whichever thread saves; one save at a time.
+Takes in: named tensors and packed plain values of one step, commits on the command page.
+Gives:    a sealed slot; word of it; the end of the wait for its commit, or why there is none.
+Survives: nothing by itself; a kill at any moment leaves the slot that is committed whole.
+
+Slots, layouts, digests, seals and commits are those of a session (`slots.py`, `copying.py`,
+`settling.py`); what is left out is all that serves a loop: cadence, lazy copies and their check.
+Nothing may change below the copy here, because the caller waits for it.
+
+Rule 1: copying and sealing are two calls: whoever coordinates seals last, with what it has learned
+        from all others, so that no version is complete before every rank has done its part.
+Rule 2: whoever saves anew knows that all ranks have done with the last save. One that is not
+        committed by then never will be, unless its commit is on its way: it is withdrawn.
+Rule 3: every wait ends at a time that the caller has set.
+"""
+
+import os
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ftrun import clock
+from ftrun.errors import PeerError, SnapshotError
+from ftrun.ids import Version, version
+from ftrun.snapshot.layout import PLAIN_NAME
+from ftrun.wire.crash_points import crash_point
+from ftrun.wire.shared_memory.arena import Arena, SlotHeader, SlotState, table_digest
+from ftrun.wire.shared_memory.pages import Beat, Command
+from ftrun.worker.capture.copying import digest_of
+from ftrun.worker.capture.settling import Settling
+from ftrun.worker.capture.slots import Slots, SlotStore
+from ftrun.worker.context import WorkerContext
+from ftrun.worker.smp_client import MemoryLink
+from ftrun.worker.state.state_tree import Lasting, Source, State
+
+_POLL_S = 0.001
+_RETRY_S = 0.05
+
+_saver: "Saver | None" = None
+
+
+def saver_of(context: WorkerContext) -> "Saver":
+    """The one saver of this process."""
+    global _saver
+    if _saver is None or _saver.pid != os.getpid():
+        _saver = Saver(context)
+    return _saver
+
+
+def is_in_use() -> bool:
+    """Whether this process has begun to save or load without a session."""
+    return _saver is not None and _saver.pid == os.getpid()
+
+
+@dataclass(frozen=True, slots=True)
+class _Copied:
+    """A slot that is copied and not sealed."""
+
+    slots: Slots
+    slot: int
+    step: int
+
+
+class Saver:
+    """Takes the snapshots of one rank when it is told to."""
+
+    def __init__(self, context: WorkerContext) -> None:
+        self.context = context
+        self.pid = os.getpid()
+        self.link = MemoryLink(context)
+        self._store = SlotStore(context)
+        self._settling = Settling(context.commands, context.generation, context.restore)
+        self._copied: _Copied | None = None
+        self._step = -1 if context.restore is None else context.restore.step
+        self.room_bytes = 0
+        """To set aside for plain values that come only when all is copied."""
+        if context.arena_fd is not None:
+            inherited = Arena(context.arena_fd, writable=True)
+            self._store.inherit(inherited)
+            threading.Thread(target=inherited.populate, name="ftrun-populate", daemon=True).start()
+
+    def begin(self, wanted: int, *, is_new: bool = True) -> int:
+        """The step of a save: the one that is wanted, or the next one where that is past.
+
+        Args:
+            wanted: below zero: the next one.
+            is_new: false where this save has begun already, and only its step may grow.
+        """
+        self._step = max(self._step + is_new, wanted)
+        return self._step
+
+    def newest(self, *, give_up_s: float) -> Version | None:
+        """The version that all ranks would load now.
+
+        A commit of what this rank has sealed is waited for: another node may have seen it already.
+        """
+        sealed = self._settling.newest_sealed
+        while sealed is not None and not self._is_over(sealed) and clock.now_s() < give_up_s:
+            clock.sleep(_POLL_S)
+        return self._settling.committed
+
+    def copy(self, step: int, sources: Sequence[Source], plain: bytes, *, give_up_s: float) -> None:
+        """Copy all of it into the slot that is free.
+
+        Args:
+            step: as `begin` has said.
+            sources: their names are unique.
+            plain: packed values; `seal` may replace them by others that fit in their place.
+            give_up_s: on the monotonic clock.
+
+        Raises:
+            SnapshotError: there is no room, or no slot is free in time.
+            PeerError: the SMP cannot be asked in time.
+        """
+        self._copied = None
+        self._await_free(give_up_s)
+        state = State(_lasting(sources), (), plain)
+        slots = self._await_slots(state, give_up_s)
+        slot = self._settling.slot_to_fill(slots.arena.find)
+        slots.arena.begin_copy(slot, self._header(slots, SlotState.COPYING, step, 0))
+        crash_point("worker.capture.marked")
+        views = slots.views[slot]
+        views.write_header()
+        views.write_plain(plain)
+        try:
+            copy = slots.copy_of(slot, state, set())
+            copy.copy_boundary()
+            copy.copy_lazy(slots.arena.table(slot))
+        finally:
+            slots.forget_copies()  # which hold the tensors, copies made by async_save among them
+        crash_point("worker.capture.copied")
+        self._copied = _Copied(slots, slot, step)
+
+    def seal(self, plain: bytes | None = None) -> Version:
+        """Seal what was copied, and tell the SMP.
+
+        Args:
+            plain: in place of the packed values that were copied.
+
+        Raises:
+            SnapshotError: they do not fit there.
+        """
+        assert self._copied is not None
+        copied, self._copied = self._copied, None
+        slots, slot, step = copied.slots, copied.slot, copied.step
+        table = slots.arena.table(slot)
+        if plain is not None:
+            _replace_plain(slots, slot, plain, table)
+        header = self._header(slots, SlotState.SEALED, step, table_digest(table))
+        slots.arena.write_header(slot, header)
+        crash_point("worker.capture.sealed")
+        self._settling.sealed(step)
+        page = self.context.page
+        page.set(Beat.SEALED_GENERATION, self.context.generation)
+        page.set(Beat.SEALED_STEP, step)
+        page.set(Beat.SEALED_NS, clock.now_ns())
+        page.add(Beat.SEALED_COUNT, 1)
+        self.link.tell_sealed(step=step, layout_id=slots.layout_id)
+        crash_point("worker.capture.told")
+        return version(self.context.generation, step)
+
+    def await_commit(self, sealed: Version, *, give_up_s: float) -> None:
+        """Wait until a version of this rank is committed.
+
+        Raises:
+            SnapshotError: it will not be, or is not in time.
+        """
+        while not self._is_over(sealed):
+            if clock.now_s() >= give_up_s:
+                raise SnapshotError(
+                    f"{sealed} is sealed on this rank and was not committed in time: another rank "
+                    "has not sealed it, or other nodes take long to protect it. The snapshot "
+                    "before it stays; give the Writer a longer wait_s if that is the network"
+                )
+            self.link.tell_again()
+            clock.sleep(_POLL_S)
+        if not self._is_committed(sealed):
+            raise SnapshotError(
+                f"{sealed} is given up: a rank has none of it. The snapshot before it stays"
+            )
+
+    # --- details -----------------------------------------------------------------------------
+
+    def _is_committed(self, sealed: Version) -> bool:
+        committed = self._settling.committed
+        return committed is not None and committed >= sealed
+
+    def _is_over(self, sealed: Version) -> bool:
+        """It is committed, or never will be."""
+        is_given_up = (
+            sealed.generation == self.context.generation
+            and self.context.commands.get(Command.ABANDONED_STEP) >= sealed.step
+        )
+        return is_given_up or self._is_committed(sealed)
+
+    def _await_free(self, give_up_s: float) -> None:
+        """Until a slot may be overwritten: rule 2."""
+        settling = self._settling
+        while not settling.is_free:
+            last = settling.newest_sealed
+            if last is not None and self._is_pending(last):
+                if self.link.withdraw(last.step):
+                    settling.skipped(last.step)
+                else:
+                    clock.sleep(_RETRY_S)  # its commit is on its way, or another SMP is
+            elif clock.now_s() < give_up_s:
+                clock.sleep(_POLL_S)
+            if clock.now_s() >= give_up_s:
+                raise SnapshotError(
+                    f"no snapshot was taken: the one before it, {last}, is not settled, because "
+                    "other nodes take long to protect it. Save less often, or give the Writer a "
+                    "longer wait_s"
+                )
+
+    def _is_pending(self, sealed: Version) -> bool:
+        return sealed.generation == self.context.generation and not self._is_over(sealed)
+
+    def _await_slots(self, state: State, give_up_s: float) -> Slots:
+        while True:
+            try:
+                slots = self._store.slots_for(state)
+            except PeerError:
+                # The agent starts another SMP; until then there is no memory to ask for.
+                if clock.now_s() + _RETRY_S >= give_up_s:
+                    raise
+                slots = None
+            if slots is not None:
+                return slots
+            if clock.now_s() >= give_up_s:
+                raise SnapshotError("no snapshot was taken: the memory for it is still being made")
+            clock.sleep(_RETRY_S)
+
+    def _header(self, slots: Slots, state: SlotState, step: int, digest: int) -> SlotHeader:
+        now_ns = clock.now_ns() if state is SlotState.SEALED else 0
+        generation = self.context.generation
+        return SlotHeader(state, generation, step, slots.layout.image_bytes, digest, now_ns)
+
+
+def _replace_plain(slots: Slots, slot: int, plain: bytes, table: memoryview) -> None:
+    if len(plain) + 8 > slots.layout.plain_capacity:
+        raise SnapshotError(
+            f"{len(plain):,} bytes of plain values do not fit into the "
+            f"{slots.layout.plain_capacity:,} set aside. Save again: the next one has more room"
+        )
+    views = slots.views[slot]
+    views.write_plain(plain)
+    start = next(one.offset for one in slots.layout.entries if one.name == PLAIN_NAME)
+    for index, piece in enumerate(slots.layout.pieces):
+        if piece.offset >= start:
+            table[index] = digest_of(views.bytes[piece.offset : piece.offset + piece.num_bytes])
+
+
+def _lasting(sources: Sequence[Source]) -> Lasting:
+    """These sources, without anything that could be asked again at another step."""
+    return Lasting(
+        sources=tuple(sources),
+        originals=(),
+        addresses=[],
+        held=(),
+        num_held=0,
+        parameters=[],
+        state_values=[],
+        optimizer_state=b"",
+        modules=b"",
+        names={},
+    )

@@ -1,0 +1,362 @@
+"""The arena as the capture uses it: which layout it has, and where a new one comes from.
+
+Runs in:  worker: the training thread, and a thread of its own while large memory is made.
+Takes in: the state of a boundary, an arena inherited from the last worker.
+Gives:    `Slots` that fit the state, or none yet.
+
+Making an arena costs 0.5 s per GiB (2026-11), most of it the first touch of its pages. The
+boundary that needs one waits for it, so that the first step is protected, but no longer than
+`commit_wait_s`: a very large one is made beside the training, and until then nothing is taken.
+The last boundary of a run waits longer: a short run would have no snapshot at all.
+
+Rule: memory that was refused is asked for again after a pause that doubles, at once when the
+      state has another shape or the memory has become free, and at the last boundary. Until then
+      the old arena stays, with what is committed in it.
+"""
+
+import logging
+import os
+import threading
+from collections.abc import Callable
+
+import torch
+import xxhash
+
+from ftrun import clock
+from ftrun.errors import LayoutUnknown, MemoryTooSmall, PeerError
+from ftrun.free_memory import available_memory
+from ftrun.snapshot.layout import Entry, Layout, make_layout, parse_header
+from ftrun.wire.crash_points import crash_point
+from ftrun.wire.shared_memory.arena import NUM_SLOTS, Arena, SlotState
+from ftrun.wire.shared_memory.pages import Beat
+from ftrun.worker.capture.copying import SlotCopy, SlotViews
+from ftrun.worker.context import WorkerContext
+from ftrun.worker.smp_client import MemoryLink
+from ftrun.worker.state.state_tree import Lasting, State, StateTree
+
+Shape = tuple[tuple[Entry, ...], tuple[Entry, ...]]
+
+_LAST_WAIT_S = 60.0
+"""For an arena at the last boundary."""
+
+_RETRY_S = 10.0
+"""From a refusal to the next request; doubles with each."""
+
+_LONGEST_RETRY_S = 600.0
+_MANY_ARENAS = 4
+_RECHECK_S = 1.0
+"""From a refusal to the first look whether the memory has become free."""
+
+
+_log = logging.getLogger(__name__)
+
+
+class Slots:
+    """An arena as the capture uses it: its layout, and per slot the views and the copies."""
+
+    def __init__(self, arena: Arena, layout: Layout, layout_id: int, shape: Shape) -> None:
+        self.arena = arena
+        self.layout = layout
+        self.layout_id = layout_id
+        self._shape = shape
+        self.views = [SlotViews(layout, arena.image(slot)) for slot in range(NUM_SLOTS)]
+        self._copies: list[tuple[Lasting, SlotCopy] | None] = [None] * NUM_SLOTS
+
+    def fit(self, shape: Shape, plain_bytes: int) -> bool:
+        """Whether a state goes in here."""
+        return shape == self._shape and plain_bytes <= self.layout.plain_capacity
+
+    def copy_of(self, slot: int, state: State, hasty: set[str]) -> SlotCopy:
+        """The copies into a slot; made anew when the sources are no longer the same objects."""
+        cached = self._copies[slot]
+        if cached is None or cached[0] is not state.lasting:
+            made = self.views[slot].prepare(state.lasting.sources, state.fresh, hasty)
+            cached = self._copies[slot] = (state.lasting, made)
+        copy = cached[1]
+        num_lasting = len(copy.boundary_targets) - len(state.fresh)
+        copy.boundary_sources[num_lasting:] = [source.tensor for source in state.fresh]
+        return copy
+
+    def forget_copies(self) -> None:
+        self._copies = [None] * NUM_SLOTS
+
+
+class _Refusal:
+    """Memory that was refused, and when it is asked for again."""
+
+    def __init__(self, error: MemoryTooSmall | OSError, shape: Shape, plain_bytes: int) -> None:
+        self.error = error
+        self._shape = shape
+        self._plain_bytes = plain_bytes
+        self._pause_s = _RETRY_S
+        self._refused_s = clock.now_s()
+
+    def again(self, error: MemoryTooSmall | OSError) -> None:
+        """The same was asked for once more."""
+        self.error = error
+        self._pause_s = min(2 * self._pause_s, _LONGEST_RETRY_S)
+        self._refused_s = clock.now_s()
+
+    def is_of(self, shape: Shape, plain_bytes: int) -> bool:
+        """Whether this much was refused, or less of the same."""
+        return shape == self._shape and plain_bytes >= self._plain_bytes
+
+    def is_over(self) -> bool:
+        """Whether to ask again."""
+        since_s = clock.now_s() - self._refused_s
+        if since_s >= self._pause_s:
+            return True
+        error = self.error
+        if since_s < _RECHECK_S or isinstance(error, OSError):
+            return False
+        is_free = available_memory().num_bytes >= error.needed_bytes
+        return is_free and error.available_bytes < error.needed_bytes
+
+
+class SlotStore:
+    """Has slots for the state there is."""
+
+    def __init__(self, context: WorkerContext) -> None:
+        self.current: Slots | None = None
+        self._context = context
+        self._inherited: Arena | None = None
+        self._wanted: tuple[Shape, int] = (((), ()), 0)
+        self._refusal: _Refusal | None = None
+        self._maker: threading.Thread | None = None
+        self._made: Slots | Exception | None = None
+        self._is_size_known = False
+        self._num_arenas = 0
+
+    def inherit(self, arena: Arena) -> None:
+        """Use this arena as long as the layout stays what it was."""
+        self._inherited = arena
+
+    def slots_for(self, state: State, *, is_last: bool = False) -> Slots | None:
+        """Where this state goes; None while memory for it is being made.
+
+        Args:
+            state: of a boundary.
+            is_last: this rank is about to stop, and has time.
+
+        Raises:
+            MemoryTooSmall, PeerError, OSError: there is none to be had.
+        """
+        if is_last and self._maker is not None:
+            self._maker.join(_LAST_WAIT_S)
+        self._take_made()
+        shape, plain_bytes = _size_of(state)
+        if self.current is not None and self.current.fit(shape, plain_bytes):
+            return self.current
+        if self._maker is not None:
+            return None  # made for another shape; looked at again when it is there
+        self._raise_if_refused(shape, plain_bytes, is_last=is_last)
+        reused = self._reuse(shape, plain_bytes)
+        if reused is not None:
+            return self._use(reused)
+        maker = self._begin_making(shape, plain_bytes, frozen_bytes(state))
+        maker.join(_LAST_WAIT_S if is_last else self._context.settings.commit_wait_s)
+        return self.current if self._take_made() else None
+
+    def check_size(self, tree: StateTree, collect: Callable[[], State], link: MemoryLink) -> None:
+        """Tell as soon as the state is larger than what was reserved at attach.
+
+        That is after the first step of the optimizers, which may be long before a snapshot.
+
+        Raises:
+            MemoryTooSmall: it does not fit, and the profile requires snapshots.
+        """
+        if self._is_size_known or self.current is not None:
+            return
+        optimizers = tree.attached.optimizers.values()
+        self._is_size_known = not optimizers or any(one.state for one in optimizers)
+        if not self._is_size_known:
+            return
+        state = collect()
+        needed = needed_bytes(tree, state)
+        if needed <= link.reserved_bytes:
+            return
+        try:
+            link.reserve(needed, frozen_bytes=frozen_bytes(state), is_between_steps=True)
+        except MemoryTooSmall as error:
+            self._context.unprotected.add("memory", str(error))
+            if self._context.settings.required:
+                raise
+        except PeerError:
+            pass  # the request for the arena will tell
+
+    def forget_copies(self) -> None:
+        if self.current is not None:
+            self.current.forget_copies()
+
+    def _raise_if_refused(self, shape: Shape, plain_bytes: int, *, is_last: bool) -> None:
+        """Raises: MemoryTooSmall, OSError: the same was refused a short while ago."""
+        refusal = self._refusal
+        if refusal is None:
+            return
+        if not refusal.is_of(shape, plain_bytes):
+            self._refusal = None
+        elif not is_last and not refusal.is_over():
+            raise refusal.error
+
+    def _begin_making(self, shape: Shape, plain_bytes: int, frozen_bytes: int) -> threading.Thread:
+        layout, layout_id = self._layout(shape, plain_bytes)
+        self._wanted = (shape, plain_bytes)
+
+        def work() -> None:
+            try:
+                arena = self._make_arena(layout, layout_id, frozen_bytes)
+                self._made = Slots(arena, layout, layout_id, shape)
+            except Exception as error:  # noqa: BLE001 - raised again in the training thread
+                self._made = error
+
+        maker = threading.Thread(target=work, name="ftrun-memory", daemon=True)
+        maker.start()  # where there is no thread to be had, the next boundary tries again
+        self._maker = maker
+        return maker
+
+    def _take_made(self) -> bool:
+        """Use what has been made since the last look; whether there was something."""
+        if self._maker is None or self._maker.is_alive():
+            return False
+        self._maker.join()
+        made, self._made, self._maker = self._made, None, None
+        if isinstance(made, MemoryTooSmall | OSError):
+            if self._refusal is None:
+                self._refusal = _Refusal(made, *self._wanted)
+            else:
+                self._refusal.again(made)
+        if isinstance(made, Exception):
+            raise made
+        if made is None:
+            return False
+        self._refusal = None
+        self._count_arenas(made)
+        self._use(made)
+        return True
+
+    def _count_arenas(self, made: Slots) -> None:
+        """Log it once when the state changes its shape again and again."""
+        self._num_arenas += 1
+        if self._num_arenas != _MANY_ARENAS or self.current is None:
+            return
+        before = {entry.name for entry in self.current.layout.entries}
+        names = [
+            entry.name
+            for entry in made.layout.entries
+            if entry.name not in before and not entry.name.startswith("ftrun.")
+        ]
+        shown = ", ".join(names[:3]) or "plain values that grow"
+        _log.warning(
+            "the state has changed its shape %d times (now: %s), and each time costs a new arena "
+            "of %.0f MB; keep tensors that are added as the run proceeds as numbers, or in one "
+            "tensor of a fixed size",
+            self._num_arenas - 1,
+            shown,
+            made.arena.shape.total_bytes / 1e6,
+        )
+
+    def _use(self, slots: Slots) -> Slots:
+        self.current = slots
+        self._context.page.set(Beat.IMAGE_BYTES, slots.layout.image_bytes)
+        return slots
+
+    def _layout(
+        self, shape: Shape, plain_bytes: int, plain_capacity: int = 0
+    ) -> tuple[Layout, int]:
+        layout = make_layout(
+            [*shape[0], *shape[1]],
+            plain_bytes=plain_bytes,
+            metadata={"format": "pt", "ftrun.rank": str(self._context.rank)},
+            plain_capacity=plain_capacity,
+        )
+        return layout, xxhash.xxh3_64_intdigest(layout.header)
+
+    def _reuse(self, shape: Shape, plain_bytes: int) -> Slots | None:
+        """The inherited arena, if the state goes in there; it is looked at once."""
+        arena, self._inherited = self._inherited, None
+        capacity = 0 if arena is None else _plain_capacity(arena)
+        if arena is None or plain_bytes > capacity:
+            return None
+        layout, layout_id = self._layout(shape, plain_bytes, capacity)
+        has = arena.shape
+        wanted = (layout_id, layout.image_bytes, len(layout.pieces))
+        if (has.layout_id, has.image_bytes, has.num_pieces) != wanted:
+            return None
+        return Slots(arena, layout, layout_id, shape)
+
+    def _make_arena(self, layout: Layout, layout_id: int, frozen_bytes: int) -> Arena:
+        # A line of its own: a boundary must not wait for this answer to say something else.
+        link = MemoryLink(self._context)
+        try:
+            fd = link.request_arena(
+                image_bytes=layout.image_bytes,
+                num_pieces=len(layout.pieces),
+                layout_id=layout_id,
+                frozen_bytes=frozen_bytes,
+            )
+        finally:
+            link.close()
+        try:
+            arena = Arena(fd, writable=True)
+        finally:
+            os.close(fd)
+        arena.populate()
+        crash_point("worker.capture.arena_mapped")
+        return arena
+
+
+def _plain_capacity(arena: Arena) -> int:
+    """Room for plain values in an arena that has a sealed slot; else 0."""
+    for slot in range(NUM_SLOTS):
+        if arena.header(slot).state is SlotState.SEALED:
+            try:
+                return parse_header(arena.image(slot))[0].plain_capacity
+            except LayoutUnknown:
+                continue
+    return 0
+
+
+def _size_of(state: State) -> tuple[Shape, int]:
+    """What is stored of a state, and the bytes of its plain values."""
+    fresh = tuple(source.entry for source in state.fresh)
+    return (state.lasting.entries, fresh), len(state.plain) + 8
+
+
+def needed_bytes(tree: StateTree, state: State) -> int:
+    """Bytes of one image; an estimate for optimizers that have made no state yet."""
+    shape, plain_bytes = _size_of(state)
+    layout = make_layout([*shape[0], *shape[1]], plain_bytes=plain_bytes)
+    sizes = {entry.name: entry.num_bytes for entry in state.lasting.entries}
+    to_come = 0
+    for optimizer in tree.attached.optimizers.values():
+        if not optimizer.state:
+            names = state.lasting.names
+            # A parameter of a lazy module has no size before its first forward.
+            learned = (names[id(p)] for group in optimizer.param_groups for p in group["params"])
+            to_come += _state_copies(optimizer) * sum(sizes.get(name, 0) for name in learned)
+    return layout.image_bytes + to_come
+
+
+def frozen_bytes(state: State) -> int:
+    """Of a state, the bytes of parameters that no attached optimizer updates."""
+    lasting = state.lasting
+    sizes = {entry.name: entry.num_bytes for entry in lasting.entries}
+    owned = set(map(id, lasting.parameters))
+    return sum(sizes.get(name, 0) for name, one in lasting.learned if id(one) not in owned)
+
+
+def _state_copies(optimizer: torch.optim.Optimizer) -> int:
+    """How many tensors of a parameter's size an optimizer probably keeps for it.
+
+    Told by the options that it has, so that it also holds for one of the same kind by others.
+    """
+    defaults = optimizer.defaults
+    if "betas" in defaults:  # Adam and its like
+        return 3 if defaults.get("amsgrad") else 2
+    if defaults.keys() & {"etas", "rho"}:  # Rprop, Adadelta
+        return 2
+    if "centered" in defaults:  # RMSprop
+        return 1 + bool(defaults["momentum"]) + bool(defaults["centered"])
+    if "beta2_decay" in defaults:  # Adafactor: rows and columns only
+        return 0
+    return 1 if defaults.get("momentum", 1) else 0

@@ -1,0 +1,162 @@
+"""Progress of a worker, told through its heartbeat page, with nothing changed in the script.
+
+Runs in:  worker, in whichever thread steps an optimizer.
+Takes in: torch's global hook after each optimizer step.
+Gives:    the fields of `Beat` that do not need `attach`: steps, times, the first failure.
+Survives: the worker: the agent reads the page of a dead one.
+
+Source: torch.optim.optimizer.register_optimizer_step_post_hook fires once per step for plain,
+custom and compiled optimizers, not at all for a step that GradScaler skips, and once for the
+fake step by which get_state_dict fills a fresh optimizer; that one is not counted.
+"""
+
+import functools
+import logging
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from ftrun import clock
+from ftrun.wire import environment as env
+from ftrun.wire.shared_memory.pages import Beat, Page
+from ftrun.worker.context import WorkerContext, worker_context
+from ftrun.worker.process import finite, lease
+from ftrun.worker.process import introspection as visibility
+from ftrun.worker.restore import early_restore, ready_memory
+
+_log = logging.getLogger(__name__)
+
+READ_AT_IMPORT = (
+    "OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS",
+    "KMP_AFFINITY", "KMP_BLOCKTIME", "GOMP_CPU_AFFINITY", "OMP_PROC_BIND", "TORCH_LOGS",
+    "TORCH_CPP_LOG_LEVEL", "TORCH_SHOW_CPP_STACKTRACES", "ATEN_CPU_CAPABILITY",
+    "PYTHONHASHSEED", "TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DEBUG",
+)  # fmt: skip
+"""Variables that torch and its libraries read once, while they are imported."""
+
+_FAKE_STEP = "_init_optim_state"
+
+_steps_by_optimizer: dict[int, int] = {}
+
+
+def install(*, started_with: dict[str, str]) -> None:
+    """Begin to tell.
+
+    Args:
+        started_with: the environment torch was imported with.
+    """
+    worker_context.cache_clear()
+    context = worker_context()
+    if context is None:
+        return
+    context.page.set(Beat.PID, os.getpid())
+    context.page.set(Beat.GENERATION, context.generation)
+    from torch.optim import optimizer
+
+    optimizer.register_optimizer_step_post_hook(_after_step(context, started_with))
+    lease.install(context)
+    visibility.register_dumper(context.page)
+    _time_init_group(context)
+    early_restore.begin(context)
+    if env.FAULT_FD in os.environ:
+        from ftrun.worker.process import in_process_faults as inner_faults
+
+        inner_faults.install(context)
+    if context.recording is not None:
+        context.recording.install()
+
+
+def step_done(page: Page, step: int) -> None:
+    """Tell that a step boundary is passed."""
+    now_ns = clock.now_ns()
+    visibility.publish_groups(page)
+    page.note_calls(step, visibility.calls_so_far())
+    if page.get(Beat.FIRST_STEP_NS):
+        page.count_step(now_ns - page.get(Beat.BEAT_NS))
+    page.set(Beat.STEP, step)
+    page.set(Beat.BEAT_NS, now_ns)
+    if not page.get(Beat.FIRST_STEP_NS):
+        page.set(Beat.FIRST_STEP_NS, now_ns)
+
+
+def script_begins(now_ns: int) -> None:
+    context = worker_context()
+    if context is not None:
+        context.page.set(Beat.STARTED_NS, now_ns)
+
+
+def script_failed(now_ns: int) -> None:
+    context = worker_context()
+    if context is not None and not context.page.get(Beat.FAILED_NS):
+        context.page.set(Beat.FAILED_NS, now_ns)
+
+
+def _after_step(context: WorkerContext, started_with: dict[str, str]) -> Callable[..., None]:
+    page = context.page
+
+    def after_step(optimizer: Any, *_: Any) -> None:
+        done = _steps_by_optimizer.get(id(optimizer), 0)
+        if done == 0:
+            if _is_fake_step():
+                return
+            _report_missed(context, started_with)
+            ready_memory.over()  # whether the script has attached or not
+        _steps_by_optimizer[id(optimizer)] = done + 1
+        finite.check(optimizer, page, page.get(Beat.STEP) + 1)
+        if done + 1 > page.get(Beat.OPTIMIZER_STEPS):
+            page.set(Beat.OPTIMIZER_STEPS, done + 1)
+            if not page.get(Beat.ATTACHED):
+                step_done(page, done + 1)
+
+    return context.unprotected.guarded(after_step)
+
+
+def _is_fake_step() -> bool:
+    frame = sys._getframe(2)
+    for _ in range(12):
+        if frame.f_code.co_name == _FAKE_STEP:
+            return True
+        if frame.f_back is None:
+            return False
+        frame = frame.f_back
+    return False
+
+
+def missed_variables(started_with: dict[str, str], now: dict[str, str]) -> list[str]:
+    """Variables whose value came too late: torch had read the old one already."""
+    return [name for name in READ_AT_IMPORT if now.get(name) != started_with.get(name)]
+
+
+def _report_missed(context: WorkerContext, started_with: dict[str, str]) -> None:
+    missed = missed_variables(started_with, dict(os.environ))
+    if missed and context.rank == 0:
+        text = (
+            f"{', '.join(missed)} set by the script has no effect: torch was loaded before it. "
+            "Set it outside, or start with --start fresh"
+        )
+        context.page.note = text
+        sys.stderr.write(f"ftrun: {text}\n")
+
+
+def _time_init_group(context: WorkerContext) -> None:
+    import torch.distributed as dist
+    from torch.distributed import distributed_c10d
+
+    if not dist.is_available():
+        return
+    original = dist.init_process_group
+
+    @functools.wraps(original)
+    def init_process_group(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        if not context.page.get(Beat.INIT_GROUP_NS):
+            context.page.set(Beat.INIT_GROUP_NS, clock.now_ns())
+        try:
+            visibility.start_server(context.page)
+        except Exception as error:  # noqa: BLE001 - a bug in ftrun must not end the script
+            _log.warning("a bug in ftrun: no flight recorder of this rank", exc_info=error)
+        return result
+
+    dist.init_process_group = init_process_group
+    distributed_c10d.init_process_group = init_process_group

@@ -1,0 +1,185 @@
+"""A forked process that waits to become a worker, and the way it becomes one.
+
+Runs in:  standby, then worker (the same process).
+Takes in: one `LaunchOrder` from the agent, with descriptors.
+Gives:    the user's script, run as `python -u script.py` would run it.
+
+What a fresh interpreter would have and a fork has not is made here: a `__main__` module that
+stays in sys.modules (pickling, spawned DataLoader workers and atexit need it), sys.argv and
+sys.path[0], unbuffered streams on the right descriptors, default signals, a session of its own,
+fresh seeds for numpy, and the variables that torch reads once, at import.
+"""
+
+import builtins
+import contextlib
+import gc
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+import types
+from importlib.machinery import SourceFileLoader
+from typing import TextIO
+
+from ftrun import clock
+from ftrun.errors import FtrunError
+from ftrun.linux import ignore_user_signals, let_parent_trace, name_process, offer_to_oom_killer
+from ftrun.wire import environment as env
+from ftrun.wire.messages.launch_order import LaunchOrder, decode_order
+from ftrun.worker.process import heartbeat, script_errors
+
+MAX_ORDER_BYTES = 1 << 20
+_SIGNALS = (
+    signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGCHLD,
+)  # fmt: skip
+
+
+def run(orders: socket.socket) -> None:
+    """Wait for the order, become the worker, run the script."""
+    order, fds = _wait(orders)
+    become_worker(order, fds)
+    run_script(order, start="warm")
+
+
+def _wait(orders: socket.socket) -> tuple[LaunchOrder, list[int]]:
+    os.setsid()
+    offer_to_oom_killer()
+    let_parent_trace()
+    name_process("ftrun-standby")
+    _touch()
+    data, fds = b"", list[int]()
+    with contextlib.suppress(OSError):
+        orders.send(json.dumps({"pid": os.getpid()}).encode())
+        data, fds, _, _ = socket.recv_fds(orders, MAX_ORDER_BYTES, 16)
+    if not data:
+        os._exit(0)  # the agent is done with us; nothing of the user's has run
+    orders.close()
+    return decode_order(data), fds
+
+
+def _touch() -> None:
+    """Do once, before the order, what a first training step would do cold.
+
+    Each first call pays for page faults of a forked heap and for lazily built tables. The
+    generator of random numbers is not touched; no thread is started with one OpenMP thread.
+    """
+    import torch
+
+    if torch.get_num_threads() > 1:
+        return  # a parallel region would start threads that the script may want to configure
+    weight = torch.zeros(8, 8, requires_grad=True)
+    optimizer = torch.optim.AdamW([weight])
+    torch.nn.functional.linear(torch.zeros(2, 8), weight).sum().backward()  # type: ignore[no-untyped-call]
+    optimizer.step()
+    optimizer.zero_grad()
+    gc.collect(0)
+
+
+def become_worker(order: LaunchOrder, fds: list[int]) -> None:
+    """Take on streams, variables and signals of the worker that is ordered."""
+    for name, fd in zip(order.fd_names, fds, strict=True):
+        if name in ("stdout", "stderr"):
+            os.dup2(fd, 1 if name == "stdout" else 2)
+            os.close(fd)
+        else:
+            order.variables[name] = str(fd)
+    for number in _SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
+    ignore_user_signals()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    started_with = dict(os.environ)
+    os.environ.clear()
+    os.environ.update(order.variables)
+    os.chdir(order.cwd)
+    _open_streams()
+    _reseed()
+    name_process(f"ftrun-rank{order.variables.get('RANK', '')}")
+    heartbeat.install(started_with=started_with)
+
+
+def _open_streams() -> None:
+    """Streams on the new descriptors, unbuffered as with `python -u`."""
+    encoding = sys.__stdout__.encoding if sys.__stdout__ is not None else "utf-8"
+    found: dict[str, TextIO | None] = {"stdin": None}
+    with contextlib.suppress(OSError):  # closed, as under some schedulers
+        found["stdin"] = open(0, encoding=encoding, closefd=False)  # noqa: SIM115
+    for fd, name, errors in ((1, "stdout", "strict"), (2, "stderr", "backslashreplace")):
+        stream = open(fd, "w", 1, encoding=encoding, errors=errors, closefd=False)  # noqa: SIM115
+        stream.reconfigure(write_through=True)
+        found[name] = stream
+    for name, stream_or_none in found.items():
+        setattr(sys, name, stream_or_none)
+        setattr(sys, f"__{name}__", stream_or_none)
+
+
+def _reseed() -> None:
+    # `random` reseeds itself after a fork and torch's default seed is a fresh process's own;
+    # numpy would repeat the zygote's numbers in every worker.
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed()
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.distributed.is_available():
+        torch.distributed.set_debug_level_from_env()
+    logging.getLogger().handlers.clear()
+
+
+def run_script(order: LaunchOrder, *, start: str) -> None:
+    """Run the user's program to its end, with the exit code it would have had.
+
+    Args:
+        order: what to run.
+        start: `warm` or `fresh`, for the script and for status.
+    """
+    os.environ[env.START] = start
+    try:
+        heartbeat.script_begins(clock.now_ns())
+        if order.module:
+            _run_module(order.argv)
+        else:
+            _run_file(order.argv)
+    except SystemExit:
+        raise
+    except BaseException as error:  # noqa: BLE001 - what the interpreter itself would do
+        script_errors.report(error)
+        raise SystemExit(_exit_code(error)) from None
+
+
+def _exit_code(error: BaseException) -> int:
+    if isinstance(error, KeyboardInterrupt):
+        return 130
+    return error.exit_code if isinstance(error, FtrunError) else 1
+
+
+def _search_first(folder: str) -> None:
+    """Put the script's folder where the interpreter would have put it."""
+    if sys.flags.safe_path:
+        sys.path.insert(0, folder)
+    else:
+        sys.path[0] = folder  # was the folder ftrun itself was started in
+
+
+def _run_file(argv: list[str]) -> None:
+    path = os.path.abspath(argv[0])
+    sys.argv = list(argv)
+    _search_first(os.path.dirname(path))
+    main = types.ModuleType("__main__")
+    main.__file__ = path
+    main.__loader__ = SourceFileLoader("__main__", path)
+    vars(main)["__builtins__"] = builtins
+    sys.modules["__main__"] = main
+    with open(path, "rb") as source:
+        code = compile(source.read(), path, "exec")
+    exec(code, main.__dict__)
+
+
+def _run_module(argv: list[str]) -> None:
+    import runpy
+
+    sys.argv = list(argv)
+    _search_first(os.getcwd())
+    # The private entry keeps the module in sys.modules after it returns, as `python -m` does;
+    # runpy.run_module drops it, and atexit handlers and pickles then miss it.
+    runpy._run_module_as_main(argv[0], alter_argv=True)  # type: ignore[attr-defined]

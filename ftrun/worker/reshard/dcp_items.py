@@ -1,0 +1,247 @@
+"""DCP's items to and from shards.
+
+Runs in:  worker, in whichever thread saves or loads; no collective of its own.
+Takes in: a save plan and its planner; a version, a load plan and its planner.
+Gives:    sources and bytes of one rank's shard; tensors and objects, filled in by the planner.
+
+Each item lies in the shard of the one rank that DCP's plan has given it to: tensors as entries,
+serialized objects among the plain values, because their length changes as a run goes on and must
+not make another layout each time. So a load reads shards of other ranks too, but only those, and
+of those only the pieces, in which its own plan has items.
+"""
+
+import io
+import os
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+from torch.distributed.checkpoint.metadata import (
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    LoadPlanner,
+    SavePlan,
+    SavePlanner,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.storage import WriteResult
+
+from ftrun.errors import LayoutUnknown, ShapeChanged, ValueNotStorable
+from ftrun.ids import Rank, Version
+from ftrun.sharding.source_index import OURS, Chunk, Holder, WholeTensor
+from ftrun.snapshot import plain_values as plain
+from ftrun.snapshot.boxes import Part
+from ftrun.snapshot.layout import PLAIN_NAME, When
+from ftrun.worker.capture.explicit_save import Saver
+from ftrun.worker.reshard.dcp_metadata import Places, box_of, pack, place_of, unpack
+from ftrun.worker.reshard.remote_images import JoinedImages, RemoteImages
+from ftrun.worker.reshard.source import CheckedImages, ImageSource, LocalImages
+from ftrun.worker.reshard.tensor_reader import MOST_BYTES, WorldReader
+from ftrun.worker.state.state_tree import Source
+from ftrun.worker.state.tensors import DTYPE_NAMES, local_tensor
+
+METADATA, OBJECTS = "dcp", "dcp_objects"
+"""Parts of the plain values: the description, of rank 0 only, and serialized objects by name."""
+
+COORDINATOR = Rank(0)
+
+
+class ItemsToSave:
+    """One rank's items of a save plan.
+
+    Args:
+        plan: as it comes out of the global planning.
+        planner: resolves its items.
+        rank: this one.
+
+    Raises:
+        ValueNotStorable: an item has no bytes that could be copied.
+    """
+
+    def __init__(self, plan: SavePlan, planner: SavePlanner, rank: Rank) -> None:
+        self.sources: list[Source] = []
+        self.objects: dict[str, bytes] = {}
+        self.results: list[WriteResult] = []
+        chunks = Counter(item.index.fqn for item in plan.items)
+        for item in plan.items:
+            name = item.index.fqn
+            if name.startswith(OURS):
+                raise ValueNotStorable(key=name, kind=f"name that begins with {OURS}, as ours do")
+            data: Any = planner.resolve_data(item)
+            if item.type is WriteItemType.BYTE_IO:
+                self.objects[name] = data.getvalue()
+                size = len(self.objects[name])
+            else:
+                if chunks[name] > 1:
+                    name = f"{name}@{','.join(map(str, item.index.offset or ()))}"
+                source = Source(name, local_tensor(data, name), When.LAZY, _part(item))
+                _check(source, item)
+                self.sources.append(source)
+                size = source.entry.num_bytes
+            self.results.append(WriteResult(item.index, size, (int(rank), name)))
+
+    def packed(self, described: bytes) -> bytes:
+        """The plain values of the shard.
+
+        Args:
+            described: as `packed_metadata` gives it, where this rank keeps it; else empty.
+        """
+        return plain.encode({OBJECTS: plain.encode(self.objects), METADATA: described})
+
+
+def packed_metadata(metadata: Metadata, places: Places) -> bytes:
+    """DCP's description of the snapshot, and where its items lie.
+
+    Raises:
+        ValueNotStorable: what a planner has added is not plain.
+    """
+    return plain.encode(pack(metadata, places), root="metadata")
+
+
+class SavedItems:
+    """One version, to load items from. Closed by `close`.
+
+    Args:
+        saver: this rank's.
+        wanted: the version.
+
+    Raises:
+        SnapshotError, PeerError: it is not to be had.
+    """
+
+    def __init__(self, saver: Saver, wanted: Version) -> None:
+        context = saver.context
+        self.version = wanted
+        self._link = saver.link
+        is_restored = wanted == context.restore
+        old_size = context.restore_world_size if is_restored else None
+        self._world_size = old_size or context.world_size
+        self._fds = self._link.open_images(wanted, self._world_size)
+        if not context.is_resized and context.rank not in self._fds:
+            # It is on its way from other nodes, and comes with those of all ranks of this one.
+            os.close(self._link.await_restored(wanted))
+            self.close()
+            self._fds = self._link.open_images(wanted, self._world_size)
+        try:
+            self.metadata = self._metadata()
+        except BaseException:
+            self.close()
+            raise
+
+    def load(self, load_plan: LoadPlan, planner: LoadPlanner) -> None:
+        """Fill in every item.
+
+        Raises:
+            SnapshotCorrupt: bytes are not what was saved; its `rank` says whose.
+            SnapshotError, PeerError: they are not to be had.
+        """
+        find = self.metadata.storage_data
+        places = [place_of(find, item.storage_index) for item in load_plan.items]
+        images = self._images({rank for rank, _ in places})
+        try:
+            objects: dict[Rank, dict[str, bytes]] = {}
+            tensors = []
+            for item, (rank, name) in zip(load_plan.items, places, strict=True):
+                if item.type is not LoadItemType.BYTE_IO:
+                    tensors.append(item)
+                    continue
+                if rank not in objects:
+                    objects[rank] = plain.decode(_plain_of(images, rank)[OBJECTS])
+                planner.load_bytes(item, io.BytesIO(objects[rank][name]))
+            names = {item.storage_index.fqn for item in tensors}
+            saved = {name: self._whole(name, images) for name in names}
+            WorldReader(saved, images).read_data(LoadPlan(tensors), planner).wait()
+        finally:
+            images.close()
+
+    def close(self) -> None:
+        """Let go of the shards."""
+        for fd in self._fds.values():
+            os.close(fd)
+        self._fds = {}
+
+    # --- details -----------------------------------------------------------------------------
+
+    def _metadata(self) -> Metadata:
+        images = self._images([COORDINATOR])
+        try:
+            parts = _plain_of(images, COORDINATOR)
+        finally:
+            images.close()
+        if not parts.get(METADATA):
+            raise LayoutUnknown(
+                f"{self.version} was taken by ftrun.attach and not by dcp.save: go on from it with "
+                "ftrun.attach, or start anew with another --run-id"
+            )
+        return unpack(plain.decode(parts[METADATA]))
+
+    def _images(self, ranks: Iterable[Rank]) -> CheckedImages:
+        """Shards of just these ranks, from here or from other nodes."""
+        wanted = sorted(ranks)
+        here = {rank: os.dup(self._fds[rank]) for rank in wanted if rank in self._fds}
+        source: ImageSource = LocalImages(here, self.version)
+        elsewhere = [rank for rank in wanted if rank not in here]
+        if elsewhere:
+            source = JoinedImages(source, RemoteImages(self._link, self.version, elsewhere))
+        try:
+            return CheckedImages(source, str(self.version))
+        except BaseException:
+            source.close()
+            raise
+
+    def _whole(self, name: str, images: CheckedImages) -> WholeTensor:
+        """A tensor, with holders for those of its chunks that were opened."""
+        about = self.metadata.state_dict_metadata[name]
+        if not isinstance(about, TensorStorageMetadata):
+            raise ShapeChanged(key=name, saved="an object", present="a tensor")
+        chunks = []
+        for chunk in about.chunks:
+            index = MetadataIndex(name, chunk.offsets)
+            rank, entry = place_of(self.metadata.storage_data, index)
+            head = images.heads.get(rank)
+            holders = () if head is None else (Holder(rank, head.entries[entry]),)
+            chunks.append(Chunk(box_of(chunk), holders))
+        dtype = DTYPE_NAMES[about.properties.dtype]
+        return WholeTensor(
+            name, dtype, tuple(about.size), tuple(chunks), is_shared=True, unplaced=()
+        )
+
+
+def _plain_of(images: CheckedImages, rank: Rank) -> dict[str, bytes]:
+    """The plain values of a shard, still packed part by part."""
+    at = images.heads[rank].entries[PLAIN_NAME].offset
+    end = at + 8 + int.from_bytes(images.read(rank, at, 8), "little")
+    raw = bytearray()
+    for start in range(at + 8, end, MOST_BYTES):
+        raw += images.read(rank, start, min(MOST_BYTES, end - start))
+    found: dict[str, bytes] = plain.decode(memoryview(raw))
+    return found
+
+
+def _part(item: WriteItem) -> Part | None:
+    """Which part of the whole tensor it is; None where it is all of it."""
+    about = item.tensor_data
+    assert about is not None
+    size, offsets = tuple(about.size), tuple(about.chunk.offsets)
+    is_whole = tuple(about.chunk.sizes) == size and not any(offsets)
+    return None if is_whole else Part(size, offsets)
+
+
+def _check(source: Source, item: WriteItem) -> None:
+    """What the planner gives is what it has planned."""
+    about = item.tensor_data
+    assert about is not None
+    planned = (about.properties.dtype, tuple(about.chunk.sizes))
+    if planned != (source.tensor.dtype, tuple(source.tensor.shape)):
+        dtype, shape = planned
+        raise ShapeChanged(
+            key=item.index.fqn,
+            saved=f"{dtype}{list(shape)} in the plan",
+            present=f"{source.tensor.dtype}{list(source.tensor.shape)}",
+        )

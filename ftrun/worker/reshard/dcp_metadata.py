@@ -1,0 +1,161 @@
+"""DCP's description of a checkpoint as plain values, and back.
+
+Runs in:  worker, in whichever thread saves or loads.
+Takes in: the `Metadata` that DCP's planner has made, where each item has gone; such plain values.
+Gives:    what `snapshot/plain.py` packs; the `Metadata`, with the places as its storage_data.
+
+A snapshot holds no pickles of its own, so the objects are taken apart here. What a planner adds
+(`planner_data`) has to be plain: that of torch's own planners is, a path of keys for each name.
+
+Source: torch.distributed.checkpoint.metadata (read in 2.13).
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from ftrun.errors import LayoutUnknown, ValueNotStorable
+from ftrun.ids import Rank
+from ftrun.snapshot.boxes import Box
+from ftrun.worker.state.tensors import DTYPE_NAMES, DTYPES
+
+Place = tuple[int, str]
+"""The rank whose shard holds an item, and the name of its entry; of bytes, the item's own name."""
+
+Places = Mapping[MetadataIndex, Place]
+
+_ITEM_BYTES = 160
+_NAME_TIMES = 4
+
+
+def pack(metadata: Metadata, places: Places) -> dict[str, Any]:
+    """Plain values of all of it.
+
+    Args:
+        metadata: as the planner has made it; its own storage_data is left out.
+        places: of every item.
+
+    Raises:
+        ValueNotStorable: a dtype or a kind of metadata that cannot be kept.
+        KeyError: an item has no place.
+    """
+    meta = metadata.storage_meta
+    return {
+        "items": {
+            name: _pack_item(name, about, places)
+            for name, about in metadata.state_dict_metadata.items()
+        },
+        "planner_data": metadata.planner_data,
+        "checkpoint_id": None if meta is None else _text(meta.checkpoint_id),
+        "save_id": None if meta is None else meta.save_id,
+        "modules": [] if meta is None else list(meta.modules),
+        "version": getattr(metadata, "version", None),
+    }
+
+
+def unpack(packed: dict[str, Any]) -> Metadata:
+    """The description, as DCP's planners want it.
+
+    Raises:
+        LayoutUnknown: these are not such values.
+    """
+    items: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+    places: dict[MetadataIndex, Place] = {}
+    try:
+        for name, item in packed["items"].items():
+            if "size" in item:
+                items[name] = _tensor(item)
+                for offsets, _, rank, entry in item["chunks"]:
+                    places[MetadataIndex(name, offsets)] = (rank, entry)
+            else:
+                items[name] = BytesStorageMetadata()
+                places[MetadataIndex(name)] = tuple(item["at"])
+        found = Metadata(
+            items,
+            packed["planner_data"],
+            places,
+            StorageMeta(
+                checkpoint_id=packed["checkpoint_id"],
+                save_id=packed["save_id"],
+                modules=packed["modules"],
+            ),
+        )
+        if packed["version"] is not None:
+            found.version = packed["version"]
+    except (KeyError, ValueError, TypeError, AttributeError) as error:
+        raise LayoutUnknown(
+            f"the description of the checkpoint is not readable: {error!r}"
+        ) from error
+    return found
+
+
+def room_for(names: Mapping[str, int]) -> int:
+    """About how many bytes the description will have, before DCP has made it.
+
+    Args:
+        names: of all items, and into how many chunks each is cut.
+    """
+    return sum(_NAME_TIMES * len(name) + _ITEM_BYTES * count for name, count in names.items())
+
+
+def place_of(places: Places, index: MetadataIndex) -> tuple[Rank, str]:
+    """Where an item lies.
+
+    Raises:
+        LayoutUnknown: nowhere.
+    """
+    found = places.get(index)
+    if found is None:
+        raise LayoutUnknown(f"{index.fqn} at {list(index.offset or ())} is in no shard")
+    return Rank(found[0]), found[1]
+
+
+def box_of(chunk: ChunkStorageMetadata) -> Box:
+    return Box(tuple(chunk.offsets), tuple(chunk.sizes))
+
+
+def _pack_item(name: str, about: object, places: Places) -> dict[str, Any]:
+    if isinstance(about, BytesStorageMetadata):
+        return {"at": list(places[MetadataIndex(name)])}
+    if not isinstance(about, TensorStorageMetadata) or about.properties.dtype not in DTYPE_NAMES:
+        raise ValueNotStorable(key=name, kind=f"{type(about).__name__} ({about})")
+    properties = about.properties
+    return {
+        "dtype": DTYPE_NAMES[properties.dtype],
+        "requires_grad": properties.requires_grad,
+        "pin_memory": properties.pin_memory,
+        "size": tuple(about.size),
+        "chunks": [
+            (tuple(chunk.offsets), tuple(chunk.sizes), *places[MetadataIndex(name, chunk.offsets)])
+            for chunk in about.chunks
+        ],
+    }
+
+
+def _tensor(item: dict[str, Any]) -> TensorStorageMetadata:
+    return TensorStorageMetadata(
+        properties=TensorProperties(
+            dtype=DTYPES[item["dtype"]],
+            requires_grad=item["requires_grad"],
+            pin_memory=item["pin_memory"],
+        ),
+        size=torch.Size(item["size"]),
+        chunks=[
+            ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+            for offsets, sizes, _, _ in item["chunks"]
+        ],
+    )
+
+
+def _text(checkpoint_id: object) -> str | None:
+    return None if checkpoint_id is None else str(checkpoint_id)

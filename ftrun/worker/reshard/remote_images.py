@@ -1,0 +1,143 @@
+"""Shards that are not on this node, read through the SMP, a bounded part at a time.
+
+Runs in:  worker, inside `attach`, where a version is restored into another number of ranks.
+Takes in: the line to the SMP, the ranks whose shards are elsewhere; what will be read.
+Gives:    an `ImageSource` of them; and one of those that are here and those that are not.
+
+Pieces are fetched in the order in which they were said to be read, as many at a time as fit
+`WINDOW_BYTES`, and kept until the next ones are fetched. So at most one such window is held.
+"""
+
+import mmap
+import os
+from collections import deque
+from collections.abc import Mapping, Sequence
+
+from ftrun.ids import Rank, Version
+from ftrun.snapshot.shard_header import ShardHead
+from ftrun.wire.shard_heads import unpack_head
+from ftrun.wire.shared_memory.arena import SlotHeader, SlotState
+from ftrun.worker.reshard.source import ImageSource, Range, make_head
+from ftrun.worker.smp_client import MemoryLink
+
+WINDOW_BYTES = 32 << 20
+_HEADS_AT_ONCE = 100
+_MOST_RANGES = 4096  # a message has at most 1 MiB
+
+
+class RemoteImages:
+    """Shards on other nodes, or of lost ones.
+
+    Args:
+        link: to the SMP, which asks the other SMPs.
+        wanted: the version.
+        ranks: of the old world.
+    """
+
+    def __init__(self, link: MemoryLink, wanted: Version, ranks: Sequence[Rank]) -> None:
+        self._link = link
+        self._wanted = wanted
+        self._ranks = list(ranks)
+        self._heads: dict[Rank, ShardHead] = {}
+        self._expected: deque[Range] = deque()
+        self._window: dict[Range, memoryview] = {}
+
+    def headers(self) -> Mapping[Rank, ShardHead]:
+        for at in range(len(self._heads), len(self._ranks), _HEADS_AT_ONCE):
+            ranks = self._ranks[at : at + _HEADS_AT_ONCE]
+            fds = self._link.fetch_heads(self._wanted, ranks)
+            for rank, fd in zip(ranks, fds, strict=True):
+                self._heads[rank] = self._head(rank, _mapped(fd))
+        return self._heads
+
+    def expect(self, ranges: Sequence[Range]) -> None:
+        self._expected = deque(ranges)
+
+    def read(self, rank: Rank, offset: int, num_bytes: int) -> memoryview:
+        wanted = Range(rank, offset, num_bytes)
+        if wanted not in self._window:
+            self._fetch(wanted)
+        return self._window[wanted]
+
+    def close(self) -> None:
+        self._heads.clear()
+        self._window.clear()
+        self._expected.clear()
+
+    def _head(self, rank: Rank, raw: memoryview) -> ShardHead:
+        packed = unpack_head(raw)
+        generation, step = self._wanted.generation, self._wanted.step
+        sealed = SlotHeader(
+            SlotState.SEALED, generation, step, packed.image_bytes, packed.table_digest, 0
+        )
+        return make_head(
+            packed.header,
+            packed.table,
+            layout_id=packed.layout_id,
+            sealed=sealed,
+            what=f"{self._wanted} of rank {rank}",
+            rank=rank,
+        )
+
+    def _fetch(self, first: Range) -> None:
+        """Get this range and those that are read after it, as far as they fit."""
+        if first in self._expected:
+            while self._expected.popleft() != first:
+                pass  # what is passed over was had already, or is not needed any more
+        ranges = [first]
+        size = first.num_bytes
+        while self._expected and len(ranges) < _MOST_RANGES:
+            size += self._expected[0].num_bytes
+            if size > WINDOW_BYTES:
+                break
+            ranges.append(self._expected.popleft())
+        ranges = list(dict.fromkeys(ranges))
+        self._window.clear()
+        raw = _mapped(self._link.fetch_pieces(self._wanted, [self._pieces(r) for r in ranges]))
+        at = 0
+        for one in ranges:
+            self._window[one] = raw[at : at + one.num_bytes]
+            at += one.num_bytes
+
+    def _pieces(self, one: Range) -> tuple[int, int, int]:
+        pieces = self._heads[one.rank].pieces_under(one.offset, one.num_bytes)
+        return (one.rank, pieces[0], len(pieces))
+
+
+class JoinedImages:
+    """Shards of two sources, as one.
+
+    Args:
+        here: asked first.
+        elsewhere: has the other ranks.
+    """
+
+    def __init__(self, here: ImageSource, elsewhere: ImageSource) -> None:
+        self._here = here
+        self._elsewhere = elsewhere
+        self._ranks_here: set[Rank] = set()
+
+    def headers(self) -> Mapping[Rank, ShardHead]:
+        here = self._here.headers()
+        self._ranks_here = set(here)
+        return {**self._elsewhere.headers(), **here}
+
+    def expect(self, ranges: Sequence[Range]) -> None:
+        self._elsewhere.expect([one for one in ranges if one.rank not in self._ranks_here])
+
+    def read(self, rank: Rank, offset: int, num_bytes: int) -> memoryview:
+        source = self._here if rank in self._ranks_here else self._elsewhere
+        return source.read(rank, offset, num_bytes)
+
+    def close(self) -> None:
+        self._here.close()
+        self._elsewhere.close()
+
+
+def _mapped(fd: int) -> memoryview:
+    """The bytes behind a descriptor, which is closed; they stay as long as they are held."""
+    try:
+        mapping = mmap.mmap(fd, 0, mmap.MAP_SHARED, mmap.PROT_READ)
+    finally:
+        os.close(fd)
+    return memoryview(mapping)

@@ -1,0 +1,297 @@
+"""Puts a restored version into what is attached, in place.
+
+Runs in:  worker, training thread, inside `attach`.
+Takes in: this rank's arena, as it outlived the last worker, and the version to restore.
+Gives:    modules, optimizers and all else as they were at that boundary, and ftrun's own values.
+
+Modules are written into; optimizer state is handed over as copies, because an optimizer that
+kept views of the arena would train in the snapshot. Random states come last and by themselves:
+whatever runs between restore and first step may draw.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+
+from ftrun import clock
+from ftrun.errors import ShapeChanged
+from ftrun.ids import Version
+from ftrun.snapshot.boxes import Shape
+from ftrun.snapshot.layout import Entry
+from ftrun.wire.crash_points import crash_point
+from ftrun.wire.shared_memory.pages import Beat
+from ftrun.worker.context import WorkerContext
+from ftrun.worker.restore.shard import SavedShard, check_fits, fits
+from ftrun.worker.state import determinism as rng
+from ftrun.worker.state import module_state
+from ftrun.worker.state.attached import SESSION_STATE, Attached, Skip
+from ftrun.worker.state.gradients import put_back_gradients
+from ftrun.worker.state.optimizer_state import groups_for, load_optimizer
+from ftrun.worker.state.state_tree import Lasting, Source, StateTree
+from ftrun.worker.state.structure import add_groups, make_fit
+from ftrun.worker.state.tensors import DTYPES, byte_view, is_expanded
+
+_NOTHING = "nothing"
+
+
+class Parts(Protocol):
+    """The plain values of a version."""
+
+    def part(self, name: str) -> Any:
+        """A part of them, with its tensors."""
+        ...
+
+    def optional_part(self, name: str) -> Any:
+        """The same; None where an older version of ftrun has not saved it."""
+        ...
+
+
+class Restorable(Protocol):
+    """A version that can be put into what is attached, more than once."""
+
+    def part(self, name: str) -> Any:
+        """A part of the plain values."""
+        ...
+
+    def load(self, tree: StateTree, context: WorkerContext) -> None:
+        """Load everything but the random states.
+
+        Raises:
+            SnapshotError: what is attached is not what was saved.
+        """
+        ...
+
+    def put_back_random_states(self, attached: Attached) -> None: ...
+
+    def close(self) -> None:
+        """Let go of the memory it lies in."""
+        ...
+
+
+class Loadable(Parts, Protocol):
+    """The state of one rank, as `reload` takes it."""
+
+    version: Version
+
+    def entry(self, name: str) -> Entry | None:
+        """What was saved under a name; None: nothing."""
+        ...
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """A tensor, which counts as used from now on: to copy from at once."""
+        ...
+
+    def copy_into(self, name: str, target: torch.Tensor) -> None:
+        """Put a tensor into one of the same shape; it counts as used."""
+        ...
+
+    def check_all_used(self) -> None:
+        """Nothing that was saved has been left behind.
+
+        Raises:
+            ShapeChanged: names the tensors that nobody wanted.
+        """
+        ...
+
+
+class SavedState(SavedShard):
+    """One version of this rank's shard, to be put into what is attached."""
+
+    @property
+    def layout(self) -> Any:
+        """The layout that the script declared, as `ruled.Declared.saved`; None: it did not."""
+        return self.optional_part("layout")
+
+    def load(self, tree: StateTree, context: WorkerContext) -> None:
+        reload(self, tree, context)
+
+    def put_back_random_states(self, attached: Attached) -> None:
+        put_back_random_states(self, attached)
+
+    def close(self) -> None:
+        """Nothing: the arena is this rank's own, and goes on being used."""
+
+
+def put_back_random_states(saved: Loadable, attached: Attached) -> None:
+    """As they were at the boundary, or as they follow from that."""
+    for name, state in saved.part("generators").items():
+        if name in attached.generators:
+            rng.set_generator(attached.generators[name], state)
+    rng.put_back(saved.part("rng"))
+
+
+def reload(saved: Loadable, tree: StateTree, context: WorkerContext) -> None:
+    """Load everything but the random states.
+
+    Raises:
+        ShapeChanged: what is attached is not what was saved.
+    """
+    page = context.page
+    page.set(Beat.RESTORE_BEGIN_NS, clock.now_ns())
+    crash_point("worker.restore.begun")
+
+    def described(name: str) -> tuple[str, Shape] | None:
+        entry = saved.entry(name)
+        return None if entry is None else (entry.dtype, entry.shape)
+
+    make_fit(saved.optional_part("modules") or {}, described, tree)
+    add_groups(saved.part("groups"), tree)
+    lasting = tree.lasting()
+    _load_tensors(saved, lasting, tree.attached)
+    crash_point("worker.restore.tensors_loaded")
+    _load_optimizers(saved, tree, lasting)
+    load_objects(saved, tree.attached, lasting)
+    saved.check_all_used()
+    crash_point("worker.restore.loaded")
+    page.set(Beat.RESTORED_GENERATION, saved.version.generation)
+    page.set(Beat.RESTORED_STEP, saved.version.step)
+    page.set(Beat.RESTORE_END_NS, clock.now_ns())
+
+
+def _load_tensors(saved: Loadable, lasting: Lasting, attached: Attached) -> None:
+    names = {*lasting.names.values(), *attached.tensors}
+    wanted = [source for source in lasting.sources if source.name in names]
+    _check_entries(saved, wanted, casts=attached.casts)
+    targets: list[torch.Tensor] = []
+    sources: list[torch.Tensor] = []
+    large, expanded = [], []
+    for source in wanted:
+        if is_expanded(source.tensor):
+            expanded.append(source)
+        elif source.entry.is_small:
+            targets.append(source.tensor)
+            sources.append(saved.tensor(source.name))
+        else:
+            large.append(source)
+    with torch.no_grad():
+        if targets:
+            torch._foreach_copy_(targets, sources)
+        for source in large:
+            saved.copy_into(source.name, source.tensor)
+        originals = {s.name: t for s, t in zip(lasting.sources, lasting.originals, strict=True)}
+        for source in expanded:
+            fill_expanded(originals[source.name], saved.tensor(source.name))
+
+
+def fill_expanded(target: torch.Tensor, saved: torch.Tensor) -> None:
+    """Fill a tensor several of whose items lie in the same memory, such as an expanded buffer.
+
+    Where those items were saved with different values, it gets memory for each.
+    """
+    one_each, its = target.detach(), saved
+    for dim, stride in enumerate(target.stride()):
+        if stride == 0:
+            one_each, its = one_each.narrow(dim, 0, 1), its.narrow(dim, 0, 1)
+    one_each.copy_(its)
+    if not torch.equal(byte_view(target.contiguous()), byte_view(saved.to(target.device))):
+        target.data = saved.to(target.device, target.dtype, copy=True)
+
+
+def _check_entries(saved: Loadable, wanted: Sequence[Source], *, casts: bool) -> None:
+    """Raises: ShapeChanged: names those that were saved otherwise, or are on one side only."""
+    changed = []
+    for source in wanted:
+        entry, now = saved.entry(source.name), source.entry
+        if entry is None or entry.shape != now.shape or not fits(entry.dtype, now.dtype, casts):
+            changed.append((source.name, str(entry) if entry else _NOTHING, str(now)))
+    names = {source.name for source in wanted}
+    left = [
+        name
+        for groups in saved.part("groups").values()
+        for group in groups
+        for name in group["params"]
+        if name not in names
+    ]
+    check_fits([*changed, *((name, str(saved.entry(name)), _NOTHING) for name in left)])
+
+
+def put_back_flags(part: Callable[[str], Any], lasting: Lasting) -> None:
+    """Which tensors are learned, which have gradients, and which modules train.
+
+    Args:
+        part: gives a part of the plain values by its name; None where there is none, because an
+            older version of ftrun has saved it.
+        lasting: of what gets them.
+    """
+    frozen = set(part("frozen"))
+    for name, parameter in lasting.learned:
+        if parameter.requires_grad == (name in frozen):
+            parameter.requires_grad_(name not in frozen)
+    if (learned := part("learned_others")) is not None:
+        for name, tensor in lasting.others:
+            if tensor.requires_grad != (name in learned):
+                tensor.requires_grad_(name in learned)
+    if (training := part("training")) is not None:
+        module_state.put_back_training_flags(training, lasting.submodules)
+    if (gradients := part("gradients")) is not None:
+        put_back_gradients(gradients, lasting.parameters, lasting.names)
+
+
+def _load_optimizers(saved: Loadable, tree: StateTree, lasting: Lasting) -> None:
+    all_groups = saved.part("groups")
+    all_states = saved.part("optimizer_state")
+    for name, optimizer in tree.attached.optimizers.items():
+        groups = groups_for(name, optimizer, all_groups)
+        held = {key: e for key in lasting.names.values() if (e := saved.entry(key)) is not None}
+        dtypes = {key: DTYPES[entry.dtype] for key, entry in held.items()}
+        state = all_states[name]["state"]
+        load_optimizer(
+            name,
+            optimizer,
+            groups,
+            state,
+            names=lasting.names,
+            dtypes=dtypes,
+            skip=tree.attached.skip,
+        )
+
+
+def load_objects(saved: Parts, attached: Attached, lasting: Lasting) -> None:
+    """Give back their state to all that is neither tensor nor optimizer, and their flags to all.
+
+    Args:
+        saved: gives the parts of the plain values.
+        attached: what gets them.
+        lasting: of it.
+    """
+    stateful = saved.part("stateful")
+    dicts = saved.part("dicts")
+    holders = {**attached.dicts, SESSION_STATE: attached.state}
+    dicts.setdefault(SESSION_STATE, {})
+    skip = attached.skip
+    _check_names(stateful, attached.stateful, skip)
+    _check_names(dicts, holders, skip)
+    for name, thing in attached.stateful.items():
+        if skip(name):
+            continue
+        thing.load_state_dict(_completed(stateful[name], thing.state_dict, name, attached))
+    for name, holder in holders.items():
+        if skip(name):
+            continue
+        its = _completed(dicts[name], partial(dict, holder), name, attached)
+        holder.clear()
+        holder.update(its)
+    extra = saved.part("extra_state")
+    for path, part in dict(lasting.submodules).items():
+        if path in extra:
+            at = f"{path}{module_state.EXTRA_STATE}"
+            part.set_extra_state(_completed(extra[path], part.get_extra_state, at, attached))
+    module_state.put_back_own_keys(
+        saved.optional_part("own_keys") or {}, lasting.submodules, skip.completed
+    )
+    put_back_flags(saved.optional_part, lasting)
+
+
+def _completed(saved: Any, present: Callable[[], Any], name: str, attached: Attached) -> Any:
+    """What was saved of an object, and what it holds now of the keys that are skipped."""
+    return attached.skip.completed(saved, present(), name) if attached.skip else saved
+
+
+def _check_names(saved: Iterable[str], present: Iterable[str], skip: Skip) -> None:
+    saved, present = ({name for name in names if not skip(name)} for names in (saved, present))
+    for name in sorted(saved - present):
+        raise ShapeChanged(key=name, saved="something", present=_NOTHING)
+    for name in sorted(present - saved):
+        raise ShapeChanged(key=name, saved=_NOTHING, present="something")

@@ -1,0 +1,189 @@
+"""What the script overwrites between a restore and its first step.
+
+Runs in:  worker, training thread; made right after a restore.
+Takes in: the restored tensors: identity, version counter, address, a few elements; the restored
+          flags of modules and tensors, and the values of parameter groups.
+Gives:    the names of tensors that are other objects or hold other values now; flags and values
+          of groups as they were.
+
+Moving a module to a device is no change: it leaves the version counter, and the new memory lies on
+another device. Tensors are not kept alive by this.
+"""
+
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from ftrun.errors import ValueNotStorable
+from ftrun.snapshot.layout import When
+from ftrun.worker.state.module_state import content
+from ftrun.worker.state.optimizer_state import into, is_identity
+from ftrun.worker.state.state_tree import Source, StateTree, address_of
+from ftrun.worker.state.tensors import version_of
+
+_SAMPLED = 16
+
+
+@dataclass(frozen=True, slots=True)
+class _Mark:
+    original: "weakref.ref[torch.Tensor]"
+    version: int
+    address: int
+    place: tuple[torch.device, torch.dtype]
+    sample: torch.Tensor
+    is_owned: bool
+
+
+class Overwritten(NamedTuple):
+    """Names of restored tensors."""
+
+    touched: list[str]
+    """Replaced or written to; the values may be the same."""
+    changed: list[str]
+    """Those among them whose values differ."""
+
+
+class RestoredMarks:
+    """What a restore has put in place."""
+
+    def __init__(self, tree: StateTree) -> None:
+        self._tree = tree
+        self._marks = {
+            source.name: _Mark(
+                weakref.ref(original),
+                version_of(original),
+                address_of(original),
+                _place(original),
+                _sample(source.tensor),
+                source.when is When.LAZY,
+            )
+            for source, original in self._now()
+        }
+
+    def compare(self, *, owned_only: bool = False) -> Overwritten:
+        """What is not as it was.
+
+        Args:
+            owned_only: look only at what optimizers own, because a forward changes buffers.
+        """
+        now = {source.name: (source.tensor, original) for source, original in self._now()}
+        found = Overwritten([], [])
+        for name, mark in self._marks.items():
+            if owned_only and not mark.is_owned:
+                continue
+            if name not in now:
+                found.touched.append(name)
+                found.changed.append(name)
+                continue
+            tensor, original = now[name]
+            if _is_touched(mark, original):
+                found.touched.append(name)
+                if not torch.equal(_sample(tensor).cpu(), mark.sample.cpu()):
+                    found.changed.append(name)
+        return found
+
+    def mostly_overwritten(self) -> list[str]:
+        """Names of parameters, or of optimizer state, if most of either has other values now.
+
+        The two are counted apart, because a script may load only one of them.
+        """
+        changed = self.compare(owned_only=True).changed
+        parameters = set(self._tree.lasting().names.values())
+        owned = [name for name, mark in self._marks.items() if mark.is_owned]
+        found = []
+        for is_parameter in (True, False):
+            these = [name for name in changed if (name in parameters) == is_parameter]
+            all_of_them = sum((name in parameters) == is_parameter for name in owned)
+            if 2 * len(these) >= all_of_them:
+                found += these
+        return found
+
+    def _now(self) -> "zip[tuple[Source, torch.Tensor]]":
+        lasting = self._tree.lasting()
+        return zip(lasting.sources, lasting.originals, strict=True)
+
+
+class RestoredSettings:
+    """Flags of modules and tensors, and values of parameter groups, as a restore has set them."""
+
+    def __init__(self, tree: StateTree) -> None:
+        self._tree = tree
+        self._learned = {name: tensor.requires_grad for name, tensor in self._leaves()}
+        self._training = self._present_training()
+        self._groups = {
+            (name, at): {
+                key: _copied(value)
+                for key, value in group.items()
+                if key != "params" and not is_identity(value)
+            }
+            for name, at, group in self._present_groups()
+        }
+
+    def put_back(self) -> list[str]:
+        """Set what differs as it was; the names of what differed."""
+        found = []
+        for name, tensor in self._leaves():
+            was = self._learned.get(name, tensor.requires_grad)
+            if was != tensor.requires_grad:
+                tensor.requires_grad_(was)
+                found.append(f"{name}.requires_grad")
+        training = self._present_training()
+        other = {path for path, flag in training.items() if self._training.get(path, flag) != flag}
+        for path, part in self._tree.lasting().submodules:
+            if path in other:
+                part.training = self._training[path]
+        found += [f"{path}.training" for path in training if path in other]
+        for name, at, group in self._present_groups():
+            for key, value in self._groups.get((name, at), {}).items():
+                if key not in group or _differs(group[key], value):
+                    group[key] = into(group.get(key), value)
+                    found.append(f"{name}.param_groups[{at}].{key}")
+        return found
+
+    def _leaves(self) -> Iterator[tuple[str, torch.Tensor]]:
+        lasting = self._tree.lasting()
+        yield from lasting.learned
+        yield from lasting.others
+
+    def _present_training(self) -> dict[str, bool]:
+        # Of a wrapper and what it wraps, which have one path, the latter counts.
+        return {path: part.training for path, part in self._tree.lasting().submodules}
+
+    def _present_groups(self) -> Iterator[tuple[str, int, dict[str, Any]]]:
+        for name, optimizer in self._tree.attached.optimizers.items():
+            for at, group in enumerate(optimizer.param_groups):
+                yield name, at, group
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _copied(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_copied(one) for one in value)
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+
+
+def _differs(present: Any, restored: Any) -> bool:
+    try:
+        return content(present) != content(restored)
+    except ValueNotStorable:
+        return present is not restored
+
+
+def _is_touched(mark: _Mark, now: torch.Tensor) -> bool:
+    if mark.original() is not now or version_of(now) != mark.version:
+        return True
+    return address_of(now) != mark.address and _place(now) == mark.place
+
+
+def _place(tensor: torch.Tensor) -> tuple[torch.device, torch.dtype]:
+    return tensor.device, tensor.dtype
+
+
+def _sample(tensor: torch.Tensor) -> torch.Tensor:
+    """A few elements, as a copy on the same device: this waits for no device."""
+    flat = tensor.detach().reshape(-1)
+    return flat[:: max(1, flat.numel() // _SAMPLED)].clone()

@@ -1,0 +1,217 @@
+"""The bytes of one version of this rank's shard, checked while they are read.
+
+Runs in:  worker, training thread, inside `attach`.
+Takes in: this rank's arena, as it outlived the last worker, and the version to restore.
+Gives:    tensors and plain values; an error that names the slot where a digest does not match.
+
+A piece is compared with its digest when it is first read, or before, by `early_restore`. Of a large
+tensor that is right before it is copied, while the piece is in the processor's cache. What was put
+into the model before a digest failed does not matter: the process ends, and the next one restores
+another version.
+"""
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import torch
+
+from ftrun.errors import LayoutUnknown, ShapeChanged, SnapshotCorrupt
+from ftrun.ids import Version
+from ftrun.snapshot import plain_values as plain
+from ftrun.snapshot.layout import PLAIN_NAME, Entry
+from ftrun.snapshot.plain_values import TensorRef
+from ftrun.wire.shared_memory.arena import Arena, open_slot
+from ftrun.wire.shared_memory.pages import Beat
+from ftrun.worker.capture.copying import digest_of, entry_view
+from ftrun.worker.context import WorkerContext
+from ftrun.worker.restore import ready_memory
+from ftrun.worker.state.tensors import DTYPES, Sharded, at_home, byte_view, can_be_cut
+
+
+class SavedShard:
+    """One version, read only."""
+
+    def __init__(
+        self,
+        arena: Arena,
+        wanted: Version,
+        context: WorkerContext,
+        right: Collection[int] = (),
+        copied: Mapping[str, torch.Tensor] = MappingProxyType({}),
+    ) -> None:
+        """Check the table of digests and the plain values.
+
+        Args:
+            arena: this rank's.
+            wanted: the version.
+            context: this rank.
+            right: pieces that have been compared with their digests already, by index.
+            copied: tensors that have been copied already, by name; each is given out once.
+
+        Raises:
+            SnapshotCorrupt: a digest does not match, here or later; the page names the slot, so
+                that the agent sets it aside and restores another version.
+            LayoutUnknown: the version is not there, or not readable.
+        """
+        self.version = wanted
+        self._what = f"{wanted} of rank {context.rank}"
+        self._page = context.page
+        slot = arena.find(wanted)
+        if slot is None:
+            raise LayoutUnknown(f"rank {context.rank}'s arena does not hold {wanted}")
+        self._slot = slot
+        with self._telling_the_agent():
+            layout, data, table = open_slot(arena, slot, what=self._what)
+        self._layout = layout
+        self._table = table.tolist()
+        self._data = torch.frombuffer(data, dtype=torch.uint8)
+        self._bytes = np.frombuffer(data, dtype=np.uint8)
+        self._pieces = layout.pieces
+        self._unchecked = {index for index, piece in enumerate(self._pieces) if piece.num_bytes}
+        self._unchecked.difference_update(right)
+        self._entries = {entry.name: entry for entry in layout.entries}
+        self._copied = dict(copied)
+        self._used: set[str] = set()
+        at = self._entries[PLAIN_NAME].offset
+        self._check_entry(self._entries[PLAIN_NAME])
+        length = int.from_bytes(data[at : at + 8], "little")
+        self._parts: dict[str, bytes] = plain.decode(data[at + 8 : at + 8 + length])
+
+    def part(self, name: str) -> Any:
+        """A part of the plain values, with its tensors; each tensor is a copy of its own.
+
+        Raises:
+            LayoutUnknown: there is no such part: it was not a session that took this version.
+        """
+        if name not in self._parts:
+            raise LayoutUnknown(
+                f"{self._what} has no {name}: it was saved by ftrun.dcp, not by a session of "
+                "ftrun.attach. Load it by ftrun.dcp.Reader(), or begin anew with --resume never"
+            )
+        return plain.decode(self._parts[name], deref=self._deref)
+
+    def optional_part(self, name: str) -> Any:
+        return self.part(name) if name in self._parts else None
+
+    def entry(self, name: str) -> Entry | None:
+        return self._entries.get(name)
+
+    def is_cut_like(self, entries: Sequence[Entry]) -> bool:
+        """Whether this rank had saved the same parts of the same tensors, as far as one can tell.
+
+        Args:
+            entries: what the rank has now, without state of optimizers.
+        """
+        if not self._layout.knows_parts:
+            return True
+        groups = (group for some in self.part("groups").values() for group in some)
+        learned = {name for group in groups for name in group["params"]}
+        pairs = [(self._entries.get(one.name), one) for one in entries]
+        return learned <= {one.name for one in entries} and all(
+            saved is not None
+            and (saved.dtype, saved.shape, saved.part) == (one.dtype, one.shape, one.part)
+            for saved, one in pairs
+        )
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """A checked tensor that shares the arena's memory: to copy from at once."""
+        self._used.add(name)
+        self._check_entry(self._entries[name])
+        return entry_view(self._data, self._entries[name])
+
+    def copy_into(self, name: str, target: torch.Tensor) -> None:
+        """Put a tensor into one of the same shape."""
+        entry = self._entries[name]
+        pieces = self._layout.pieces_of(entry)
+        is_checked = self._unchecked.isdisjoint(pieces)
+        is_cast = DTYPES[entry.dtype] != target.dtype
+        if is_checked or entry.is_small or is_cast or not can_be_cut(target):
+            target.copy_(self.tensor(name))
+            return
+        self._used.add(name)
+        into = byte_view(target)
+        with self._telling_the_agent():
+            for index in pieces:
+                piece = self._pieces[index]
+                begin, end = piece.offset, piece.offset + piece.num_bytes
+                self._check_piece(index)
+                into[begin - entry.offset : end - entry.offset].copy_(self._data[begin:end])
+
+    def check_all_used(self) -> None:
+        """Nothing that was saved has been left behind, and nothing unchecked.
+
+        Raises:
+            ShapeChanged: names the tensors that nobody wanted.
+        """
+        names = (name for name in self._entries if not name.startswith("ftrun."))
+        check_used({name: str(self._entries[name]) for name in names}, self._used)
+        with self._telling_the_agent():
+            for index in sorted(self._unchecked):
+                self._check_piece(index)
+
+    # --- digests ------------------------------------------------------------------------------
+
+    def _check_entry(self, entry: Entry) -> None:
+        with self._telling_the_agent():
+            for index in self._layout.pieces_of(entry):
+                self._check_piece(index)
+
+    def _check_piece(self, index: int) -> None:
+        if index not in self._unchecked:
+            return
+        piece = self._pieces[index]
+        view = self._bytes[piece.offset : piece.offset + piece.num_bytes]
+        if digest_of(view) != self._table[index]:
+            raise SnapshotCorrupt(what=self._what, piece=index, pieces=len(self._pieces))
+        self._unchecked.discard(index)
+
+    @contextmanager
+    def _telling_the_agent(self) -> Iterator[None]:
+        try:
+            yield
+        except (SnapshotCorrupt, LayoutUnknown) as error:
+            self._page.note = str(error)
+            self._page.set(Beat.CORRUPT_SLOT, 1 + self._slot)
+            raise
+
+    def _deref(self, ref: TensorRef) -> object:
+        entry = self._entries[ref.name]
+        copied = self._copied.pop(ref.name, None)
+        if copied is None or ref.stride:
+            made = ready_memory.empty(entry.shape, DTYPES[entry.dtype], "cpu", ref.stride)
+            if copied is None:
+                self.copy_into(ref.name, made)
+            else:
+                made.copy_(copied)
+            copied = made
+        self._used.add(ref.name)
+        if ref.kind == "array":
+            return copied.numpy()
+        return Sharded(copied) if ref.kind == "sharded" else at_home(copied, ref.kind)
+
+
+def check_used(saved: Mapping[str, str], used: Iterable[str]) -> None:
+    """Raises: ShapeChanged: names the tensors that were saved and nobody wanted."""
+    used = set(used)
+    check_fits([(name, was, "nothing") for name, was in saved.items() if name not in used])
+
+
+def fits(saved: str, now: str, casts: bool) -> bool:
+    """Whether what was saved in one dtype may go into another, both by safetensors' names.
+
+    Args:
+        saved: the one.
+        now: the other.
+        casts: floating numbers may be rounded.
+    """
+    return saved == now or (casts and all(DTYPES[one].is_floating_point for one in (saved, now)))
+
+
+def check_fits(changed: Sequence[tuple[str, str, str]]) -> None:
+    """Raises: ShapeChanged: there are such: a name, what was saved under it, what is there now."""
+    if changed:
+        (key, saved, present), *others = changed
+        raise ShapeChanged(key=key, saved=saved, present=present, others=others)

@@ -1,0 +1,448 @@
+"""What a session does where an agent has started it: restore, capture, obey.
+
+Runs in:  worker, training thread.
+Takes in: the context, what is attached, the loaders' positions.
+Gives:    a restored state at `attach`, a snapshot at boundaries, a halt where the agent asks.
+Survives: see capture.py.
+"""
+
+import atexit
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ftrun import clock
+from ftrun.errors import MemoryTooSmall, PeerError
+from ftrun.ids import Version
+from ftrun.wire.shared_memory.arena import Arena
+from ftrun.wire.shared_memory.pages import Beat, Command
+from ftrun.worker.capture.accumulation import Accumulation
+from ftrun.worker.capture.boundary_digests import BoundaryDigests
+from ftrun.worker.capture.capture import Capture
+from ftrun.worker.capture.slots import frozen_bytes, needed_bytes
+from ftrun.worker.context import WorkerContext
+from ftrun.worker.process import heartbeat, lease
+from ftrun.worker.restore import early_restore, ready_memory
+from ftrun.worker.restore.loader import Restorable, SavedState
+from ftrun.worker.restore.overwritten import RestoredMarks, RestoredSettings
+from ftrun.worker.smp_client import MemoryLink
+from ftrun.worker.state.attached import Attached
+from ftrun.worker.state.buckets import WrapperWatch, is_needed, ready_order, warm_buckets
+from ftrun.worker.state.checked_state import CheckedState
+from ftrun.worker.state.optimizer_watch import shown
+from ftrun.worker.state.state_tree import State
+
+_POLL_S = 0.02
+_STOP_WAIT_S = 600.0
+_MOST_WAITING_TURNS = 100
+
+_log = logging.getLogger(__name__)
+
+Warmup = Callable[[], object]
+
+
+class Protection:
+    """Snapshots and restores of one attached state."""
+
+    def __init__(self, context: WorkerContext, attached: Attached, warmup: Warmup | None) -> None:
+        self._context = context
+        self._attached = attached
+        self._warmup = warmup
+        self._checked = CheckedState(attached, context.unprotected, self._check_overwritten)
+        self._inner, self._tree = self._checked.inner, self._checked.tree
+        self._link = MemoryLink(context)
+        stepping = [*attached.optimizers.values(), *self._inner.covered]
+        self._accumulation = Accumulation(
+            stepping, attached.stateful.values(), context.unprotected.guarded
+        )
+        self._watch = WrapperWatch()
+        self.digests = BoundaryDigests(context.page, attached)
+        self._capture: Capture | None = None
+        self._saved: Restorable | None = None
+        self._inherited: Arena | None = None
+        self._marks: RestoredMarks | None = None
+        self._settings: RestoredSettings | None = None
+        self._wrapped_at_load: set[int] = set()
+        self._orders: dict[str, list[int]] = {}
+        self._final_orders: set[str] = set()
+        self._is_restored = False
+
+    # --- attach ----------------------------------------------------------------------------
+
+    def restore(self) -> dict[str, Any] | None:
+        """Put the version to restore into what is attached; the session's own values of it.
+
+        Raises:
+            SnapshotError: it cannot be restored.
+        """
+        context = self._context
+        lease.install(context)  # behind a wrapper nothing else has done it
+        context.page.set(Beat.ATTACHED, 1)
+        context.page.set(Beat.ATTACH_NS, clock.now_ns())
+        if torch.distributed.is_initialized() and not self._wrappers():
+            self._watch.find_older()
+        if context.restore is None:
+            return None
+        self._saved = self._open_other() if context.is_resized else self._open_own(context.restore)
+        self._orders = self._saved.part("orders")
+        self._is_restored = True
+        own = {name: self._saved.part(name) for name in ("session", "loaders")}
+        self._load()
+        return own
+
+    def _open_own(self, wanted: Version) -> Restorable:
+        """This rank's shard; or those of all ranks, where they had another layout."""
+        ahead = early_restore.take(wanted)
+        if ahead is None:
+            self._inherited = self._arena_with(wanted)
+            saved = SavedState(self._inherited, wanted, self._context)
+        else:
+            self._inherited = ahead.arena
+            # Its thread may be in the middle of something: what is there by now counts.
+            right, copied = frozenset(ahead.right), dict(ahead.copied)
+            saved = SavedState(self._inherited, wanted, self._context, right, copied)
+        if self._is_of_this_layout(saved):
+            return saved
+        self._inherited = None
+        return self._open_other()
+
+    def _is_of_this_layout(self, saved: SavedState) -> bool:
+        """Whether this rank's own shard is all that it needs."""
+        layout = self._attached.layout
+        if layout is not None and (layout.has_rules or not layout.is_that_of(saved.layout)):
+            return layout.is_that_of(saved.layout)
+        if self._context.world_size == 1:
+            return True
+        # As many ranks may place their tensors otherwise, or be other stages now. Where it is
+        # another model, whoever reads all shards can say what it was.
+        lasting = self._tree.lasting()
+        held = set(lasting.names.values())
+        return saved.is_cut_like([one for one in lasting.entries if one.name in held])
+
+    def _open_other(self) -> Restorable:
+        # Here, because both import distributed checkpoints.
+        layout = self._attached.layout
+        if layout is not None and layout.has_rules:
+            from ftrun.worker.reshard.ruled import open_ruled
+
+            return open_ruled(self._context, self._link, layout)
+        from ftrun.worker.reshard.engine import open_resized
+
+        return open_resized(self._context, self._link, layout)
+
+    def _arena_with(self, wanted: Version) -> Arena:
+        """The arena we were started with; or, on a node that is new to this rank, its SMP's."""
+        if self._context.arena_fd is not None:
+            arena = Arena(self._context.arena_fd, writable=True)
+            if arena.find(wanted) is not None:
+                return arena
+            arena.close()
+        return Arena(self._link.await_restored(wanted), writable=True)
+
+    def begin(self, extra: Callable[[], dict[str, Any]]) -> None:
+        """Reserve the memory and get ready to take snapshots.
+
+        Raises:
+            MemoryTooSmall: two slots do not fit, and the profile requires them.
+            ValueNotStorable: something attached holds what a snapshot cannot store.
+        """
+        context = self._context
+        if not context.settings.enabled:
+            return
+        state = self._checked.begin(extra())  # an error for what cannot be stored comes now
+        if self._inherited is None:
+            self._reserve(state)
+        self._capture = Capture(context, self._tree, self._link)
+        atexit.register(self._capture.finish)
+        if self._inherited is not None:
+            self._capture.warm(self._inherited)
+
+    def known_optimizers(self) -> list[torch.optim.Optimizer]:
+        """All whose state is captured, those inside others included."""
+        return list(self._inner.every())
+
+    def put_back_random_states(self) -> None:
+        if self._saved is not None:
+            self._saved.put_back_random_states(self._attached)
+
+    def _load(self) -> None:
+        assert self._saved is not None
+        self._warm_buckets()
+        self._wrapped_at_load = {id(ddp) for ddp in self._wrappers().values()}
+        self._put_in_place()
+        self._marks = RestoredMarks(self._tree)
+        self._settings = RestoredSettings(self._tree)
+
+    def _put_in_place(self) -> None:
+        assert self._saved is not None
+        attached = self._attached
+        # A script may hold what it found in a dict at attach: the second time it stays there.
+        dicts = () if self._marks is None else (attached.state, *attached.dicts.values())
+        items = [dict(one) for one in dicts]
+        with self._inner.leaving_out(self._saved.part("groups")):
+            self._saved.load(self._tree, self._context)
+        for one, its in zip(dicts, items, strict=True):
+            one.clear()
+            one.update(its)
+        self._inner.share_again()
+        self._accumulation.restored()
+        ready_memory.over()
+
+    def _let_go(self) -> None:
+        """What was restored is in the script's hands; its source is needed no more."""
+        if self._saved is not None:
+            self._saved.close()
+        self._saved = self._marks = self._settings = None
+
+    def _reserve(self, state: State) -> None:
+        """Ask whether the state will fit; where it does not, each snapshot is tried all the same.
+
+        Raises:
+            MemoryTooSmall: it does not fit, and the profile requires snapshots.
+        """
+        context = self._context
+        try:
+            self._link.reserve(needed_bytes(self._tree, state), frozen_bytes=frozen_bytes(state))
+        except MemoryTooSmall as error:
+            context.unprotected.add("memory", str(error))
+            if context.settings.required:
+                raise
+        except PeerError as error:
+            _log.warning("memory is not reserved: %s", error)
+
+    # --- loop ------------------------------------------------------------------------------
+
+    def first_turn(self) -> None:
+        """The loop begins: what the script has done since attach must not have cost the state."""
+        if self._saved is not None:
+            self._put_back_settings()
+            if self._wrapped_since_load():
+                # DDP's constructor has sent rank 0's buffers to all.
+                self._finish_capture()
+                self._load()
+            else:
+                self._load_if_overwritten()
+            self.put_back_random_states()
+            self._let_go()
+
+    def _put_back_settings(self) -> None:
+        assert self._settings is not None
+        if found := self._settings.put_back():
+            _log.warning(
+                "after attach the script has set %s otherwise than at step %d; the restored values "
+                "are put back; set them before attach, or inside the loop",
+                shown(found),
+                self._restored_step,
+            )
+
+    def _load_if_overwritten(self) -> None:
+        assert self._marks is not None
+        found = self._marks.compare()
+        if not found.touched:
+            return
+        self._finish_capture()
+        self._put_in_place()
+        if found.changed:
+            _log.warning(
+                "the script has overwritten the restored %s after attach (load_state_dict?); the "
+                "state of step %d is put back; load before attach",
+                shown(found.changed, limit=1),
+                self._restored_step,
+            )
+
+    def _check_overwritten(self) -> None:
+        """Before the first optimizer step, where the loop has not said that it begins.
+
+        Its forward has run, so nothing can be put back. A wrapper such as SAM, or a script that
+        normalizes a layer, changes weights before the step too, so most weights must differ, or
+        most of the optimizers' state.
+        """
+        if self._marks is None or self._inner.has_wrappers or self._wrapped_since_load():
+            return
+        if changed := self._marks.mostly_overwritten():
+            self._context.unprotected.add(
+                "overwritten",
+                f"the script has overwritten the restored {shown(changed, limit=1)} after attach "
+                "(load_state_dict?): the run does not continue from step "
+                f"{self._restored_step}; load before attach",
+            )
+
+    @property
+    def _restored_step(self) -> int:
+        assert self._context.restore is not None
+        return self._context.restore.step
+
+    def first_turn_is_over(self) -> None:
+        """A loop of the script's own has made its first step; what has run cannot be run again."""
+        if self._saved is not None and self._wrapped_since_load():
+            _log.warning(
+                "not bitwise: the model was wrapped in DDP after attach, which has sent rank 0's "
+                "buffers to all; attach after wrapping, or use session.steps()"
+            )
+        self._let_go()
+
+    def _wrapped_since_load(self) -> bool:
+        return bool({id(ddp) for ddp in self._wrappers().values()} - self._wrapped_at_load)
+
+    def boundary(
+        self, step: int, extra: Callable[[], dict[str, Any]], *, force: bool, allowed: bool
+    ) -> None:
+        """One step is done.
+
+        Args:
+            step: boundaries passed, this one included.
+            extra: the session's own values, asked for where a snapshot is taken.
+            force: take a snapshot whatever the interval says.
+            allowed: the script does not object to one here.
+
+        Raises:
+            MemoryTooSmall: there is no memory for snapshots, and the profile requires them.
+        """
+        lease.wait(self._context.commands)
+        try:
+            self._end_step(step, extra, force=force, allowed=allowed)
+        except MemoryTooSmall:
+            raise
+        except Exception as error:  # noqa: BLE001 - a bug in ftrun must not end the script
+            self._context.unprotected.add_bug("the step boundary", error)
+
+    def _end_step(
+        self, step: int, extra: Callable[[], dict[str, Any]], *, force: bool, allowed: bool
+    ) -> None:
+        self.digests.boundary(step)
+        heartbeat.step_done(self._context.page, step)
+        is_good = self._is_good()
+        allowed, force = allowed and is_good, force and is_good
+        is_between = not self._accumulation.boundary()
+        self._checked.boundary()
+        self._report_waiting()
+        stops = is_between and self._context.commands.get(Command.STOP_AFTER_STEP) <= step
+        if self._capture is not None:
+            self._capture.boundary(
+                step,
+                collect=lambda: self._collect(extra()),
+                force=(force and is_between) or (stops and is_good),
+                allowed=allowed and is_between,
+            )
+        if stops:
+            self._halt(step)
+
+    def _collect(self, extra: dict[str, Any]) -> State:
+        return self._checked.collect({**extra, "orders": self._known_orders()})
+
+    def keep(self, step: int, extra: Callable[[], dict[str, Any]]) -> None:
+        """Take a snapshot of the steps done, unless this step has one; no boundary is passed."""
+        capture = self._capture
+        if capture is None or capture.newest_step == step or not self._is_good():
+            return
+        collect = lambda: self._collect(extra())  # noqa: E731
+        capture.boundary(step, collect=collect, force=True, allowed=True)
+
+    @property
+    def newest_step(self) -> int | None:
+        """The step of the newest snapshot of this rank; -1: it has none; None: there are none."""
+        return None if self._capture is None else self._capture.newest_step
+
+    def _report_waiting(self) -> None:
+        """Report gradients that no snapshot holds, and those that keep any from being taken."""
+        accumulation, reasons = self._accumulation, self._context.unprotected
+        if accumulation.crossing and "crossing gradients" not in reasons:
+            crossing = accumulation.crossing
+            names = [name for name, one in self._attached.optimizers.items() if one in crossing]
+            reasons.add(
+                "crossing gradients",
+                f"{shown(names) or 'an optimizer'} uses gradients of the turn before, and no "
+                "snapshot holds gradients: a restart would step without them; run backward() and "
+                "step() in the same turn of the loop",
+            )
+        if accumulation.waiting_turns == 0:
+            reasons.remove("accumulation")
+        elif accumulation.waiting_turns >= _MOST_WAITING_TURNS and "accumulation" not in reasons:
+            pending = accumulation.pending
+            names = [name for name, one in self._attached.optimizers.items() if one in pending]
+            reasons.add(
+                "accumulation",
+                f"{shown(names) or 'an optimizer'} has had gradients for "
+                f"{accumulation.waiting_turns} steps of others and has not stepped, so no "
+                "snapshot is taken; call its zero_grad(), or requires_grad_(False) on its "
+                "parameters",
+            )
+
+    def _is_good(self) -> bool:
+        """Whether the state may replace an older one: not where a parameter is no number."""
+        page = self._context.page
+        since = page.get(Beat.BAD_NUMBERS_STEP)
+        if since and "bad numbers" not in self._context.unprotected:
+            self._context.unprotected.add(
+                "bad numbers",
+                f"a parameter is NaN or infinite since step {since:,}; older snapshots are kept",
+            )
+        return not since
+
+    def _finish_capture(self) -> None:
+        if self._capture is not None:
+            self._capture.finish()
+
+    def settle(self) -> None:
+        """The script begins another phase: wait for the copy under way."""
+        if self._capture is not None:
+            self._capture.settle()
+
+    def finish(self) -> None:
+        """The loop is over: let the last snapshot be sealed."""
+        self._finish_capture()
+
+    def close(self) -> None:
+        self._watch.close()
+        self._accumulation.close()
+        self._checked.close()
+        if self._capture is not None:
+            self._capture.close()
+            atexit.unregister(self._capture.finish)
+        self._link.close()
+
+    def _halt(self, step: int) -> None:
+        """Stand still until the agent ends this process, or takes the stop back."""
+        commands = self._context.commands
+        self._context.page.set(Beat.STOPPED_AT_BOUNDARY, 1)
+        give_up_s = clock.now_s() + _STOP_WAIT_S
+        while commands.get(Command.STOP_AFTER_STEP) <= step and clock.now_s() < give_up_s:
+            clock.sleep(_POLL_S)  # short, so that a signal handler of the script can run
+        self._context.page.set(Beat.STOPPED_AT_BOUNDARY, 0)
+
+    # --- bucket order ------------------------------------------------------------------------
+
+    def _wrappers(self) -> dict[str, Any]:
+        return self._watch.wrappers_of(self._attached.modules)
+
+    def _warm_buckets(self) -> None:
+        wrappers = {n: ddp for n, ddp in self._wrappers().items() if is_needed(ddp)}
+        if not wrappers:
+            return
+        if self._warmup is not None:
+            self._warmup()
+            return
+        for name, ddp in wrappers.items():
+            if name in self._orders:
+                warm_buckets(ddp, self._orders[name])
+            else:
+                _log.warning("not bitwise: no order of gradients is recorded for %s", name)
+
+    def _known_orders(self) -> dict[str, list[int]]:
+        if not torch.distributed.is_initialized():
+            return self._orders
+        wrappers = {n: ddp for n, ddp in self._wrappers().items() if n not in self._final_orders}
+        for name, ddp in wrappers.items():
+            if not is_needed(ddp):
+                self._final_orders.add(name)
+                continue
+            order, is_final = ready_order(ddp)
+            if is_final:
+                self._final_orders.add(name)
+                if name in self._orders and self._is_restored and order != self._orders[name]:
+                    _log.warning("not bitwise: the gradient buckets of %s differ", name)
+            if order is not None and (is_final or name not in self._orders):
+                self._orders[name] = order
+        return self._orders

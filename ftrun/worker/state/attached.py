@@ -1,0 +1,245 @@
+"""What the script has attached, sorted by how it is captured and put back.
+
+Runs in:  worker; also under plain python, on any system.
+Takes in: the arguments of `ftrun.attach`.
+Gives:    an `Attached`: modules, optimizers, objects with a state_dict, tensors, dicts and
+          generators, each under the name that its part of a snapshot carries.
+"""
+
+import copy
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from dataclasses import dataclass, field
+from fnmatch import translate
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from torch import nn
+
+from ftrun.errors import UsageError
+from ftrun.snapshot.plain_values import join
+from ftrun.worker.state import determinism as rng
+
+if TYPE_CHECKING:
+    from ftrun.worker.state.declared_layout import Declared
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """An object that gives its state and takes it back."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> object: ...
+
+
+SESSION_STATE = "session.state"
+"""The name under which snapshots hold `Session.state`; no argument of attach can have it."""
+
+
+class Skip:
+    """Names that the script leaves out of its snapshots: `attach(skip=[...])`.
+
+    Args:
+        patterns: exact names, or patterns in which `*` stands for any text, dots included.
+    """
+
+    def __init__(self, patterns: Iterable[str] = ()) -> None:
+        self._patterns = {one: _matcher_of(one) for one in patterns}
+        self._matched: set[str] = set()
+        self.has_items = any("[" in one or "{" in one for one in self._patterns)
+
+    def __bool__(self) -> bool:
+        return bool(self._patterns)
+
+    def __call__(self, name: str) -> bool:
+        """Whether a pattern matches this name."""
+        found = [pattern for pattern, matches in self._patterns.items() if matches(name)]
+        self._matched.update(found)
+        return bool(found)
+
+    @property
+    def unmatched(self) -> list[str]:
+        """Patterns that have matched nothing yet."""
+        return [pattern for pattern in self._patterns if pattern not in self._matched]
+
+    def completed(self, saved: Any, present: Any, path: str) -> Any:
+        """A saved tree with the skipped values of the tree that is there now."""
+        if isinstance(saved, Mapping) and isinstance(present, Mapping):
+            found = copy.copy(saved)
+            for key, value in present.items():
+                name = join(path, key)
+                if self(name):
+                    found[key] = value  # type: ignore[index]
+                elif key in found:
+                    found[key] = self.completed(found[key], value, name)  # type: ignore[index]
+            return found
+        if not (
+            self.has_items and isinstance(saved, list | tuple) and type(present) is type(saved)
+        ):
+            return saved
+        its = [*present, *[None] * len(saved)]
+        return type(saved)(
+            its[at] if self(name := f"{path}[{at}]") else self.completed(one, its[at], name)
+            for at, one in enumerate(saved)
+        )
+
+
+class SkipWithin:
+    """The same without the names that a part of a snapshot cannot do without.
+
+    Args:
+        skip: of the script.
+        needed: matches these names as a whole.
+    """
+
+    def __init__(self, skip: Skip, needed: str) -> None:
+        self._skip = skip
+        self._needed = re.compile(needed)
+        self.has_items = skip.has_items
+
+    def __call__(self, name: str) -> bool:
+        return self._needed.fullmatch(name) is None and self._skip(name)
+
+
+def _matcher_of(pattern: str) -> Callable[[str], object]:
+    # A key such as notes[3] has brackets of its own, which in a pattern are a set of characters.
+    literal = pattern.replace("[", "[[]")
+    expressions = {re.escape(pattern), *map(translate, (pattern, literal))}
+    return re.compile("|".join(f"(?:{one})" for one in sorted(expressions))).fullmatch
+
+
+@dataclass
+class Attached:
+    """Everything that is part of a snapshot, by name."""
+
+    modules: dict[str, nn.Module] = field(default_factory=dict)
+    optimizers: dict[str, torch.optim.Optimizer] = field(default_factory=dict)
+    stateful: dict[str, Stateful] = field(default_factory=dict)
+    tensors: dict[str, torch.Tensor | None] = field(default_factory=dict)
+    dicts: dict[str, MutableMapping[Any, Any]] = field(default_factory=dict)
+    generators: dict[str, Any] = field(default_factory=dict)
+    state: dict[str, Any] = field(default_factory=dict)
+    """`Session.state`."""
+    skip: Skip = field(default_factory=Skip)
+    layout: "Declared | None" = None
+    """How ranks share plain tensors and data, where the script says so."""
+    casts: bool = False
+    """What was saved in another floating dtype is rounded to the one that is here."""
+
+    def add(self, name: str, thing: object) -> None:
+        """Sort one object in.
+
+        Raises:
+            UsageError: it has no state that ftrun could take.
+        """
+        if isinstance(thing, nn.Module):
+            self.modules[name] = thing
+        elif isinstance(thing, torch.optim.Optimizer):
+            self.optimizers[name] = thing
+        elif rng.is_generator(thing):
+            self.generators[name] = thing
+        elif isinstance(thing, torch.Tensor):
+            self.tensors[name] = thing
+        elif isinstance(thing, np.ndarray):
+            self.tensors[name] = torch.from_numpy(thing)  # shares the array's memory
+        elif isinstance(thing, Stateful):
+            self.stateful[name] = thing
+        elif isinstance(thing, MutableMapping):
+            self.dicts[name] = thing
+        elif isinstance(thing, list | tuple):
+            for index, one in enumerate(thing):
+                self.add(f"{name}.{index}", one)
+        else:
+            raise UsageError(
+                f"attach({name}=...) was given a {type(thing).__name__}, which has no state that a "
+                "snapshot can hold. Give an object with state_dict() and load_state_dict(), a "
+                "module, an optimizer, a tensor, an array, a dict, a random generator, or a list "
+                "of these. Put single values into session.state"
+            )
+
+
+def by_name(argument: str, given: object) -> dict[str, Any]:
+    """One object, or several in a dict or a list, as `{full name: object}`; empty for None."""
+    if given is None:
+        return {}
+    if isinstance(given, Mapping) and not isinstance(given, Stateful):
+        return {f"{argument}.{name}": thing for name, thing in given.items()}
+    if isinstance(given, list | tuple):
+        return {f"{argument}.{index}": thing for index, thing in enumerate(given)}
+    return {argument: given}
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A tensor under its key in the dict that holds it, so that a change of it is seen."""
+
+    holder: dict[str, Any]
+    key: str
+    name: str
+    tensor: torch.Tensor | None
+    is_buffer: bool = False
+
+    @property
+    def is_current(self) -> bool:
+        return self.holder.get(self.key) is self.tensor
+
+
+def held_by(module: nn.Module, prefix: str) -> Iterator[Held]:
+    """Parameters and persistent buffers under their plain names, tied ones once."""
+    seen: set[int] = set()
+    for path, part in named_parts(module, prefix):
+        for holder, skipped, is_buffer in (
+            (part._parameters, frozenset(), False),
+            (part._buffers, part._non_persistent_buffers_set, True),
+        ):
+            for key, tensor in holder.items():
+                if key not in skipped and (tensor is None or id(tensor) not in seen):
+                    seen.add(id(tensor))
+                    yield Held(holder, key, f"{path}.{key}", tensor, is_buffer)
+
+
+def every_name(module: nn.Module, path: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """What `held_by` gives, with each of the names that a tied tensor has in `state_dict()`."""
+    for key, tensor in (*module._parameters.items(), *module._buffers.items()):
+        if tensor is not None and key not in module._non_persistent_buffers_set:
+            yield f"{path}.{key}", tensor
+    inner = wrapped_key(module)
+    for key, child in module._modules.items():
+        if child is not None:
+            yield from every_name(child, path if key == inner else f"{path}.{key}")
+
+
+def named_parts(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
+    """Every submodule once, with wrappers (DDP, torch.compile) left out of the names."""
+    seen: set[int] = set()
+    waiting = [(path, module)]
+    while waiting:
+        path, part = waiting.pop()
+        if id(part) in seen:
+            continue
+        seen.add(id(part))
+        yield path, part
+        inner = wrapped_key(part)
+        waiting += [
+            (path if key == inner else f"{path}.{key}", child)
+            for key, child in reversed(part._modules.items())
+            if child is not None
+        ]
+
+
+def wrapped_key(module: nn.Module) -> str | None:
+    """Under which key a wrapper keeps the module it wraps."""
+    if isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+        return "module"
+    return "_orig_mod" if "_orig_mod" in module._modules else None
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """The user's own module behind DDP and torch.compile."""
+    while (key := wrapped_key(module)) is not None:
+        inner = module._modules[key]
+        assert inner is not None
+        module = inner
+    return module

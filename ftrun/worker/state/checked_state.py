@@ -1,0 +1,129 @@
+"""What is attached, and the checks of it that are the same with an agent and without one.
+
+Runs in:  worker, training thread; also under plain python, on any system.
+Takes in: an `Attached`; step boundaries.
+Gives:    the state of each boundary; reasons for which it could not be restored.
+"""
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from ftrun.errors import FtrunError, StructureChanged
+from ftrun.worker.state.attached import Attached
+from ftrun.worker.state.inner_optimizers import InnerOptimizers
+from ftrun.worker.state.optimizer_watch import OptimizerWatch
+from ftrun.worker.state.state_tree import State, StateTree
+from ftrun.worker.state.unprotected import UnprotectedReasons
+
+_log = logging.getLogger(__name__)
+
+_CHECKED_BOUNDARIES = 2
+"""Checked without an agent: the first with the state of optimizers, and one more."""
+
+
+class CheckedState:
+    """The state of all that is attached. Closed by `close`.
+
+    Args:
+        attached: gets the optimizers inside the attached ones.
+        reasons: get what a snapshot would lose.
+        before_first_step: called once, before the first step of a known optimizer.
+
+    Raises:
+        UsageError: an optimizer steps where ftrun cannot see it.
+    """
+
+    def __init__(
+        self,
+        attached: Attached,
+        reasons: UnprotectedReasons,
+        before_first_step: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.inner = InnerOptimizers(attached)
+        self.tree = StateTree(attached)
+        self._reasons = reasons
+        self._has_collected = False
+        self._watch = OptimizerWatch(
+            self.inner.every(), self.tree.names, reasons, before_first_step
+        )
+
+    def begin(self, extra: dict[str, Any]) -> State:
+        """The state at `attach`.
+
+        Raises:
+            SnapshotError, UsageError: it cannot be stored.
+        """
+        state = self.tree.collect(extra)
+        self.tree.check_skip()
+        return state
+
+    def boundary(self) -> None:
+        """End a turn: report optimizers that are not attached."""
+        self._watch.boundary()
+
+    def collect(self, extra: dict[str, Any]) -> State:
+        """The state at a boundary.
+
+        Raises:
+            SnapshotError: it cannot be stored, or not be restored.
+        """
+        state = self.tree.collect(extra)
+        if not self._has_collected and (unmatched := self.tree.attached.skip.unmatched):
+            _log.warning(
+                "attach(skip=...): %s has matched nothing up to the first snapshot",
+                ", ".join(unmatched),
+            )
+        self._has_collected = True
+        if self.tree.lost:
+            raise StructureChanged(self.tree.lost)
+        self._reasons.remove("structure")
+        return state
+
+    def close(self) -> None:
+        self._watch.close()
+
+
+class PlainCheck:
+    """Finds without an agent what a snapshot would lose: at `attach` and at the first boundaries.
+
+    Args:
+        attached: what to check.
+        extra: plain values of ftrun's own.
+
+    Raises:
+        SnapshotError, UsageError: as under an agent.
+    """
+
+    def __init__(self, attached: Attached, extra: dict[str, Any]) -> None:
+        self._reasons = UnprotectedReasons(None)
+        self._state = CheckedState(attached, self._reasons)
+        self._left = _CHECKED_BOUNDARIES
+        try:
+            self._state.begin(extra)
+        except FtrunError:
+            self.close()
+            raise
+        except Exception as error:  # noqa: BLE001 - no fault of ours ends a script
+            self.close()
+            self._reasons.add_bug("attach", error)
+
+    def boundary(self, extra: Callable[[], dict[str, Any]]) -> None:
+        """End a turn. Never raises."""
+        if not self._left:
+            return
+        try:
+            self._state.boundary()
+            self._state.collect(extra())
+        except FtrunError as error:
+            self._reasons.add("value", str(error))
+        except Exception as error:  # noqa: BLE001 - no fault of ours ends a script
+            self._reasons.add_bug("the step boundary", error)
+        self._left -= 1
+        if not self._left:
+            self.close()
+
+    def close(self) -> None:
+        """Check no more, and let go of the optimizers."""
+        self._left = 0
+        self._state.close()

@@ -1,0 +1,301 @@
+"""The position in the data, and how to come back to it.
+
+Runs in:  worker, training thread.
+Takes in: a DataLoader, torchdata's StatefulDataLoader or any iterable of batches.
+Gives:    its batches, from the restored one on; plain values that say which one that is.
+
+A StatefulDataLoader knows its position. For a plain DataLoader the random states at the start
+of the pass are kept: they are put back, the loader's iterator is made again, and its sampler
+is asked for the batches that have been used and that nobody loads. That gives the same indices
+in the same order without reading one sample. Where the data set is an iterable one there is
+nothing to skip by, so batches are loaded and dropped.
+"""
+
+import copy
+import gc
+import logging
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from ftrun.worker.state import determinism as rng
+from ftrun.worker.state.module_state import given_by
+
+_TURNS_BY_HAND = 2
+
+_log = logging.getLogger(__name__)
+
+
+class Feed:
+    """One loader and the position in it."""
+
+    def __init__(self, name: str, loader: Any) -> None:
+        self.name = name
+        self.loader = loader
+        self._pass = 0
+        self._handed_out = 0
+        self._started_with: dict[str, Any] | None = None
+        self._has_begun = False
+        self._clone: Any = None
+        self._resume: dict[str, Any] | None = None
+        self._to_leave_out = 0
+        self._in_use: dict[weakref.ref[_BaseDataLoaderIter], int] = {}
+        """Iterators that the script has made itself, with the batches they had given."""
+        self._turns_in_use = 0
+
+    def state(self) -> dict[str, Any]:
+        """Where the loader is, as plain values and what its own state_dict holds.
+
+        Raises:
+            StateDictFailed: the loader's own state_dict() raised.
+        """
+        if self._resume is not None and not self._has_own_position:
+            return self._resume  # nothing has been taken since it was restored
+        own = given_by(self.loader.state_dict, self.name) if self._has_own_position else None
+        return {
+            "pass": self._pass,
+            "handed_out": self._handed_out,
+            "started_with": self._started_with,
+            "had_workers": self._has_begun and self._keeps_workers and self._pass > 0,
+            "own": own,
+        }
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Begin the next iteration where `state` was taken."""
+        self._pass = state["pass"]
+        self._handed_out = state["handed_out"]
+        self._started_with = state["started_with"]
+        self._resume = state
+        if state["own"] is not None and self._is_stateful:
+            self.loader.load_state_dict(state["own"])
+
+    def pause(self) -> None:
+        """The next iteration continues this pass, as it would after a restore."""
+        self.load_state(self.state())
+
+    def end_pass(self) -> None:
+        """Whatever is left of a restored pass is not wanted."""
+        self._resume = None
+        self._handed_out = 0
+        self._started_with = None
+
+    def leave_out(self, count: int) -> None:
+        """Load so many of the next batches, and hand none of them out; into the next pass too."""
+        self._to_leave_out = count
+
+    def warning(self) -> str | None:
+        """What cannot be exact with this loader, and the remedy."""
+        if self._is_stateful or not isinstance(self.loader, DataLoader):
+            return None
+        remedy = "use torchdata's StatefulDataLoader for an exact resume"
+        if isinstance(self.loader.dataset, IterableDataset):
+            return f"{self.name} reads an iterable data set: a resume reads it again; {remedy}"
+        if self.loader.num_workers > 0:
+            return (
+                f"{self.name} has worker processes, whose random augmentation a resume does not "
+                f"repeat exactly; {remedy}"
+            )
+        return None
+
+    def batches(self, epoch: int | None, after_start: Callable[[], None]) -> Iterator[Any]:
+        """One pass, or what is left of it.
+
+        Args:
+            epoch: for the sampler; without one, passes are counted.
+            after_start: called once the iterator exists and before it loads anything.
+        """
+        resume, self._resume = self._resume, None
+        self._set_epoch(self._pass if epoch is None else epoch)
+        if resume is None:
+            self._handed_out = 0
+            self._started_with = None if self._is_stateful else self._random_states()
+            iterator = iter(self._clone if self._clone is not None else self.loader)
+        else:
+            # Inside `steps()` the loop has begun already, and its random numbers must go on.
+            now = rng.take_all()
+            iterator = self._again(resume)
+            rng.put_back(now)
+        self._has_begun = True
+        after_start()
+        for batch in iterator:
+            self._handed_out += 1
+            if self._to_leave_out > 0:
+                self._to_leave_out -= 1
+                continue
+            yield batch
+        self._pass += 1
+        self._handed_out = 0
+        self._started_with = None
+
+    @property
+    def index(self) -> int:
+        """The index in its pass of the batch handed out last."""
+        return self._handed_out - 1
+
+    @property
+    def is_at_end(self) -> bool:
+        """Whether the batch handed out last is the pass's last, as far as the loader knows."""
+        try:
+            return self._handed_out >= len(self.loader)
+        except TypeError:  # an iterable data set
+            return False
+
+    @property
+    def is_followed(self) -> bool:
+        """Whether its position is known: it gives batches here, or has a state_dict that says."""
+        return self._has_begun or self._has_own_position
+
+    def is_by_hand(self, boundaries: int) -> bool:
+        """Whether the script takes a batch from a DataLoader by itself in each of two turns.
+
+        All objects of the process are searched for its iterators, and that takes long, so it is
+        done at boundaries 2, 4, 8, 16 and so on.
+
+        Args:
+            boundaries: passed in this process; called at each.
+        """
+        if self._turns_in_use < _TURNS_BY_HAND and isinstance(self.loader, DataLoader):
+            given = {iterator: _given_by(iterator) for iterator in self._in_use}
+            self._in_use = {it: now for it, now in given.items() if now > self._in_use[it]}
+            self._turns_in_use = self._turns_in_use + 1 if self._in_use else 0
+            if self._turns_in_use < _TURNS_BY_HAND and boundaries & (boundaries - 1) == 0:
+                self._in_use, self._turns_in_use = _iterators_of(self.loader), 0
+        return self._turns_in_use >= _TURNS_BY_HAND
+
+    @property
+    def _has_own_position(self) -> bool:
+        # A state_dict() before the first iteration may begin one: torchdata's loaders do so.
+        if not self._is_stateful:
+            return False
+        if hasattr(self.loader, "_iterator"):
+            return self.loader._iterator is not None
+        return self._has_begun
+
+    @property
+    def _is_stateful(self) -> bool:
+        return hasattr(self.loader, "state_dict") and hasattr(self.loader, "load_state_dict")
+
+    @property
+    def _keeps_workers(self) -> bool:
+        return bool(getattr(self.loader, "persistent_workers", False))
+
+    def _again(self, resume: dict[str, Any]) -> Iterator[Any]:
+        if self._is_stateful or resume["started_with"] is None:
+            iterator = self._iterator_over(self.loader)
+            # Its own position was that of one rank among another number of them.
+            for _ in range(resume["handed_out"] if resume.get("resized") else 0):
+                next(iterator, None)
+            return iterator
+        self._put_back(resume["started_with"])
+        to_skip = resume["handed_out"]
+        if isinstance(self.loader, DataLoader) and not isinstance(
+            self.loader.dataset, IterableDataset
+        ):
+            restart = resume["started_with"] if resume["had_workers"] else None
+            return self._skipping(to_skip, restart)
+        iterator = self._iterator_over(self.loader)
+        for _ in range(to_skip):
+            next(iterator, None)
+        return iterator
+
+    def _skipping(self, to_skip: int, restart: dict[str, Any] | None) -> Iterator[Any]:
+        """An iterator over a copy of the loader whose sampler has lost its first batches."""
+        loader = self.loader
+        clone = copy.copy(loader)
+        inner = "sampler" if loader.batch_sampler is None else "batch_sampler"
+        put_back = None if restart is None else (lambda: self._put_back(restart))
+        skipping = _SkippingSampler(getattr(loader, inner), to_skip, put_back)
+        clone.__dict__[inner] = skipping  # DataLoader refuses a plain assignment
+        clone.__dict__["_iterator"] = None
+        if self._keeps_workers and loader.num_workers > 0:
+            self._clone = clone  # its workers are the ones that stay
+        iterator = self._iterator_over(clone)
+        skipping.skip()
+        return iterator
+
+    @staticmethod
+    def _iterator_over(loader: Iterable[Any]) -> Iterator[Any]:
+        return iter(loader)
+
+    def _set_epoch(self, epoch: int) -> None:
+        sampler = getattr(self.loader, "sampler", None)
+        batch_sampler = getattr(self.loader, "batch_sampler", None)
+        for one in (sampler, batch_sampler, getattr(batch_sampler, "sampler", None)):
+            if callable(set_epoch := getattr(one, "set_epoch", None)):
+                set_epoch(epoch)
+                return
+
+    def _generators(self) -> dict[str, torch.Generator]:
+        loader = self.loader
+        sampler = getattr(loader, "sampler", None)
+        found = {
+            "loader": getattr(loader, "generator", None),
+            "sampler": getattr(sampler, "generator", None),
+        }
+        return {name: g for name, g in found.items() if isinstance(g, torch.Generator)}
+
+    def _random_states(self) -> dict[str, Any]:
+        generators = {name: rng.generator_bytes(g) for name, g in self._generators().items()}
+        return {"rng": rng.take_all(), "generators": generators}
+
+    def _put_back(self, states: dict[str, Any]) -> None:
+        rng.put_back(states["rng"])
+        for name, generator in self._generators().items():
+            if name in states["generators"]:
+                rng.set_generator(generator, states["generators"][name])
+
+
+def _iterators_of(loader: Any) -> "dict[weakref.ref[_BaseDataLoaderIter], int]":
+    """The iterators over a loader that exist now, with the number of batches each has given."""
+    sampler = loader._index_sampler
+    # By type(): isinstance() would run code of proxies among the objects.
+    every = [one for one in gc.get_objects() if issubclass(type(one), _BaseDataLoaderIter)]
+    return {weakref.ref(one): one._num_yielded for one in every if one._index_sampler is sampler}
+
+
+def _given_by(iterator: "weakref.ref[_BaseDataLoaderIter]") -> int:
+    found = iterator()
+    return -1 if found is None else found._num_yielded
+
+
+class _SkippingSampler:
+    """A sampler without its first items, in the first pass that is really drawn from."""
+
+    def __init__(
+        self, inner: Iterable[Any], to_skip: int, before: Callable[[], None] | None
+    ) -> None:
+        self._inner = inner
+        self._to_skip = to_skip
+        self._before = before
+        self._begun: Iterator[Any] | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def __len__(self) -> int:
+        return len(self._inner)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[Any]:
+        # Lazy: a DataLoader draws its base seed after it has called iter() (with workers, twice),
+        # and a sampler draws its own seed at its first item. The order of draws must not change.
+        begun, self._begun = self._begun, None
+        yield from self._start() if begun is None else begun
+
+    def skip(self) -> None:
+        """Draw what is to be skipped, unless the loader has begun to draw already."""
+        if self._to_skip or self._before:
+            self._begun = self._start()
+
+    def _start(self) -> Iterator[Any]:
+        to_skip, self._to_skip = self._to_skip, 0
+        before, self._before = self._before, None
+        if before is not None:
+            before()
+        iterator = iter(self._inner)
+        for _ in range(to_skip):
+            next(iterator, None)
+        return iterator

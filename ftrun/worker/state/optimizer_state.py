@@ -1,0 +1,350 @@
+"""Parameter groups and state of optimizers, as a snapshot has them, and back.
+
+Runs in:  worker, training thread: at each step boundary, and inside `attach`.
+Takes in: optimizers, and the names of parameters.
+Gives:    groups and state with names in place of parameters; optimizers that hold them again.
+"""
+
+import functools
+import types
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from ftrun.errors import ShapeChanged, ValueNotStorable
+from ftrun.worker.state.attached import Skip
+from ftrun.worker.state.tensors import Sharded
+
+Groups = list[dict[str, Any]]
+
+_NOTHING = "nothing"
+
+_SCALARS = frozenset({type(None), bool, int, float, complex, str, bytes})
+
+_IDENTITIES = (
+    types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType, type,
+    functools.partial, torch.dtype, torch.device, torch.layout, torch.memory_format,
+)  # fmt: skip
+_DISTRIBUTED = frozenset({"ProcessGroup", "DeviceMesh"})
+
+
+# --- at a boundary -----------------------------------------------------------------------------
+
+
+class GroupReader:
+    """Reads parameter groups, and checks that a rebuilt script has what cannot be stored.
+
+    A process group, a mesh, a function or a dtype in a group is no value but part of the script:
+    it is left out, and a restore keeps the one that the new optimizer has under the same key.
+    """
+
+    def __init__(self) -> None:
+        self._at_attach: dict[tuple[str, int, str], object] | None = None
+
+    def read(
+        self,
+        optimizers: Mapping[str, torch.optim.Optimizer],
+        names: Mapping[int, str],
+        skip: Callable[[str], bool],
+    ) -> dict[str, Groups]:
+        """The groups of all optimizers, with names instead of parameters.
+
+        Raises:
+            ValueNotStorable: a value that is left out was not there at `attach`.
+        """
+        left_out: dict[tuple[str, int, str], object] = {}
+        found: dict[str, Groups] = {}
+        for name, optimizer in optimizers.items():
+            found[name] = []
+            for at, group in enumerate(optimizer.param_groups):
+                kept = {}
+                for key, value in group.items():
+                    if key == "params":
+                        kept[key] = [names[id(parameter)] for parameter in value]
+                    elif type(value) not in _SCALARS and is_identity(value):
+                        if not skip(f"{name}[{at}].{key}"):
+                            left_out[name, at, key] = value
+                    else:
+                        kept[key] = value
+                found[name].append(kept)
+        if self._at_attach is None:
+            self._at_attach = left_out
+        elif left_out:
+            self._check(left_out, optimizers)
+        return found
+
+    def _check(
+        self,
+        left_out: Mapping[tuple[str, int, str], object],
+        optimizers: Mapping[str, torch.optim.Optimizer],
+    ) -> None:
+        assert self._at_attach is not None
+        for (name, at, key), value in left_out.items():
+            default = optimizers[name].defaults.get(key)  # for groups that were added later
+            if value != self._at_attach.get((name, at, key), default):
+                raise ValueNotStorable(
+                    key=f"{name}[{at}].{key}",
+                    kind=f"{type(value).__qualname__} that is not the one there at attach",
+                )
+
+
+def is_identity(value: object) -> bool:
+    """Whether it is part of the script and no value: a function, a process group, a dtype."""
+    if isinstance(value, (list, tuple)):
+        return bool(value) and all(map(is_identity, value))
+    return isinstance(value, _IDENTITIES) or any(
+        kind.__name__ in _DISTRIBUTED for kind in type(value).__mro__
+    )
+
+
+def state_of(
+    name: str,
+    optimizer: torch.optim.Optimizer,
+    names: Mapping[int, str],
+    skip: Callable[[str], bool],
+) -> dict[str, Any]:
+    """The state, by name of the parameter. Other keys belong to the optimizer as a whole.
+
+    Raises:
+        ValueNotStorable: it is state of a tensor that has no name.
+    """
+    found: dict[Any, Any] = {}
+    key: Any
+    for key, state in optimizer.state.items():
+        if isinstance(key, torch.Tensor) and id(key) not in names:
+            path = f"{name}.state[a tensor of shape {list(key.shape)}]"
+            if skip(path):
+                continue
+            raise ValueNotStorable(
+                key=path,
+                kind="state of a tensor that is in no parameter group and no attached module",
+            )
+        found[names.get(id(key), key)] = state
+    return {"state": found}
+
+
+def state_values(optimizer: torch.optim.Optimizer) -> list[object]:
+    """All values in the state; the same objects as before if nothing but tensors has changed.
+
+    Numbers are other objects after each step, so an optimizer that keeps some in its state is
+    walked at each boundary; torch's own keep tensors only.
+    """
+    found: list[object] = []
+    for state in optimizer.state.values():
+        if type(state) is dict:
+            found += state.values()
+        else:
+            found.append(state)
+    if _ORDINARY.issuperset(map(type, found)):
+        return found
+    return [leaf for value in found for leaf in _leaves(value)]
+
+
+_ORDINARY = _SCALARS | {torch.Tensor, torch.nn.Parameter}
+
+
+def _leaves(value: object) -> Iterator[object]:
+    if isinstance(value, Mapping):
+        yield len(value)
+        for key, one in value.items():
+            yield key
+            yield from _leaves(one)
+    elif isinstance(value, (list, tuple)):
+        yield len(value)
+        for one in value:
+            yield from _leaves(one)
+    elif isinstance(value, torch.Tensor) or type(value) in _SCALARS:
+        yield value
+    else:
+        yield object()  # it may change in place unseen: an array, a set
+
+
+# --- back --------------------------------------------------------------------------------------
+
+
+def groups_for(name: str, optimizer: torch.optim.Optimizer, saved: Mapping[str, Groups]) -> Groups:
+    """The saved parameter groups of an optimizer.
+
+    Raises:
+        ShapeChanged: it was not there.
+    """
+    if name not in saved:
+        raise ShapeChanged(key=name, saved=_NOTHING, present=type(optimizer).__name__)
+    return saved[name]
+
+
+def load_optimizer(
+    name: str,
+    optimizer: torch.optim.Optimizer,
+    groups: Groups,
+    state: Mapping[Any, Any],
+    *,
+    names: Mapping[int, str],
+    dtypes: Mapping[str, torch.dtype],
+    skip: Skip,
+) -> None:
+    """Hand over groups and state.
+
+    Args:
+        name: under which it is attached.
+        optimizer: gets them.
+        groups: with names in place of parameters.
+        state: by name of the parameter, or by whatever other key.
+        names: of parameters, by id.
+        dtypes: that parameters had when they were saved, by name.
+        skip: names of values that stay as they are.
+
+    Raises:
+        ShapeChanged: its groups hold other parameters.
+    """
+    parameters = {names[id(p)]: p for group in optimizer.param_groups for p in group["params"]}
+    index = {one: at for at, one in enumerate(parameters)}
+    ordered = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+    _check_groups(name, groups, ordered)
+    state = {key: _sharded_like(parameters.get(key), values) for key, values in state.items()}
+    # A key that is no parameter belongs to the optimizer as a whole; torch takes an int for one.
+    later = {k: values for k, values in state.items() if k not in index and isinstance(k, int)}
+    before = [dict(group) for group in optimizer.param_groups]
+    state_before = dict(optimizer.state) if skip else {}
+    optimizer.load_state_dict(
+        {
+            "state": {
+                index.get(k, k): _castable(values) for k, values in state.items() if k not in later
+            },
+            "param_groups": [
+                {**group, "params": [index[one] for one in present]}
+                for group, present in zip(groups, ordered, strict=True)
+            ],
+        }
+    )
+    _put_back_groups(name, optimizer, before, groups, skip)
+    for key, values in state.items():
+        parameter = parameters.get(key)
+        where = key if parameter is None else parameter
+        if key in later:
+            optimizer.state[key] = values
+        elif where in optimizer.state:
+            follows = dtypes.get(key, parameter.dtype) if parameter is not None else None
+            optimizer.state[where] = _exact(values, optimizer.state[where], follows)
+    _keep_skipped(name, optimizer, state_before, names, skip)
+
+
+def _put_back_groups(
+    name: str, optimizer: torch.optim.Optimizer, before: Groups, groups: Groups, skip: Skip
+) -> None:
+    trios = zip(optimizer.param_groups, before, groups, strict=True)
+    for at, (group, old, saved) in enumerate(trios):
+        for key, value in old.items():
+            if key == "params":
+                continue
+            its = saved.get(key, value)
+            if skip:
+                its = skip.completed(its, value, f"{name}[{at}].{key}")
+            group[key] = into(value, its) if key in saved else value
+
+
+def _keep_skipped(
+    name: str,
+    optimizer: torch.optim.Optimizer,
+    before: Mapping[Any, Any],
+    names: Mapping[int, str],
+    skip: Skip,
+) -> None:
+    """Give an optimizer back what the script leaves out of its snapshots, as it was before."""
+    for where, values in before.items():
+        path = f"{name}.state.{names.get(id(where), where)}"
+        if skip(path):
+            optimizer.state[where] = values
+        elif where in optimizer.state:
+            optimizer.state[where] = skip.completed(optimizer.state[where], values, path)
+
+
+def _check_groups(name: str, saved: Groups, ordered: list[list[str]]) -> None:
+    for at, (group, present) in enumerate(zip(saved, ordered, strict=False)):
+        # Their order says nothing: state goes by name, and other stages had them in another one.
+        if sorted(group["params"]) != sorted(present):
+            raise ShapeChanged(
+                key=f"{name}.param_groups[{at}]",
+                saved=f"{len(group['params'])} parameters ({_first(group['params'])})",
+                present=f"{len(present)} parameters ({_first(present)})",
+            )
+    if len(saved) != len(ordered):
+        raise ShapeChanged(
+            key=f"{name}.param_groups",
+            saved=f"{len(saved)} groups",
+            present=f"{len(ordered)} groups",
+        )
+
+
+def _sharded_like(parameter: torch.Tensor | None, values: Any) -> Any:
+    if isinstance(values, Sharded):
+        return values.like(parameter)
+    if isinstance(values, dict):
+        return {key: _sharded_like(parameter, value) for key, value in values.items()}
+    if isinstance(values, list | tuple):
+        return type(values)(_sharded_like(parameter, value) for value in values)
+    return values
+
+
+_TAKEN_APART = (str, bytes, set, frozenset, np.ndarray)
+"""What torch's `load_state_dict` takes for a list to cast item by item."""
+
+
+def _castable(values: Any) -> Any:
+    """With None in place of what a cast would take apart; `_exact` puts that back."""
+    if isinstance(values, dict):
+        return {key: _castable(value) for key, value in values.items()}
+    if isinstance(values, list | tuple):
+        return type(values)(_castable(value) for value in values)
+    return None if isinstance(values, _TAKEN_APART) else values
+
+
+def _exact(saved: Any, loaded: Any, follows: torch.dtype | None) -> Any:
+    """What an optimizer has loaded, in the dtypes that were saved.
+
+    `load_state_dict` casts state to the parameter's dtype: parameters in bf16 would lose the
+    lower half of an fp32 `exp_avg`.
+
+    Args:
+        saved: a value, or a tree of them.
+        loaded: what the optimizer has made of it.
+        follows: the dtype that the parameter had; state that had it follows the parameter.
+    """
+    if isinstance(saved, torch.Tensor) and isinstance(loaded, torch.Tensor):
+        is_cast = loaded.dtype != saved.dtype and saved.dtype != follows
+        return saved.to(loaded.device) if is_cast else loaded
+    if isinstance(saved, dict) and isinstance(loaded, dict):
+        for key in saved.keys() & loaded.keys():
+            loaded[key] = _exact(saved[key], loaded[key], follows)
+        return loaded
+    if isinstance(saved, list | tuple) and isinstance(loaded, list | tuple):
+        if len(saved) != len(loaded):
+            return loaded
+        pairs = zip(saved, loaded, strict=True)
+        return type(loaded)(_exact(one, other, follows) for one, other in pairs)
+    return saved if loaded is None and isinstance(saved, _TAKEN_APART) else loaded
+
+
+def into(present: Any, saved: Any) -> Any:
+    """A value of a group; tensors are written into those that are there.
+
+    Others may share their memory, such as views of one buffer, or hold on to them.
+    """
+    if isinstance(saved, torch.Tensor) and isinstance(present, torch.Tensor):
+        if (present.shape, present.dtype) == (saved.shape, saved.dtype):
+            with torch.no_grad():
+                present.copy_(saved)
+            return present
+    elif isinstance(saved, dict) and isinstance(present, dict):
+        return {key: into(present.get(key), value) for key, value in saved.items()}
+    elif isinstance(saved, list | tuple) and isinstance(present, list | tuple):
+        present = [*present, *[None] * len(saved)][: len(saved)]
+        pairs = zip(present, saved, strict=True)
+        return type(saved)(into(one, other) for one, other in pairs)
+    return saved
+
+
+def _first(names: list[str]) -> str:
+    return f"{names[0]} ..." if names else _NOTHING

@@ -1,0 +1,479 @@
+"""The state of all that is attached, as named tensors and one tree of plain values.
+
+Runs in:  worker, training thread, at each step boundary.
+Takes in: an `Attached`.
+Gives:    a `State`: the sources that are owned by an optimizer (lazy), those that are not
+          (boundary), and the packed plain values.
+
+Names carry no trace of DDP or torch.compile. Walking the modules costs milliseconds, so the
+walk's result is kept and only checked at a boundary: same objects in the same dicts, at the
+same addresses. Objects with a state_dict are asked each time; what they give is small.
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from operator import is_
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from ftrun.errors import UsageError, ValueNotStorable
+from ftrun.snapshot.boxes import Part
+from ftrun.snapshot.layout import Entry, When
+from ftrun.snapshot.plain_values import Skips, TensorRef, encode, encode_each, join
+from ftrun.worker.state import determinism as rng
+from ftrun.worker.state import module_state
+from ftrun.worker.state.attached import (
+    SESSION_STATE,
+    Attached,
+    Held,
+    SkipWithin,
+    every_name,
+    held_by,
+    named_parts,
+)
+from ftrun.worker.state.gradients import present_gradients
+from ftrun.worker.state.module_state import given_by
+from ftrun.worker.state.optimizer_state import GroupReader, state_of, state_values
+from ftrun.worker.state.parts import part_of
+from ftrun.worker.state.structure import Structure, structure_of
+from ftrun.worker.state.tensors import described, is_sharded, kind_of, local_tensor, stride_of
+
+_GROUP_KEYS = r"[^\[\]]*(\[\d+\](\.params(\[\d+\])?)?)?"
+"""An optimizer, a group of it, and the parameters of that; `skip` does not leave these out."""
+
+_LOADER_KEYS = r"((?!\.own[.\[]).)*"
+"""All of a loader's position but what is in its own state_dict()."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A tensor to copy: detached, and local to this rank; `part` says of which one it is a part."""
+
+    name: str
+    tensor: torch.Tensor
+    when: When
+    part: Part | None = None
+
+    @property
+    def entry(self) -> Entry:
+        dtype, shape = described(self.tensor)
+        return Entry(self.name, dtype, shape, self.when, part=self.part)
+
+
+def source_of(name: str, tensor: torch.Tensor, when: When) -> Source:
+    """The source of a tensor, plain or sharded.
+
+    Raises:
+        ValueNotStorable: it has no bytes that could be copied.
+    """
+    local = local_tensor(tensor, name)
+    return Source(name, local, when, part_of(tensor, tuple(local.shape)))
+
+
+@dataclass(frozen=True)
+class Lasting:
+    """Sources that stay the same objects from step to step; one that changes makes a new one."""
+
+    sources: tuple[Source, ...]
+    originals: tuple[torch.Tensor, ...]
+    addresses: list[int]
+    held: tuple[Held, ...]
+    num_held: int
+    parameters: list[torch.Tensor]
+    state_values: list[object]
+    optimizer_state: bytes
+    modules: bytes
+    names: dict[int, str]
+    submodules: module_state.Submodules = ()
+    children: Sequence[object] = ()
+    uninitialized: tuple[tuple[str, torch.Tensor], ...] = ()
+
+    @cached_property
+    def learned(self) -> tuple[tuple[str, torch.Tensor], ...]:
+        """Parameters, without buffers."""
+        return tuple((h.name, h.tensor) for h in self.held if isinstance(h.tensor, nn.Parameter))
+
+    @cached_property
+    def others(self) -> tuple[tuple[str, torch.Tensor], ...]:
+        """Leaf tensors that are no parameters of modules; some only an optimizer has."""
+        named = set(self.names.values()) - {name for name, _ in self.learned}
+        pairs = zip(self.sources, self.originals, strict=True)
+        return tuple((s.name, t) for s, t in pairs if s.name in named and t.is_leaf)
+
+    @cached_property
+    def entries(self) -> tuple[Entry, ...]:
+        return tuple(source.entry for source in self.sources)
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """All there is to copy at one boundary."""
+
+    lasting: Lasting
+    fresh: tuple[Source, ...]
+    plain: bytes
+
+
+class StateTree:
+    """Collects the state at each boundary."""
+
+    def __init__(self, attached: Attached) -> None:
+        self.attached = attached
+        self.lost: list[str] = []
+        """What a restore could not put into the script as it was at `attach`."""
+        self._lasting: Lasting | None = None
+        self._built: Structure | None = None
+        self._groups = GroupReader()
+        self._not_taken_back: dict[str, dict[str, bytes]] = {}
+        skip = attached.skip
+        self._skips: dict[str, Skips] = {}
+        if skip:
+            self._skips = {
+                "groups": SkipWithin(skip, _GROUP_KEYS),
+                "stateful": skip,
+                "dicts": skip,
+                "loaders": SkipWithin(skip, _LOADER_KEYS),
+            }
+        self._roots = {SESSION_STATE}
+        """Names of what is attached, under which keys may appear later."""
+
+    def collect(self, extra: dict[str, Any]) -> State:
+        """The state as it is now.
+
+        Args:
+            extra: plain values of ftrun's own: counters, loader positions.
+
+        Raises:
+            ValueNotStorable: names the key of a value that is neither tensor nor plain.
+        """
+        lasting = self.lasting()
+        fresh = _References(When.BOUNDARY)
+        attached = self.attached
+        parts = {
+            "groups": self._groups.read(attached.optimizers, lasting.names, attached.skip),
+            "stateful": dict(_states(attached)),
+            "dicts": _dicts(attached),
+            "generators": {n: rng.generator_state(g) for n, g in attached.generators.items()},
+            "frozen": [name for name, tensor in lasting.learned if not tensor.requires_grad],
+            "learned_others": [name for name, tensor in lasting.others if tensor.requires_grad],
+            "gradients": present_gradients(lasting.parameters, lasting.names),
+            "training": module_state.training_flags(lasting.submodules),
+            "rng": rng.take_all(),
+            **extra,
+        }
+        if attached.layout is not None:
+            parts["layout"] = attached.layout.saved
+        # Part by part, so that the path in an error starts at the name given to attach.
+        skips = self._skips
+        packed = {
+            key: encode(part, refer=fresh, skip=skips.get(key), is_exact=key == "dicts")
+            for key, part in parts.items()
+        }
+        self._roots.update(extra.get("loaders", ()))
+        skip = attached.skip or None
+        extra_states = module_state.extra_states(lasting.submodules)
+        packed["extra_state"] = encode_each(
+            extra_states, module_state.EXTRA_STATE, refer=fresh, skip=skip
+        )
+        if own_keys := self._own_keys(lasting):
+            packed["own_keys"] = encode_each(
+                own_keys, module_state.OWN_KEYS, refer=fresh, skip=skip
+            )
+        packed["optimizer_state"] = lasting.optimizer_state
+        packed["modules"] = lasting.modules
+        return State(lasting, tuple(fresh.sources), encode(packed))
+
+    def lasting(self) -> Lasting:
+        """The walk's result: the last one while it still holds."""
+        if self._lasting is None or not self._holds(self._lasting):
+            self._lasting = self._walk()
+            now = structure_of(self._lasting, self.attached)
+            self._built = self._built or now
+            self.lost = now.lost_since(self._built)
+        return self._lasting
+
+    def _holds(self, lasting: Lasting) -> bool:
+        return (
+            all(h.is_current for h in lasting.held)
+            and _same(lasting.children, _children(lasting.submodules))
+            and lasting.num_held == _num_held(lasting.submodules)
+            and _same(lasting.parameters, self._parameters())
+            and _same(lasting.state_values, self._state_values())
+            and lasting.addresses == [address_of(t) for t in lasting.originals]
+            and all(is_lazy(tensor) for _, tensor in lasting.uninitialized)
+        )
+
+    def _walk(self) -> Lasting:
+        submodules = self._submodules()
+        _reshard(submodules)
+        held = tuple(self._held())
+        found = self._named(held)
+        names = {id(tensor): name for name, tensor in found.items()}
+        # Without bytes until the first forward gives them a shape.
+        uninitialized = tuple((name, tensor) for name, tensor in found.items() if is_lazy(tensor))
+        for name, _ in uninitialized:
+            del found[name]
+        owned = {id(parameter) for parameter in self._parameters()}
+        sources = [self._source_of(name, t, is_owned=id(t) in owned) for name, t in found.items()]
+        originals = list(found.values())
+        references = _References(When.LAZY)
+        packed = self._optimizer_state(names, references)
+        originals += references.originals
+        return Lasting(
+            sources=(*sources, *references.sources),
+            originals=tuple(originals),
+            addresses=[address_of(tensor) for tensor in originals],
+            held=held,
+            submodules=submodules,
+            children=_children(submodules),
+            num_held=_num_held(submodules),
+            parameters=self._parameters(),
+            state_values=self._state_values(),
+            optimizer_state=packed,
+            modules=encode(self._modules(held, names)),
+            names=names,
+            uninitialized=uninitialized,
+        )
+
+    def names(self) -> dict[int, str]:
+        """Of attached tensors, by id; without a look at state, which may hold what is refused."""
+        return {id(tensor): name for name, tensor in self._named(self._held()).items()}
+
+    def _named(self, held: Iterable[Held]) -> dict[str, torch.Tensor]:
+        names: set[int] = set()
+        found: dict[str, torch.Tensor] = {}
+        for one in held:
+            if one.tensor is not None and id(one.tensor) not in names:
+                names.add(id(one.tensor))
+                found[one.name] = one.tensor
+        for name, parameter in self._nameless(names):
+            names.add(id(parameter))
+            found[name] = parameter
+        return found
+
+    def _optimizer_state(self, names: dict[int, str], refer: "_References") -> bytes:
+        optimizers, skip = self.attached.optimizers, self.attached.skip
+        state = {name: state_of(name, o, names, skip) for name, o in optimizers.items()}
+        needed = "|".join(re.escape(name) + r"(\.state)?" for name in optimizers)
+        return encode(state, refer=refer, skip=SkipWithin(skip, needed) if skip else None)
+
+    @staticmethod
+    def _source_of(name: str, tensor: torch.Tensor, *, is_owned: bool) -> Source:
+        try:
+            return source_of(name, tensor, When.LAZY if is_owned else When.BOUNDARY)
+        except ValueNotStorable as error:
+            error.can_skip = not is_owned
+            raise
+
+    def check_skip(self) -> None:
+        """Check the patterns of `attach(skip=...)`, after `collect`.
+
+        A key may appear later: in the state of an optimizer, in `session.state`.
+
+        Raises:
+            UsageError: one begins with no attached name, or matches a tensor that an optimizer
+                owns.
+        """
+        skip = self.attached.skip
+        owned = {id(parameter) for parameter in self._parameters()}
+        for held in self._every_held():
+            if id(held.tensor) in owned and skip(held.name):
+                raise UsageError(
+                    f"attach(skip=...) matches {held.name}, which an attached optimizer updates. "
+                    "Only what no optimizer owns can be left out of a snapshot"
+                )
+        if wrong := [one for one in skip.unmatched if not self._may_match(one)]:
+            raise UsageError(
+                f"attach(skip=...): {', '.join(wrong)} matches nothing. Patterns match "
+                "the names of tensors and keys in a snapshot, such as model.rope.cos, "
+                "progress.history or model.*.cache"
+            )
+
+    def _may_match(self, pattern: str) -> bool:
+        attached = self.attached
+        literal = re.split(r"[*?\[]", pattern)[0]
+        groups = (attached.modules, attached.optimizers, attached.stateful, attached.tensors,
+                  attached.dicts, self._roots)  # fmt: skip
+        names = (name for group in groups for name in group)
+        return any(
+            one.startswith(literal) or re.match(rf"{re.escape(one)}\W", literal) for one in names
+        )
+
+    def _modules(self, held: tuple[Held, ...], names: dict[int, str]) -> dict[str, Any]:
+        buffers = [(one.name, one.tensor is None) for one in held if one.is_buffer]
+        attached = self.attached.tensors
+        strides = {
+            one.name: stride
+            for one in held
+            if one.tensor is not None and (one.is_buffer or one.holder is attached)
+            if not is_lazy(one.tensor) and (stride := stride_of(one.tensor))
+        }
+        return {
+            "names": list(self.attached.modules),
+            "tied": self._tied(names),
+            "buffers": [name for name, is_none in buffers if not is_none],
+            "no_buffers": [name for name, is_none in buffers if is_none],
+            **({"strides": strides} if strides else {}),
+        }
+
+    def _own_keys(self, lasting: Lasting) -> dict[str, object]:
+        """What modules add to their own `state_dict()`, by the module's path.
+
+        Raises:
+            ValueNotStorable: a module has changed it and does not take it back.
+        """
+        found: dict[str, object] = {}
+        for path, part in module_state.with_own_code(lasting.submodules):
+            keys = module_state.own_keys(part, path, lasting.names)
+            root = path + module_state.OWN_KEYS
+            named = {name: key for key in keys if not self.attached.skip(name := join(root, key))}
+            if named:
+                found[path] = {key: keys[key] for key in named.values()}
+            if module_state.takes_own_keys(part):
+                continue
+            skip = self.attached.skip or None
+            contents = {n: module_state.content(keys[k], n, skip) for n, k in named.items()}
+            first = self._not_taken_back.setdefault(path, contents)
+            for name in {**first, **contents}:
+                if first.get(name) != contents.get(name):
+                    raise ValueNotStorable(
+                        key=name,
+                        kind=f"key of {type(part).__qualname__}.state_dict() that changes and that "
+                        "load_state_dict() does not take back",
+                    )
+        return found
+
+    def _submodules(self) -> module_state.Submodules:
+        return [
+            one
+            for name, module in self.attached.modules.items()
+            for one in named_parts(module, name)
+        ]
+
+    def _held(self) -> Iterator[Held]:
+        skip = self.attached.skip
+        if not skip:
+            yield from self._every_held()
+            return
+        owned = {id(parameter) for parameter in self._parameters()}
+        for held in self._every_held():
+            if id(held.tensor) in owned or not skip(held.name):
+                yield held
+
+    def _every_held(self) -> Iterator[Held]:
+        for name, module in self.attached.modules.items():
+            yield from held_by(module, name)
+        holder = self.attached.tensors
+        for name, tensor in holder.items():
+            yield Held(holder, name, name, tensor)
+
+    def _tied(self, names: dict[int, str]) -> dict[str, str]:
+        """Other names of tensors, with the one under which each is saved; for exports."""
+        every = (
+            (name, names[id(tensor)])
+            for path, module in self.attached.modules.items()
+            for name, tensor in every_name(module, path)
+            if id(tensor) in names
+        )
+        return {name: saved for name, saved in every if name != saved}
+
+    def _nameless(self, names: set[int]) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, optimizer in self.attached.optimizers.items():
+            for at, group in enumerate(optimizer.param_groups):
+                for index, parameter in enumerate(group["params"]):
+                    if id(parameter) not in names:
+                        yield f"{name}.params[{at}][{index}]", parameter
+
+    def _parameters(self) -> list[torch.Tensor]:
+        return [
+            parameter
+            for optimizer in self.attached.optimizers.values()
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        ]
+
+    def _state_values(self) -> list[object]:
+        return [v for o in self.attached.optimizers.values() for v in state_values(o)]
+
+
+class _References:
+    """Puts tensors aside while a tree is packed, and leaves references in their place."""
+
+    def __init__(self, when: When) -> None:
+        self.sources: list[Source] = []
+        self.originals: list[torch.Tensor] = []
+        self._when = when
+
+    def __call__(self, value: object, path: str) -> TensorRef | None:
+        if isinstance(value, torch.Tensor):
+            sharded = is_sharded(value)
+            if sharded and self._when is When.BOUNDARY:
+                raise ValueNotStorable(key=path, kind="DTensor outside of a module or optimizer")
+            if self._when is When.BOUNDARY:
+                return self._add(path, value, kind_of(value))
+            return self._add(path, value, "sharded" if sharded else "tensor")
+        if isinstance(value, np.ndarray):
+            return self._add(path, _as_tensor(value, path), "array")
+        return None
+
+    def _add(self, path: str, tensor: torch.Tensor, kind: str) -> TensorRef:
+        source = source_of(path, tensor, self._when)
+        self.sources.append(source)
+        self.originals.append(tensor)
+        return TensorRef(path, kind, stride_of(source.tensor))
+
+
+def _children(submodules: module_state.Submodules) -> list[object]:
+    return [child for _, part in submodules for child in part._modules.values()]
+
+
+def _num_held(submodules: module_state.Submodules) -> int:
+    return sum(
+        len(part._parameters) + len(part._buffers) - len(part._non_persistent_buffers_set)
+        for _, part in submodules
+    )
+
+
+def _states(attached: Attached) -> Iterator[tuple[str, object]]:
+    for name, thing in attached.stateful.items():
+        yield name, given_by(thing.state_dict, name)
+
+
+def _dicts(attached: Attached) -> dict[str, Any]:
+    # An empty session.state is left out, so that a snapshot without one is as in 0.2.
+    holders = {**attached.dicts, **({SESSION_STATE: attached.state} if attached.state else {})}
+    # A restore fills the holder that is there, so its own type does not matter.
+    return {name: dict(holder) for name, holder in holders.items()}
+
+
+def _reshard(submodules: module_state.Submodules) -> None:
+    # FSDP2 puts whole parameters into the module between forward and backward, and leaves the
+    # root's there after a forward without gradients.
+    for _, part in submodules:
+        if callable(reshard := getattr(part, "reshard", None)):
+            reshard()
+
+
+def _as_tensor(array: np.ndarray, path: str) -> torch.Tensor:
+    try:
+        # torch has no negative strides, and warns of memory that is only to be read.
+        is_fit = array.flags.writeable and min(array.strides, default=0) >= 0
+        return torch.from_numpy(array if is_fit else array.copy())
+    except TypeError as error:
+        raise ValueNotStorable(key=path, kind=f"numpy array of {array.dtype}") from error
+
+
+def address_of(tensor: torch.Tensor) -> int:
+    if is_sharded(tensor):
+        tensor = tensor._local_tensor  # type: ignore[attr-defined]
+    return tensor.data_ptr()
+
+
+def _same(before: Sequence[Any], now: Sequence[Any]) -> bool:
+    return len(before) == len(now) and all(map(is_, before, now))
