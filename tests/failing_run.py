@@ -1,6 +1,7 @@
 """Runs that fail by chance, played through event by event, to compare formulas with.
 
-Nothing here knows a formula of `ftrun.tools.estimate`: a clock, a die, what was saved and what is lost.
+Nothing here knows a formula of `ftrun.tools.estimate`: a clock, a die, what was saved and what is
+lost.
 """
 
 import math

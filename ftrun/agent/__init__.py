@@ -1,1 +1,1 @@
-"""PROCESS: one per node; starts, watches, carries out. Decides nothing."""
+"""PROCESS: one per node; starts, observes and executes. Makes no decision about the run."""

@@ -1,1 +1,1 @@
-"""PROCESS: the operator's terminal, and the stub that the started process becomes."""
+"""PROCESS: the command line, and the stub that the started process becomes."""

@@ -1,1 +1,1 @@
-"""DECISION: how the state of a node survives its loss. Pure, but for ISA-L behind the codec."""
+"""DECISION: how the state of a node survives its loss. Pure, except for ISA-L behind the codec."""

@@ -1,1 +1,1 @@
-"""membership."""
+"""DECISION: consensus on members and leader. These modules run on every agent."""

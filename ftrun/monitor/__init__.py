@@ -1,1 +1,1 @@
-"""DECISION: what is wrong, and who."""
+"""DECISION: from observations to a verdict: what is wrong, and which rank or node causes it."""

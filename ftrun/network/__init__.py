@@ -1,1 +1,1 @@
-"""DECISION: which ways nodes have to each other, which of them are used, and by whom. Pure."""
+"""DECISION: paths between nodes: which exist, which are used, when that changes. Pure."""

@@ -1,1 +1,1 @@
-"""DECISION: what to do about it."""
+"""DECISION: what to do about a run: supervisor, incidents, restore point. Runs on the leader."""

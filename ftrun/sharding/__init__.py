@@ -1,1 +1,1 @@
-"""Which rank of a world holds which part of which tensor, said by rules over names. Pure."""
+"""DECISION: which rank of a world holds which part of which tensor. Pure."""

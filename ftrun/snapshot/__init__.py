@@ -1,1 +1,1 @@
-"""DECISION: which snapshots exist, and what is in them."""
+"""DECISION: which snapshots exist, and what each holds."""

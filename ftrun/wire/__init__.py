@@ -1,1 +1,1 @@
-"""The only way between processes."""
+"""Messages, frames, sockets and shared memory: the only way between processes."""

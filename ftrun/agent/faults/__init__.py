@@ -1,1 +1,1 @@
-"""faults."""
+"""Faults that are injected on order into a run started with `--allow-faults`."""

@@ -1,6 +1,7 @@
 """Brings a fault about, waits, and takes it back, whatever happens to the agent meanwhile.
 
-Runs in:  a process of its own, `python -m ftrun.agent.faults.reverter_process ORDER`, in a session of its own; the
+Runs in:  a process of its own, `python -m ftrun.agent.faults.reverter_process ORDER`, in a session
+          of its own; the
           agent starts it, and what ends the agent does not end it.
 Takes in: what to do, for how long, what to undo: a list of steps each, as JSON.
 Gives:    a line on stdout when all is done, or `failed` and why, with what was done undone.

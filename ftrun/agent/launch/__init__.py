@@ -1,1 +1,1 @@
-"""launch."""
+"""Starts the ranks of one generation, through torch's elastic launcher."""

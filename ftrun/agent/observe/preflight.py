@@ -1,6 +1,7 @@
 """Measures this machine: memory, loopback, room, clock, GPUs. No torch.
 
-Runs in:  a process of its own, `python -m ftrun.agent.observe.preflight FOLDER`, beside the import of
+Runs in:  a process of its own, `python -m ftrun.agent.observe.preflight FOLDER`, beside the import
+          of
           torch; in a run on one node `room` alone, in the agent.
 Takes in: the folder of the logs.
 Gives:    `Figures`, as JSON on stdout. ftrun.monitor.node_fitness judges them.

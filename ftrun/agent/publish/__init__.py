@@ -1,1 +1,1 @@
-"""publish."""
+"""What the agent publishes: status, metrics, network.json, hooks, the summary line."""

@@ -1,1 +1,1 @@
-"""snapshots."""
+"""The agent's side of the SMP, and the memory that it hands to its successor."""

@@ -1,1 +1,1 @@
-"""commands."""
+"""Commands that ask or change a run: status, stop, profiles, preflight, inject-fault."""

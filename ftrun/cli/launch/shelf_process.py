@@ -1,6 +1,7 @@
 """The process that reads, tries and removes checkpoints for the command line.
 
-Runs in:  cli; it waits for a process of ftrun.tools.checkpoints.catalog. Does not load rich: every start asks here.
+Runs in:  cli; it waits for a process of ftrun.tools.checkpoints.catalog. Does not load rich: every
+          start asks here.
 Takes in: the words for it.
 Gives:    what it has said.
 """

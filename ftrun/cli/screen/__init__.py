@@ -1,1 +1,1 @@
-"""screen."""
+"""Tables, pages and files that the command line writes."""

@@ -1,1 +1,1 @@
-"""leader."""
+"""DECISION: the agent that leads: failure detection, reconfiguration, plans."""

@@ -1,1 +1,1 @@
-"""slow."""
+"""DECISION: stragglers, slow links and trends."""

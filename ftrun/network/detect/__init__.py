@@ -1,1 +1,1 @@
-"""detect."""
+"""DECISION: what probes found: rails, leaf switches, dead and slow paths."""

@@ -1,1 +1,1 @@
-"""failover."""
+"""DECISION: when ranks leave a path that has failed."""

@@ -1,1 +1,1 @@
-"""plan."""
+"""DECISION: which rails and which order of nodes a generation uses."""

@@ -1,1 +1,1 @@
-"""checkpoint."""
+"""Checkpoints: written from memory, read back, shared between nodes."""

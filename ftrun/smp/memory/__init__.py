@@ -1,1 +1,1 @@
-"""memory."""
+"""Arenas with snapshots, seals and commits, and the parity store."""

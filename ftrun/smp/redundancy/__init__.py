@@ -1,1 +1,1 @@
-"""redundancy."""
+"""Protection of a version by other nodes: mirrors and parity."""

@@ -1,1 +1,1 @@
-"""checkpoints."""
+"""Checkpoints between runs: list, verify, prune, convert."""

@@ -1,4 +1,4 @@
-"""`python -m ftrun.tools.checkpoints.catalog VERB WHERE`: what is done with checkpoints while no run needs them.
+"""List, verify or prune checkpoints: `python -m ftrun.tools.checkpoints.catalog VERB WHERE`.
 
 Runs in:  a process of its own, started by the cli: whatever reads or removes checkpoints is of
           this folder.

@@ -1,6 +1,7 @@
 """Whether a checkpoint on disk is what was written: every byte of it.
 
-Runs in:  the process of ftrun.tools.checkpoints.catalog; a few threads, as hashing needs no interpreter lock.
+Runs in:  the process of ftrun.tools.checkpoints.catalog; a few threads, as hashing needs no
+          interpreter lock.
 Takes in: a checkpoint's folder.
 Gives:    what is wrong with it, in words: the file, the piece, the tensors that lie there.
 """

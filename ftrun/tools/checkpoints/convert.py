@@ -1,4 +1,4 @@
-"""`python -m ftrun.tools.checkpoints.convert SOURCE OUT ...`: a checkpoint, made into one of another layout.
+"""Convert a checkpoint: `python -m ftrun.tools.checkpoints.convert SOURCE OUT ...`.
 
 Runs in:  a process of its own, started by the cli.
 Takes in: a checkpoint, or a directory of them; layout rules; a directory for the new one.

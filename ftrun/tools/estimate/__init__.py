@@ -1,1 +1,1 @@
-"""DECISION: what failures will cost a run, on paper: goodput, survival of snapshots, spares."""
+"""DECISION: what failures cost a run on paper: goodput, survival of snapshots, spares."""

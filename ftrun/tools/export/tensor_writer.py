@@ -1,6 +1,7 @@
 """Many tensors at once, each to its place in a file.
 
-Runs in:  the process of ftrun.tools.export.__main__; a few threads, since reading, hashing and writing
+Runs in:  the process of ftrun.tools.export.__main__; a few threads, since reading, hashing and
+          writing
           need no interpreter lock. Loads torch only where numbers are turned into another dtype.
 Takes in: where each tensor goes; the checkpoint.
 Gives:    the bytes in their places, the same for any number of writers; CRCs where they are asked.

@@ -1,1 +1,1 @@
-"""manifests."""
+"""`ftrun render`: a Slurm script, a JobSet or a TrainJob."""

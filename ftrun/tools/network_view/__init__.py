@@ -1,1 +1,1 @@
-"""network_view."""
+"""`ftrun network`: the paths between a run's nodes as text, picture and JSON."""

@@ -1,1 +1,1 @@
-"""messages."""
+"""What processes of one node send to each other."""

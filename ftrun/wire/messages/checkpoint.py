@@ -97,7 +97,8 @@ class LoadCheckpoint(Message, frozen=True, tag="LoadCheckpoint"):
         life: only those will do that this life of the run has written; empty: any.
         ranks: of each node that loads together with this one, each asked alike. What several need,
             one reads; the others get it of that one once the generation has begun. Of another
-            world size each loads a part (`ftrun.snapshot.load_shares.ranks_at`). Empty: this one alone.
+            world size each loads a part (`ftrun.snapshot.load_shares.ranks_at`). Empty: this one
+            alone.
         node: which of them this is.
         set_aside: checkpoints that no node of this run may load: their names, and the reason each.
         claim: own the directory first; on the node of rank 0.

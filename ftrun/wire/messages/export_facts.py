@@ -1,6 +1,7 @@
 """A checkpoint on its way out: where its files are, what is wanted of them, what became of it.
 
-Runs in: the process of ftrun.tools.checkpoints.catalog, which finds the files; cli, which asks; the process of
+Runs in: the process of ftrun.tools.checkpoints.catalog, which finds the files; cli, which asks;
+         the process of
 ftrun.tools.export.__main__, which reads them and writes others. Pure.
 """
 

@@ -1,6 +1,7 @@
 """What is said of checkpoints on disk, by the process that reads them to the operator's terminal.
 
-Runs in: the processes of ftrun.tools.checkpoints.catalog and ftrun.tools.checkpoints.convert, which say it, and cli, which shows
+Runs in: the processes of ftrun.tools.checkpoints.catalog and ftrun.tools.checkpoints.convert,
+         which say it, and cli, which shows
          it. Pure.
 """
 

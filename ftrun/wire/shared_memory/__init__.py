@@ -1,1 +1,1 @@
-"""shared_memory."""
+"""Arenas, heartbeat and command pages, parity regions."""

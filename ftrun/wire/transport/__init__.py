@@ -1,1 +1,1 @@
-"""transport."""
+"""Sockets, framing, authentication."""

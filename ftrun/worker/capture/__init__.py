@@ -1,1 +1,1 @@
-"""capture."""
+"""Snapshots: boundaries, copies, slots."""

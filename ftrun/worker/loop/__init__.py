@@ -1,1 +1,1 @@
-"""loop."""
+"""`session.steps`, `epochs` and `batches`: loops that resume where they ended."""

@@ -1,6 +1,7 @@
 """The warm process that workers are forked from.
 
-Runs in:  a process of its own: `python -u -m ftrun.worker.process.zygote FD AGENT_PID [MODULE ...]`, or a
+Runs in:  a process of its own: `python -u -m ftrun.worker.process.zygote FD AGENT_PID [MODULE
+          ...]`, or a
           fork of the agent that runs this program in place of its own.
 Takes in: fork orders from the agent on descriptor FD, a SOCK_SEQPACKET socket.
 Gives:    standbys: processes with torch imported that wait for a `LaunchOrder`, each with a

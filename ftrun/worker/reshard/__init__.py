@@ -1,1 +1,1 @@
-"""reshard."""
+"""Restore into another world size."""

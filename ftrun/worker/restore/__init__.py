@@ -1,1 +1,1 @@
-"""restore."""
+"""Restore: shards are read from memory or disk into tensors."""

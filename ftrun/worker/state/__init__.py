@@ -1,1 +1,1 @@
-"""state."""
+"""Attached objects as a tree of tensors and plain values."""

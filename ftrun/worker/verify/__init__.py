@@ -1,1 +1,1 @@
-"""verify."""
+"""What `ftrun verify` records inside a rank."""

@@ -129,7 +129,8 @@ def test_a_process_and_its_children_are_ended_together() -> None:
 def test_healers_take_back_what_they_did_before_all_is_killed(tmp_path: Path) -> None:
     path = tmp_path / "fault"
     order = {"do": [["write", str(path), "here"]], "undo": [["unlink", str(path)]]}
-    healer = f"{shlex.quote(sys.executable)} -m ftrun.agent.faults.reverter_process '{json.dumps(order)}'"
+    program = f"{shlex.quote(sys.executable)} -m ftrun.agent.faults.reverter_process"
+    healer = f"{program} '{json.dumps(order)}'"
     # A shell that waits for nobody, as an agent that is busy.
     with shell_of(f"(echo go; exec sleep 1000) | {healer} & exec sleep 1000") as shell:
         wait_for(lambda: path.exists() and path.read_text())

@@ -133,8 +133,8 @@ def test_without_an_agent_nothing_that_only_linux_has_is_loaded() -> None:
     program = (
         "import sys, ftrun, torch; ftrun.attach(model=torch.nn.Linear(2, 2));"
         "print([m for m in sys.modules if m in"
-        " ('ftrun.wire.shared_memory.arena', 'ftrun.wire.transport.channel', 'ftrun.worker.snapshot_session',"
-        " 'ftrun.worker.capture.capture', 'ftrun.linux')])"
+        " ('ftrun.wire.shared_memory.arena', 'ftrun.wire.transport.channel',"
+        " 'ftrun.worker.snapshot_session', 'ftrun.worker.capture.capture', 'ftrun.linux')])"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.stdout.strip() == "[]", done.stderr

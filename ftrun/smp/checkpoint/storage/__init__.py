@@ -1,1 +1,1 @@
-"""storage."""
+"""Where checkpoints are stored: a local directory or a URL."""

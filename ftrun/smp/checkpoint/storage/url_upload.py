@@ -30,7 +30,7 @@ def block_bytes(num_bytes: int) -> int:
 
 
 class UploadFile:
-    """A file with `room` and `take`, as `ftrun.smp.checkpoint.storage.direct_file.DiskFile` has them; it copies always.
+    """A file with `room` and `take`, as `direct_file.DiskFile` has them; it copies always.
 
     Args:
         calls: where it is sent from.

@@ -1,1 +1,1 @@
-"""incident."""
+"""One incident: grouping of journal lines, timeline, ranks, page."""

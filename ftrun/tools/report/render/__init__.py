@@ -1,1 +1,1 @@
-"""render."""
+"""HTML pages and SVG charts."""
